@@ -195,7 +195,7 @@ def of_extra(extra: str, *modules: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        if error.name not in modules:
+        if str(error.name).partition(".")[0] not in modules:
             raise
         raise ConfigError(str(error.name), "not installed", change=f"run {pip_install(extra)}") from error
 

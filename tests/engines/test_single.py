@@ -56,7 +56,7 @@ def test_parts_that_are_micro_batches_give_the_bits_of_the_whole(model_folder: P
     for step in range(2):
         batch, objective = suite.ragged_batch(seed=step), suite.OBJECTIVES[1]
         expected, counts = suite.update(whole, batch, objective), objective.counts(batch.columns())
-        passes = parts._passes(batch.columns(), objective.block)
+        passes = parts.passes(batch.columns(), objective.block)
         assert len(passes) > 2
         measured = Metrics()
         for rows in passes:
@@ -171,7 +171,7 @@ class Wave(SingleEngine):
 
     def schedule(self, columns: Any, objective: Any, counts: Any, metrics: Metrics) -> torch.Tensor:
         losses = []
-        for rows in self._passes(columns, objective.block):
+        for rows in self.passes(columns, objective.block):
             part = {name: column[rows] for name, column in columns.items()}
             loss, measured = objective.loss(self.outputs(part, objective.needs, objective.temperature), part, counts)
             losses.append(loss)

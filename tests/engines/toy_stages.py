@@ -74,7 +74,7 @@ class Stages(SingleEngine):
     def schedule(self, columns: Columns, objective: Objective, counts: Columns, metrics: Metrics) -> torch.Tensor:
         """The first stage is one micro-batch ahead of the second; gradients go back through both."""
         total, ahead, numbers = torch.zeros((), device=self.device), deque[Any](), count()
-        for rows in (*self._passes(columns, objective.block), None):
+        for rows in (*self.passes(columns, objective.block), None):
             if rows is not None:
                 part = {name: column[rows] for name, column in columns.items()}
                 where = layout_of(part, self.forward_settings).to(self.device)

@@ -45,21 +45,25 @@ def serve(
     folder: Annotated[
         str, typer.Option(help="folder of checkpoints, with --tinker", metavar="FOLDER")
     ] = "tinker-checkpoints",
+    train_engine: Annotated[str, typer.Option(help="registered training engine, with --tinker")] = "single",
+    ranks: Annotated[int, typer.Option(min=1, help="processes that train, with --tinker")] = 1,
 ) -> None:
     """Serve a model or a run to clients of OpenAI or Tinker.
 
     It answers /v1/chat/completions and /v1/completions, with streaming, tools, log-probs and token ids."""
-    from whet.registry import ROLLOUT_ENGINES, TOOL_PARSERS
+    from whet.registry import ENGINES, ROLLOUT_ENGINES, TOOL_PARSERS
 
-    for each in ("follow", "best", "tool_parser", "max_tokens") if tinker else ("folder",):
+    others = ("follow", "best", "tool_parser", "max_tokens") if tinker else ("folder", "train_engine", "ranks")
+    for each in others:
         if (source := context.get_parameter_source(each)) is not None and source.name == "COMMANDLINE":
             found = f"set {'beside' if tinker else 'without'} --tinker"
             raise ConfigError(f"--{each.replace('_', '-')}", found, change="leave it out")
     options = read_options(option or [])
     ROLLOUT_ENGINES[engine].resolve_options(options, "--option")
+    ENGINES[train_engine]
     if tool_parser is not None:
         TOOL_PARSERS[tool_parser].load()
-    with of_extra("serve", "starlette", "uvicorn", "prometheus_client"):
+    with of_extra("serve", "google", "starlette", "uvicorn", "prometheus_client"):
         from whet.serving.app import Settings
         from whet.serving.server import serve as run
         from whet.serving.tinker.server import serve as run_tinker

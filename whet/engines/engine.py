@@ -122,7 +122,7 @@ class Engine(ABC):
         training, coming = self.model.training, list[tuple[list[int], str, torch.Tensor]]()
         if training:  # a change walks over all modules
             self.model.eval()
-        passes = self._passes(columns, block=1)
+        passes = self.passes(columns, block=1)
         with self._weights_read():
             for number, rows in enumerate(passes, start=1):
                 found = self.outputs(rows_of(columns, rows), needs, temperature).items()
@@ -163,7 +163,7 @@ class Engine(ABC):
 
         Here micro-batch after micro-batch, each forward and backward; a pipeline has an order of its own."""
         total = torch.zeros((), device=self.device)
-        passes = self._passes(columns, objective.block)
+        passes = self.passes(columns, objective.block)
         routing = Routing.of(self.model, objective, self.process_group, self.rows_group, self.device)
         if routing is not None and routing.coefficient:
             routing.begin(columns, counts, self._choices(columns, passes, routing))
@@ -313,7 +313,7 @@ class Engine(ABC):
     def _clip(self) -> torch.Tensor:
         """Clips the gradient.  Returns its norm before that, the same on every rank."""
 
-    def _passes(self, columns: Columns, block: int | str) -> list[list[int]]:
+    def passes(self, columns: Columns, block: int | str) -> list[list[int]]:
         """Rows by micro-batch, whose media are decoded from now on; one without rows is a pass that counts for nothing,
         beside ranks that have more."""
         if not len(columns["response_mask"]):  # more ranks than rows

@@ -43,6 +43,7 @@ class RoleSettings:
     media_cache_gib: float = 1.0
     trust_remote_code: bool = False
     lora: LoraSettings | None = None  # unset: the whole model is trained
+    adapts_head: bool = False  # the adapter has a part at the output layer too
     freeze: tuple[str, ...] = ()
     seed: int = 0  # of a new adapter or head, and of what the optimizer rounds at random
     batch_invariant: bool = False  # computes with the kernels of a rollout engine that is
@@ -98,7 +99,7 @@ class RoleSettings:
         freeze(model, self.freeze)
         keep_prepared(self.media_cache_gib)
         if self.lora is not None:
-            add_adapter(body_of(model), self.lora, self.seed, torch_dtype(self.dtype))
+            add_adapter(body_of(model), self.lora, self.seed, torch_dtype(self.dtype), adapts_head=self.adapts_head)
         if self.gradient_checkpointing:
             recompute_activations(model)
         return model

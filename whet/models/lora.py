@@ -46,17 +46,26 @@ class LoraSettings(Protocol):
     def target_modules(self) -> list[str]: ...
 
 
-def add_adapter(model: PreTrainedModel, settings: LoraSettings, seed: int, dtype: torch.dtype = torch.float32) -> None:
+def add_adapter(
+    model: PreTrainedModel,
+    settings: LoraSettings,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    adapts_head: bool = False,
+) -> None:
     """Adds a new adapter to `model` and freezes all other weights but the head of a reward model; `dtype` is for the
-    adapted layers' base weights.
+    adapted layers' base weights. A head that `adapts_head` adapts keeps its own, which may be those of the embedding.
 
     Raises: ModelError for a target that no layer has.
     """
-    config = peft_config(model, settings)
-    with torch.random.fork_rng(devices=[]):  # peft's random values are replaced below
+    config, head = peft_config(model, settings, adapts_head=adapts_head), model.get_output_embeddings()
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():  # peft's random values are replaced below
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")  # a head that is adapted is not merged
         _peft().inject_adapter_in_model(config, model, ADAPTER)
     for name, layer in adapted_layers(model).items():
-        layer.base_layer.to(dtype)
+        if layer.base_layer is not head:
+            layer.base_layer.to(dtype)
         first = layer.lora_A[ADAPTER].weight
         if not first.is_meta:
             with torch.no_grad():
@@ -74,16 +83,18 @@ def new_adapter(layer: str, shape: Sequence[int], seed: int) -> torch.Tensor:
     return nn.init.kaiming_uniform_(weight, a=5**0.5, generator=draw)
 
 
-def peft_config(model: PreTrainedModel, settings: LoraSettings) -> Any:
+def peft_config(model: PreTrainedModel, settings: LoraSettings, *, adapts_head: bool = False) -> Any:
     """Converts the settings to peft's. Targets are names of linear layers, by default all of the language model except
-    its head or that of a reward model; those of a vision tower are for a target that the language model lacks."""
+    that of a reward model and, without `adapts_head`, its head; those of a vision tower are for a target that the
+    language model lacks."""
     head = model.get_output_embeddings()
     kinds = nn.Linear, FastLinear, LatentProjection
     layers = {name: module for name, module in model.named_modules() if type(module) in kinds}
     mixers = [name for name, module in model.named_modules() if hasattr(module, "conv1d")]
     fused = {f"{mixer}.{part}" for mixer in mixers for part in FUSED}
     layers = {name: module for name, module in layers.items() if name not in fused}
-    linear = {name for name, module in layers.items() if module is not head and f"{name}.weight" != HEAD}
+    layers = {name: module for name, module in layers.items() if adapts_head or module is not head}
+    linear = {name for name in layers if f"{name}.weight" != HEAD}
     # Where experts are one tensor, and layers of these names in files, peft would adapt them in place of other layers.
     has_experts = any(name.endswith(".experts.gate_up_proj") for name, _ in model.named_parameters())
     taken = {"gate_proj", "up_proj", "down_proj"} if has_experts else set[str]()
@@ -138,6 +149,15 @@ def merge_adapter(model: PreTrainedModel, path: str | Path, *, allow_pickle: boo
         warnings.filterwarnings("error", message=".*missing adapter keys.*")
         merged: PreTrainedModel = _peft().PeftModel.from_pretrained(model, str(path)).merge_and_unload()
     return merged.requires_grad_(True)
+
+
+def head_weight(head: Any) -> torch.Tensor:
+    """The weight of an output layer, an adapter that is on added in; differentiable."""
+    weight: torch.Tensor = head.weight
+    if not hasattr(head, "lora_A") or head.disable_adapters:
+        return weight
+    first, second = (getattr(head, part)[ADAPTER].weight for part in TRAINED_PARTS)
+    return weight + head.scaling[ADAPTER] * (second @ first)
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from whet.models.encoders.base import body_of as language_body
 from whet.models.encoders.load import encoders_of
 from whet.models.load import RewardModel, ValueModel, body_of
 from whet.models.log_probs import LogitForm, token_statistics, vocab_log_probs
+from whet.models.lora import head_weight
 from whet.models.packing import LATER_MEDIA, MEDIA, ROUTED, TOKENS_STEP, Layout, layout, rounded, with_routed
 from whet.models.routers import (
     CHOICES,
@@ -116,7 +117,7 @@ def outputs_of(
     if needs == routing:
         return outputs
     head, form = body.get_output_embeddings(), LogitForm.of(body.config.get_text_config())
-    return outputs | statistics_of(hidden, head.weight, head.bias, at, needs, settings, temperature, form)
+    return outputs | statistics_of(hidden, head_weight(head), head.bias, at, needs, settings, temperature, form)
 
 
 def statistics_of(

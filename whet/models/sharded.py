@@ -68,6 +68,8 @@ def fill(
         settings = LoadStateDictConfig(device_map={"": device}, weight_mapping=conversions, dtype=None)
         report, _ = convert_and_load_state_dict_in_model(body, slices, settings)
     expected = {name for name in report.missing_keys if not any(f".{part}." in name for part in TRAINED_PARTS)}
+    tied = body.all_tied_weights_keys.items()
+    body.all_tied_weights_keys = {_name_with_adapter(name, layers): source for name, source in tied}
     body.tie_weights(missing_keys=expected, recompute_mapping=False)
     missing = expected - body.all_tied_weights_keys.keys()
     if has_new_head and HEAD in missing:

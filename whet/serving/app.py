@@ -102,6 +102,8 @@ class Settings:
     trust_remote_code: bool
     tinker: bool = False  # serve the tinker SDK
     folder: str = "tinker-checkpoints"  # of its checkpoints
+    train_engine: str = "single"  # of its models
+    ranks: int = 1  # processes of it
 
 
 class App:

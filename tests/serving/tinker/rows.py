@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages as the SDK sends them, and replies as it reads them, made and read by a small protobuf of their own."""
+"""Messages as the SDK sends them, made by a small protobuf of their own, and replies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from whet.serving.tinker.wire import LossRequest, fields
+from whet.serving.tinker.wire import CLASSES, LossRequest
 
 DTYPES = {"f": (1, "<f4"), "i": (2, "<i8")}
 
@@ -63,21 +63,14 @@ def request(
     model: str, data: Sequence[bytes], loss: str, options: Mapping[str, float] | None = None, forward_only: bool = False
 ) -> LossRequest:
     """A request, as the server reads it."""
-    return LossRequest.read(body(model, data, loss, options, forward_only=forward_only))
+    return LossRequest(body(model, data, loss, options, forward_only=forward_only))
 
 
 def answer(reply: bytes) -> tuple[list[npt.NDArray[np.float32]], dict[str, float]]:
     """Log-probs of each datum, and metrics."""
-    rows, metrics = list[npt.NDArray[np.float32]](), dict[str, float]()
-    for number, value in fields(reply):
-        if number == 3:
-            entry = dict(fields(value))  # type: ignore[arg-type]
-            metrics[str(entry[1], "utf-8")] = struct.unpack("<d", entry[2])[0]  # type: ignore[arg-type]
-        elif number == 2:
-            record = dict(fields(value))  # type: ignore[arg-type]
-            found = dict(fields(dict(fields(record[2]))[2]))  # type: ignore[arg-type]
-            offsets = np.frombuffer(found[2], "<i8")  # type: ignore[call-overload]
-            whole = np.frombuffer(found[1], "<f4")  # type: ignore[call-overload]
-            shape = [*found[4]] if 4 in found else []  # type: ignore[misc]
-            rows += [whole[a // 4 : b // 4].reshape(-1, *shape) for a, b in pairwise(offsets)]
-    return rows, metrics
+    found, rows = CLASSES["ForwardBackwardOutput"].FromString(reply), list[npt.NDArray[np.float32]]()
+    for record in found.loss_fn_outputs:
+        [each] = [each.value for each in record.fields]
+        whole, offsets = np.frombuffer(each.data, "<f4"), np.frombuffer(each.offsets, "<i8")
+        rows += [whole[a // 4 : b // 4].reshape(-1, *each.trailing_shape) for a, b in pairwise(offsets)]
+    return rows, {each.key: each.value for each in found.metrics}

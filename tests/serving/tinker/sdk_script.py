@@ -64,7 +64,7 @@ def main(url: str) -> dict[str, Any]:
     told: dict[str, Any] = {"version": tinker.__version__}
     service = tinker.ServiceClient(base_url=url, api_key="tml-me")
     told["served"] = [each.model_name for each in service.get_server_capabilities().supported_models]
-    model = now(service.create_lora_training_client(base_model="nano", rank=4, seed=3))
+    model = now(service.create_lora_training_client(base_model="nano", rank=4, seed=3, train_unembed=False))
     told["info"] = [model.get_info().model_data.model_name, model.get_info().lora_rank]
     losses = []
     for _ in range(3):  # submitted before the first has a result
@@ -107,8 +107,21 @@ def main(url: str) -> dict[str, Any]:
         errors(lambda: now(service.create_lora_training_client(base_model="another", rank=4))),
         errors(lambda: model.forward_backward([datum([1, 10**6, 2], [1.0, 1.0])], "cross_entropy").result()),
     ]
+    picture = types.ImageChunk(data=b"png", format="png", expected_tokens=1)
+    seen = types.ModelInput(chunks=[types.EncodedTextChunk(tokens=[1]), picture])
+    pictured = types.Datum(model_input=seen, loss_fn_inputs=rows()[0].loss_fn_inputs)
+    told["images"] = [
+        errors(lambda: sampler.sample(seen, 1, params).result()),
+        errors(lambda: model.forward([pictured], "cross_entropy").result()),
+    ]
+    head = now(service.create_lora_training_client(base_model="nano", rank=4, seed=3))
+    for _ in range(2):
+        head.forward_backward(rows(), "cross_entropy")
+        head.optim_step(types.AdamParams(**ADAM)).result()
+    told["unembedding"] = head.forward(rows(), "cross_entropy").result().metrics["loss:sum"]
     with ThreadPoolExecutor(4) as pool:  # adapters beside each other
-        clients = [now(service.create_lora_training_client(base_model="nano", rank=4, seed=3)) for _ in range(4)]
+        create = service.create_lora_training_client
+        clients = [now(create(base_model="nano", rank=4, seed=3, train_unembed=False)) for _ in range(4)]
 
         def train(client: Any) -> float:
             for _ in range(3):

@@ -13,13 +13,13 @@ from whet.serving.tinker.desk import Bounds, Desk, Failure
 ME, YOU = "me", "you"
 
 
-def desk(**bounds: float) -> Desk[str]:
-    made = Desk[str](Bounds(**bounds))  # type: ignore[arg-type]
+def desk(**bounds: float) -> Desk:
+    made = Desk(Bounds(**bounds))  # type: ignore[arg-type]
     made.open(ME, "s", 0.0)
     return made
 
 
-def model(made: Desk[str], number: int = 0) -> str:
+def model(made: Desk, number: int = 0) -> str:
     name = made.add_model(ME, "s", number, 0.0)
     made.enter(name, 0, b"create", "create", 0, 0.0)
     request = made.take()
@@ -28,7 +28,7 @@ def model(made: Desk[str], number: int = 0) -> str:
     return name
 
 
-def taken(made: Desk[str]) -> list[str]:
+def taken(made: Desk) -> list[str]:
     found = []
     while (request := made.take()) is not None:
         assert request.work is not None
@@ -81,7 +81,7 @@ def test_nothing_of_another_owner_exists() -> None:
     made = desk()
     name = model(made)
     request = made.enter(name, 1, b"", "work", 0, 0.0)
-    assert made.add_sampler(ME, "s", 0, None) == "s:sample:0"
+    assert made.add_sampler(made.session(ME, "s"), 0, None) == "s:sample:0"
     for call, code in (
         (lambda: made.session(YOU, "s"), 410),
         (lambda: made.add_model(YOU, "s", 1, 0.0), 410),
@@ -98,7 +98,7 @@ def test_nothing_of_another_owner_exists() -> None:
 
 def test_a_session_without_a_heartbeat_leaves_nothing() -> None:
     told = list[str]()
-    made = Desk[str](Bounds(session_seconds=60), told.append)
+    made = Desk(Bounds(session_seconds=60), told.append)
     made.open(ME, "s", 0.0)
     name = model(made)
     request = made.enter(name, 1, b"", "work", 100, 0.0)
@@ -158,3 +158,53 @@ def test_a_result_that_was_read_is_kept_for_a_while() -> None:
     made.sweep(1101.0)
     with pytest.raises(RefusedError):
         made.find(ME, request.id)
+
+
+def test_one_key_leaves_room_for_another() -> None:
+    """Of 8 models one key has 4, the next one 2, the third 1."""
+    made = Desk(Bounds(models=8))
+    found = []
+    for owner in ("a", "b", "c"):
+        made.open(owner, owner, 0.0)
+        for number in range(9):
+            try:
+                made.add_model(owner, owner, number, 0.0)
+            except RefusedError as error:
+                assert error.status == 429
+                found.append(number)
+                break
+    assert found == [4, 2, 1]
+
+
+def test_a_session_that_reads_no_results_is_stopped() -> None:
+    made = desk(unread_bytes=10, session_seconds=1e9)
+    name = model(made)
+    made.read(ME, f"{name}:0", 0.0)
+    made.finish(made.enter(name, 1, b"", "work", 0, 0.0).id, b"a long result")
+    with pytest.raises(RefusedError) as error:
+        made.enter(name, 2, b"", "work", 0, 0.0)
+    assert status(error) == 429
+    for _ in range(2):  # the second time counts for nothing
+        assert made.read(ME, f"{name}:1", 0.0) == b"a long result"
+    assert made.enter(name, 2, b"", "work", 0, 0.0).session.unread == 0
+
+
+def test_work_in_parts_lets_others_have_their_turn() -> None:
+    made = desk()
+    first, second = model(made, 0), model(made, 1)
+    for name in (first, second):
+        made.enter(name, 1, b"", name, 0, 0.0)
+        made.enter(name, 2, b"", f"{name} then", 0, 0.0)
+    found = list[object]()
+    for _ in range(4):
+        request = made.take()
+        assert request is not None
+        found.append(request.work)
+        if len(found) < 3:  # the first parts of both
+            made.put_back(request)
+    assert found == [first, second, first, second]
+    assert taken(made) == [f"{first} then", f"{second} then"]
+    made.put_back(made.enter(first, 3, b"", "x", 0, 0.0))
+    made.end("s")
+    made.put_back(request)  # its session has ended
+    assert made.take() is None

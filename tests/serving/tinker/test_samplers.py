@@ -11,9 +11,8 @@ import pytest
 
 from whet.guard import RefusedError
 from whet.rollout.protocol import Completion, Event, Failed, Finished, SamplingParams
-from whet.serving.tinker.models import saved_now
 from whet.serving.tinker.samplers import SampleRequest, Samplers
-from whet.serving.tinker.store import ModelKind, Store
+from whet.serving.tinker.store import ModelKind, Saved, Store
 
 
 class Engine:
@@ -77,7 +76,7 @@ def test_requests_whose_weights_are_gone_fail_alone() -> None:
 def test_paths_names_and_owners(tmp_path: Path) -> None:
     store, kind = Store(tmp_path), ModelKind("m", 4)
     path = "tinker://s:train:0/weights/one"
-    store.end(store.begin(path, overwrite=False), saved_now("me", kind, None, {"a": "b"}))
+    store.end(store.begin(path, overwrite=False), Saved("me", kind, 1.0, None, {"a": "b"}))
     place, saved = store.find("me", path)
     assert (
         place == tmp_path / "s:train:0" / "weights" / "one" and saved.kind == kind and saved.user_metadata == {"a": "b"}
@@ -98,7 +97,7 @@ def test_paths_names_and_owners(tmp_path: Path) -> None:
     for owner, name in (("you", path), ("me", path.replace("one", "two"))):
         with pytest.raises(RefusedError):
             store.remove(owner, name)
-    store.end(store.begin(path, overwrite=True), saved_now("me", kind, -1.0, None))
+    store.end(store.begin(path, overwrite=True), Saved("me", kind, 1.0, 2.0))
     with pytest.raises(RefusedError):  # it has expired
         store.find("me", path)
     assert not place.exists() and saved.time <= time.time()

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import random
-import struct
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pytest
 
@@ -14,12 +14,13 @@ from tests.raising import raises
 from tests.serving.tinker.rows import answer, body, datum, double, part, varint
 from whet.errors import DataError
 from whet.guard import RefusedError
+from whet.rollout.protocol import Completion
 from whet.serving.tinker.wire import (
+    CLASSES,
+    MOST_ROWS,
     NO_TOKEN,
     LossRequest,
     PromptScores,
-    SampledTokens,
-    fields,
     read_tensor,
     unpacked,
     write_loss_output,
@@ -27,18 +28,16 @@ from whet.serving.tinker.wire import (
 )
 
 
-def test_fields_by_hand() -> None:
-    """The example of the encoding's page, a negative number, 8 bytes, 4 bytes, and a text."""
-    message = bytes([0x08, 0x96, 0x01]) + part(2, -1) + double(3, 0.5) + bytes([0x25, 1, 2, 3, 4]) + part(5, b"ab")
-    found = [(number, value if isinstance(value, int) else bytes(value)) for number, value in fields(message)]
-    assert found == [(1, 150), (2, -1), (3, struct.pack("<d", 0.5)), (4, bytes([1, 2, 3, 4])), (5, b"ab")]
-
-
 def test_a_request() -> None:
     weights = np.float32([0.0, 0.5])
     rows = [datum([1, 300], target_tokens=[300, 2], weights=weights), datum([7], target_tokens=[[1, 2]])]
-    v2 = part(7, part(1, b"how") + part(2, part(2, b"so"))) + part(7, part(1, b"beta") + part(2, double(1, 0.25)))
-    found = LossRequest.read(body("s:train:0", rows, "ppo", {"beta": 0.5}, seq=70000, forward_only=True) + v2)
+    unknown = part(9, -1) + double(8, 0.5)
+    v2 = (
+        unknown
+        + part(7, part(1, b"how") + part(2, part(2, b"so")))
+        + part(7, part(1, b"beta") + part(2, double(1, 0.25)))
+    )
+    found = LossRequest(body("s:train:0", rows, "ppo", {"beta": 0.5}, seq=70000, forward_only=True) + v2)
     assert (found.model_id, found.seq_id, found.loss, found.forward_only) == ("s:train:0", 70000, "ppo", True)
     assert found.options == {"beta": 0.25, "how": "so"}
     first, second = found.data
@@ -47,14 +46,18 @@ def test_a_request() -> None:
     assert second.inputs["target_tokens"].tolist() == [[1, 2]]
 
 
-def sparse(values: list[int], rows: list[int], columns: list[int], shape: list[int]) -> memoryview:
+def read(message: bytes) -> npt.NDArray[np.generic]:
+    return read_tensor(CLASSES["Tensor"].FromString(message), "x")
+
+
+def sparse(values: list[int], rows: list[int], columns: list[int], shape: list[int]) -> bytes:
     parts = [np.asarray(each, "<i8").tobytes() for each in (values, rows, columns)]
     csr = b"".join(part(number, each) for number, each in enumerate(parts, start=1))
-    return memoryview(part(2, csr) + part(3, 2) + part(4, b"".join(map(varint, shape))))
+    return part(2, csr) + part(3, 2) + part(4, b"".join(map(varint, shape)))
 
 
 def test_a_sparse_tensor_is_made_whole() -> None:
-    assert read_tensor(sparse([5, 6, 7], [0, 2, 2, 3], [0, 2, 1], [3, 3]), "x").tolist() == [
+    assert read(sparse([5, 6, 7], [0, 2, 2, 3], [0, 2, 1], [3, 3])).tolist() == [
         [5, 0, 6],
         [0, 0, 0],
         [0, 7, 0],
@@ -67,25 +70,24 @@ def test_a_sparse_tensor_is_made_whole() -> None:
         sparse([5], [0, 1], [9], [1, 3]),
         sparse([5], [0, 2], [0], [1, 3]),
         sparse([5], [0, 1], [0], [3]),
-        sparse([], [0], [], [2**20, 2**20]),
-        memoryview(part(1, b"abc") + part(3, 2)),
-        memoryview(part(1, b"abcd") + part(3, 9)),
-        memoryview(part(1, np.zeros(2, "<i8").tobytes()) + part(3, 2) + part(4, bytes([3]))),
+        part(1, b"abc") + part(3, 2),
+        part(1, b"abcd") + part(3, 9),
+        part(1, np.zeros(2, "<i8").tobytes()) + part(3, 2) + part(4, bytes([3])),
     ],
 )
-def test_a_tensor_that_lies_is_refused(message: memoryview) -> None:
+def test_a_tensor_that_lies_is_refused(message: bytes) -> None:
     with pytest.raises(DataError):
-        read_tensor(message, "x")
+        read(message)
 
 
 def test_bfloat16() -> None:
     halves = (np.float32([1.5, -2.0]).view(np.uint32) >> 16).astype("<u2")
-    assert read_tensor(memoryview(part(1, halves.tobytes()) + part(3, 4)), "x").tolist() == [1.5, -2.0]
+    assert read(part(1, halves.tobytes()) + part(3, 4)).tolist() == [1.5, -2.0]
 
 
 def test_an_image_is_refused_when_its_row_is_read() -> None:
-    found = LossRequest.read(body("m", [part(1, part(2, b"png"))], "cross_entropy"))
-    with raises(DataError, "datum 0", found="an image"):
+    found = LossRequest(body("m", [part(1, part(2, b"png"))], "cross_entropy"))
+    with raises(DataError, "datum 0", found="an image or audio"):
         _ = found.data
 
 
@@ -98,19 +100,28 @@ def test_log_probs_of_rows_of_several_widths() -> None:
 def test_samples() -> None:
     """Sequences, log-probs of the prompt, and tables with empty cells."""
     samples = [
-        SampledTokens([5, 6], [-0.5, -1.5], True, [((5, -0.5), (9, -2.0)), ((6, -1.5),)]),
-        SampledTokens([], [], False),
+        Completion((5, 6), (-0.5, -1.5), "length", (), likeliest=(((5, -0.5), (9, -2.0)), ((6, -1.5),))),
+        Completion((), (), "stop", ()),
     ]
     prompt = PromptScores(np.float32([np.nan, -3.0]), [[], [(1, -1.0)]])
-    found = [(number, value) for number, value in fields(write_samples(samples, prompt, 2, 1))]
-    assert [number for number, _ in found] == [1, 1, 2, 3]
-    first = dict(fields(found[0][1]))  # type: ignore[arg-type]
-    assert first[1] == 1 and bytes(first[2]) == np.asarray([5, 6], "<i4").tobytes()  # type: ignore[arg-type]
-    table = dict(fields(first[4]))  # type: ignore[arg-type]
-    assert bytes(table[1]) == np.asarray([5, 9, 6, 0], "<i4").tobytes() and (table[3], table[4]) == (2, 2)  # type: ignore[arg-type]
-    assert np.frombuffer(table[2], "<f4").tolist() == [-0.5, -2.0, -1.5, NO_TOKEN]  # type: ignore[call-overload]
-    assert dict(fields(found[1][1]))[1] == 0  # type: ignore[arg-type]
-    assert np.isnan(np.frombuffer(found[2][1], "<f4")).tolist() == [True, False]  # type: ignore[call-overload]
+    found = CLASSES["SampleResponse"].FromString(write_samples(samples, prompt, 2, 1))
+    first, second = found.sequences
+    assert (first.stop_reason, second.stop_reason) == (1, 0) and first.tokens == np.asarray([5, 6], "<i4").tobytes()
+    table = first.topk_sampled_logprobs
+    assert table.token_ids == np.asarray([5, 9, 6, 0], "<i4").tobytes() and (table.k, table.length) == (2, 2)
+    assert np.frombuffer(table.logprobs, "<f4").tolist() == [-0.5, -2.0, -1.5, NO_TOKEN]
+    assert np.isnan(np.frombuffer(found.prompt_logprobs, "<f4")).tolist() == [True, False]
+    assert (found.topk_prompt_logprobs.k, found.topk_prompt_logprobs.length) == (1, 2)
+
+
+def test_few_bytes_do_not_make_much_work() -> None:
+    """More rows than the SDK sends, and sparse tensors that are large together, are refused unread."""
+    with raises(DataError, "data"):
+        LossRequest(body("m", [b""] * (MOST_ROWS + 1), "ppo"))
+    entry = part(1, b"weights") + part(2, sparse([], [0, 0], [], [1, 2**23]))
+    found = LossRequest(body("m", [part(2, entry)] * 3, "ppo"))
+    with raises(DataError, "sparse tensors"):
+        _ = found.data
 
 
 def test_any_bytes_are_read_or_refused() -> None:
@@ -122,7 +133,7 @@ def test_any_bytes_are_read_or_refused() -> None:
         for _ in range(draw.randint(1, 4)):
             broken[draw.randrange(len(broken))] = draw.randrange(256)
         try:
-            _ = LossRequest.read(bytes(broken[: draw.randint(0, len(broken))])).data
+            _ = LossRequest(bytes(broken[: draw.randint(0, len(broken))])).data
         except ValueError:
             continue
 

@@ -175,15 +175,15 @@ class FSDPEngine(Engine):
                 found |= {names[id(weight)]: optimizer.state[weight] for weight in group["params"]}
         return found
 
-    def _passes(self, columns: Columns, block: int | str) -> list[list[int]]:
+    def passes(self, columns: Columns, block: int | str) -> list[list[int]]:
         """Returns as many passes on every rank: all ranks take part in gathering weights."""
         ends = (self._num_stages, self.pipeline_ranks) if self._num_stages > 1 else (0, 1)  # what the schedules take
-        return self._evened(super()._passes(columns, block), *ends)
+        return self._evened(super().passes(columns, block), *ends)
 
     def schedule(self, columns: Columns, objective: Objective, counts: Columns, metrics: Metrics) -> torch.Tensor:
         if self._num_stages == 1:
             return super().schedule(columns, objective, counts, metrics)
-        passes, total = self._passes(columns, objective.block), torch.zeros((), device=self.device)
+        passes, total = self.passes(columns, objective.block), torch.zeros((), device=self.device)
         parts = [rows_of(columns, rows) for rows in passes]
         layouts = [layout_of(part, self.forward_settings).to(self.device) for part in parts]
         tokens = max(tokens_of(where, self.forward_settings) for where in layouts)

@@ -147,14 +147,14 @@ class MegatronEngine(Engine):
     def _weights_read(self) -> AbstractContextManager[None]:
         return self.ranks.used()
 
-    def _passes(self, columns: Columns, block: int | str) -> list[list[int]]:
+    def passes(self, columns: Columns, block: int | str) -> list[list[int]]:
         """Returns as many passes on every rank: all take part in exchanging tokens with experts."""
         if ROUTED in columns:
             raise EngineError(ROUTED, "experts of the rollout", "none: megatron replays no choices", "set it to fsdp")
-        return self._evened(super()._passes(columns, block), step=self.sizes.pipeline if self.sizes.virtual > 1 else 1)
+        return self._evened(super().passes(columns, block), step=self.sizes.pipeline if self.sizes.virtual > 1 else 1)
 
     def schedule(self, columns: Columns, objective: Objective, counts: Columns, metrics: Metrics) -> torch.Tensor:
-        passes, total = self._passes(columns, objective.block), torch.zeros((), device=self.device)
+        passes, total = self.passes(columns, objective.block), torch.zeros((), device=self.device)
         if not passes:
             return total
         parts = [rows_of(columns, rows) for rows in passes]

@@ -10,9 +10,11 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -20,37 +22,37 @@ from starlette.requests import ClientDisconnect, Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from whet.errors import WhetError
+from whet.errors import WhetError, WorkerError
 from whet.guard import RefusedError, check_client, read_body
 from whet.serving.app import BODY_SECONDS, Settings
+from whet.serving.bodies import BodyReader
 from whet.serving.engine_thread import EngineThread
-from whet.serving.tinker.desk import Bounds, Desk, Failure, Request, Result, Session
-from whet.serving.tinker.models import Models, saved_now, size_of
+from whet.serving.tinker.desk import Bounds, Desk, Failure, Request, Result, Session, Work
+from whet.serving.tinker.models import Models
 from whet.serving.tinker.samplers import Samplers
 from whet.serving.tinker.sampling import Sampling, digest, failure_of
-from whet.serving.tinker.store import SAMPLER, SCHEME, WEIGHTS, ModelKind, Saved
-from whet.serving.tinker.wire import LossRequest, unpacked
+from whet.serving.tinker.store import PARTS, SAMPLER, SCHEME, WEIGHTS, ModelKind, Saved, size_of
+from whet.serving.tinker.wire import MOST_ROWS, LossRequest, unpacked
 
 log = logging.getLogger(__name__)
 Raw = dict[str, Any]
-Work = Callable[[], Result]
+Call = Callable[[str, Raw], Awaitable[Raw | Response]]  # of an owner, with the request as JSON
 PROTO, JSON = "application/x-protobuf", "application/json"
 POLL_SECONDS = 25.0  # of a call that waits for a result; the SDK gives up after 45
 SWEEP_SECONDS = 5.0
-FROZEN_HEAD = "adapters of this server leave the unembedding as it is: train_unembed is taken for False"
 SNAPSHOT = "_"  # begins the name of a checkpoint that ends with its session
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Served:
-    """The model that clients name: its names, its tokenizer, its architecture, its stop tokens."""
+    """The model that clients name: its names, its tokenizer, its architecture."""
 
     name: str
     aliases: frozenset[str]
     tokenizer: str  # a folder, or a name on the hub
     arch: str
-    stop_ids: tuple[int, ...]
+    reader: BodyReader
 
 
 class TinkerApp:
@@ -61,65 +63,66 @@ class TinkerApp:
     ) -> None:
         self._served, self._models, self._thread, self._settings = served, models, thread, settings
         self._samplers = samplers
-        self._desk: Desk[Work] = Desk(Bounds(), self._wake)
+        self._desk: Desk = Desk(Bounds(), self._wake)
         self._events: dict[str, asyncio.Event] = {}
-        self._sampling = Sampling(models, thread, settings, self._desk, served.stop_ids)
+        self._sampling = Sampling(models, thread, settings, self._desk, served.reader)
         self._is_busy = False
         self._keys = [each.strip() for each in (settings.api_key or "").split(",") if each.strip()]
         self._most = round(settings.max_body_mib * MIB)
-        posts: dict[str, Callable[[str, Raw], Awaitable[Raw | Response]]] = {
-            "client/config": self._config, "client/dynamic_config": self._dynamic, "telemetry": self._telemetry,
-            "create_session": self._open, "session_heartbeat": self._heartbeat,
-            "sessions/{session}/finish": self._finish, "create_model": self._create, "get_info": self._info,
-            "optim_step": self._step, "retrieve_future": self._retrieve,
-            "save_weights": self._save, "load_weights": self._load, "save_weights_for_sampler": self._snapshot,
-            "weights_info": self._weights_info, "create_sampling_session": self._sampler,
-            "asample": self._sampling.sample, "cancel_future": self._sampling.cancel,
+        calls: dict[str, Call | Raw] = {
+            **self._told(), "POST create_session": self._open, "POST session_heartbeat": self._heartbeat,
+            "POST sessions/{session}/finish": self._finish, "POST create_model": self._create,
+            "POST get_info": self._info, "POST forward_backward": self._loss, "POST optim_step": self._step,
+            "POST retrieve_future": self._retrieve, "POST save_weights": self._save,
+            "POST save_weights_for_sampler": self._snapshot, "POST load_weights": self._load,
+            "POST weights_info": self._weights_info, "POST create_sampling_session": self._sampler,
+            "POST asample": self._sampling.sample, "POST cancel_future": self._sampling.cancel,
+            "GET samplers/{sampler}": self._sampler_info, "GET checkpoints": self._checkpoints,
+            "GET training_runs/{model}/checkpoints": self._checkpoints,
+            "DELETE training_runs/{model}/checkpoints/{checkpoint:path}": self._delete,
         }  # fmt: skip
-        gets: dict[str, Callable[[str, Raw], Awaitable[Raw | Response]]] = {
-            "get_server_capabilities": self._capabilities, "samplers/{sampler}": self._sampler_info,
-            "training_runs/{model}/checkpoints": self._checkpoints, "checkpoints": self._checkpoints,
-        }  # fmt: skip
-        routes = [self._route(path, act, "POST") for path, act in posts.items()]
-        routes += [self._route(path, act, "GET") for path, act in gets.items()]
-        routes.append(self._route("training_runs/{model}/checkpoints/{checkpoint:path}", self._delete, "DELETE"))
-        routes.append(Route("/api/v1/forward_backward", self._guarded(self._loss), methods=["POST"]))
+        routes = [self._route(name, call) for name, call in calls.items()]
         routes.append(Route("/api/v1/healthz", self._health, methods=["GET"]))
-        self.asgi = Starlette(routes=routes)
+        self.asgi = Starlette(routes=routes, lifespan=self._lifespan)
 
-    def _route(self, path: str, act: Callable[[str, Raw], Awaitable[Raw | Response]], method: str) -> Route:
-        async def read(owner: str, request: HttpRequest) -> Raw | Response:
-            body = await self._body(request, JSON) if method == "POST" else b"{}"
-            try:
-                raw = json.loads(body)
-            except (ValueError, RecursionError) as error:
-                raise RefusedError(400, f"the body is not JSON: {error}") from error
-            if not isinstance(raw, dict):
-                raise RefusedError(400, "the body is not a JSON object")
-            return await act(owner, {**raw, **request.path_params})
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._thread.run_elsewhere = asyncio.get_running_loop().call_soon_threadsafe
+        sweeper = asyncio.create_task(self._sweep())
+        yield
+        sweeper.cancel()
 
-        return Route(f"/api/v1/{path}", self._guarded(read), methods=[method])
-
-    def _guarded(
-        self, act: Callable[[str, HttpRequest], Awaitable[Raw | Response]]
-    ) -> Callable[[HttpRequest], Awaitable[Response]]:
+    def _route(self, name: str, call: Call | Raw) -> Route:
         """The call of a client with a key; errors become responses."""
+        method, path = name.split(" ")
 
         async def answer(request: HttpRequest) -> Response:
             try:
                 if self._thread.death is not None:
                     raise RefusedError(503, str(self._thread.death))
-                found = await act(self._owner(request.headers), request)
+                owner, raw = self._owner(request.headers), Raw()
+                if method == "POST":
+                    raw = await self._read(request, PROTO if call == self._loss else JSON)
+                found = call if isinstance(call, dict) else await call(owner, {**raw, **request.path_params})
                 return found if isinstance(found, Response) else JSONResponse(found)
             except ClientDisconnect:
                 return Response(status_code=499)
-            except RefusedError as error:
-                return JSONResponse({"error": str(error), "detail": str(error)}, error.status)
-            except (WhetError, KeyError, TypeError, ValueError) as error:
-                words = str(error) if isinstance(error, WhetError) else f"the request cannot be read: {error!r}"
-                return JSONResponse({"error": words, "detail": words}, 400)
+            except (RefusedError, WhetError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+                words = str(error) if isinstance(error, RefusedError | WhetError) else f"it cannot be read: {error!r}"
+                status = error.status if isinstance(error, RefusedError) else 400
+                return JSONResponse({"error": words, "detail": words}, status)
 
-        return answer
+        return Route(f"/api/v1/{path}", answer, methods=[method])
+
+    async def _read(self, request: HttpRequest, kind: str) -> Raw:
+        body = await read_body(request.headers, request.stream(), self._most, BODY_SECONDS, kind)
+        if request.headers.get("content-encoding") == "zstd":
+            body = await asyncio.to_thread(unpacked, body, self._most)
+        if kind == PROTO:
+            return {"body": body}
+        if not isinstance(raw := json.loads(body), dict):
+            raise RefusedError(400, "the body is not a JSON object")
+        return raw
 
     def _owner(self, headers: Mapping[str, str]) -> str:
         """The digest of a client's key.  Raises: RefusedError."""
@@ -130,39 +133,29 @@ class TinkerApp:
             raise RefusedError(401, "the request has no API key of this server; set TINKER_API_KEY")
         return hashlib.blake2b(given.encode(), digest_size=16).hexdigest()
 
-    async def _body(self, request: HttpRequest, kind: str) -> bytes:
-        body = await read_body(request.headers, request.stream(), self._most, BODY_SECONDS, kind)
-        if request.headers.get("content-encoding") == "zstd":
-            body = await asyncio.to_thread(unpacked, body, self._most)
-        return body
-
     # Sessions.
 
     async def _health(self, request: HttpRequest) -> Response:
-        return JSONResponse({"status": "ok"} if self._thread.death is None else {"status": "failed"})
+        return JSONResponse({"status": "ok" if self._thread.death is None else "failed"})
 
-    async def _telemetry(self, owner: str, raw: Raw) -> Raw:
-        return {"status": "accepted"}  # and not kept
-
-    async def _config(self, owner: str, raw: Raw) -> Raw:
-        chunk = min(5_000_000, self._most // 2)
-        return {
+    def _told(self) -> dict[str, Raw]:
+        """The replies that are always the same; telemetry is not kept."""
+        model = {"model_name": self._served.name, "max_context_length": self._models.context, "trainable": True}
+        config = {
             "pjwt_auth_enabled": False, "proto_compress_fwdbwd": True, "create_model_via_load_weights": True,
-            "parallel_fwdbwd_chunks": True, "fwdbwd_max_chunk_len": 1024, "fwdbwd_max_chunk_bytes_count": chunk,
-            "sample_max_concurrent_requests": self._settings.max_running + self._settings.max_waiting,
+            "parallel_fwdbwd_chunks": True, "fwdbwd_max_chunk_len": MOST_ROWS,
+            "fwdbwd_max_chunk_bytes_count": min(5_000_000, self._most // 2),
+            "sample_max_concurrent_requests": (self._settings.max_running + self._settings.max_waiting) // 2,
+        }  # fmt: skip
+        return {
+            "POST client/config": config, "POST telemetry": {"status": "accepted"},
+            "POST client/dynamic_config": {"refresh_interval_sec": 300, "sample_cancel_enabled": True},
+            "GET get_server_capabilities": {"supported_models": [{**model, "sampleable": True}]},
         }  # fmt: skip
 
-    async def _dynamic(self, owner: str, raw: Raw) -> Raw:
-        return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
-
-    async def _capabilities(self, owner: str, raw: Raw) -> Raw:
-        own = {"model_name": self._served.name, "max_context_length": self._models.context}
-        return {"supported_models": [{**own, "trainable": True, "sampleable": True}]}
-
     async def _open(self, owner: str, raw: Raw) -> Raw:
-        name = str(uuid.uuid4())
-        self._desk.open(owner, name, time.monotonic())
-        return {"type": "create_session", "session_id": name, "warning_message": FROZEN_HEAD}
+        self._desk.open(owner, name := str(uuid.uuid4()), time.monotonic())
+        return {"type": "create_session", "session_id": name}
 
     async def _heartbeat(self, owner: str, raw: Raw) -> Raw:
         self._desk.session(owner, raw["session_id"], time.monotonic())
@@ -176,13 +169,13 @@ class TinkerApp:
     def _clear(self, session: Session) -> None:
         """Frees the models, snapshots and samples of an ended session."""
         for model in session.models:
-            self._thread.call(lambda model=model: self._models.drop(model))  # type: ignore[misc]
+            self._thread.call(partial(self._models.drop, model))
             for path, _, _ in list(self._models.store.listed(session.owner, model)):
                 if path.rpartition("/")[2].startswith(SNAPSHOT):
                     self._models.store.remove(session.owner, path)
         self._sampling.clear(session)
 
-    async def sweep(self) -> None:
+    async def _sweep(self) -> None:
         """Ends sessions without a heartbeat, for as long as the server runs."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
@@ -203,7 +196,7 @@ class TinkerApp:
             raise RefusedError(400, f"models are trained by adamw, not {optimizer!r}")
         if not 0 <= int(lora["rank"]) <= 1024:
             raise RefusedError(400, f"rank={lora['rank']} is not from 1 to 1024, or 0 to train all weights")
-        parts = {name: bool(lora.get(name, True)) for name in ("train_attn", "train_mlp")}
+        parts = {name: bool(lora.get(name, True)) for name in PARTS}
         kind = ModelKind(self._served.name, int(lora["rank"]), int(lora.get("seed") or 0), **parts)
         model = self._desk.add_model(owner, raw["session_id"], int(raw["model_seq_id"]), time.monotonic())
 
@@ -220,10 +213,10 @@ class TinkerApp:
         told = {"model_data": data, "model_name": served.name, "is_lora": kind.rank > 0, "lora_rank": kind.rank}
         return {"type": "get_info", "model_id": model, **told}
 
-    async def _loss(self, owner: str, http: HttpRequest) -> Raw | Response:
-        body = await self._body(http, PROTO)
-        request = LossRequest.read(body)
-        return self._enter(owner, request.model_id, request.seq_id, body, lambda: self._models.loss(request))
+    async def _loss(self, owner: str, raw: Raw) -> Raw:
+        request = await asyncio.to_thread(LossRequest, raw["body"])
+        work = partial(next, self._models.loss(request))
+        return self._enter(owner, request.model_id, request.seq_id, raw["body"], work)
 
     async def _step(self, owner: str, raw: Raw) -> Raw:
         model, params = raw["model_id"], raw.get("adam_params")
@@ -236,38 +229,33 @@ class TinkerApp:
         return self._enter(owner, model, raw["seq_id"], raw, work)
 
     async def _save(self, owner: str, raw: Raw) -> Raw:
-        name = raw.get("path") or f"{raw['seq_id']:06d}"
-        return self._enter(owner, raw["model_id"], raw["seq_id"], raw, self._saving(owner, raw, WEIGHTS, name))
+        path, work = self._saving(owner, raw, WEIGHTS, raw.get("path"))
+        return self._enter(owner, raw["model_id"], raw["seq_id"], raw, lambda: {**work(), "path": path})
 
     async def _snapshot(self, owner: str, raw: Raw) -> Raw:
         """Saves weights to sample from: under a name, or for a sampler of this session alone."""
         model, number = raw["model_id"], raw.get("sampling_session_seq_id")
-        self._desk.owned(owner, model)
-        if number is None:
-            name = raw.get("path") or f"{raw['seq_id']:06d}"
-            return self._enter(owner, model, raw["seq_id"], raw, self._saving(owner, raw, SAMPLER, name))
-        name = f"{SNAPSHOT}{raw['seq_id']}"
-        save = self._saving(owner, raw, SAMPLER, name)
-        path = f"{SCHEME}{model}/{SAMPLER}/{name}"
-        sampler = self._desk.add_sampler(owner, self._desk.models[model].session, number, path)
+        session = self._desk.owned(owner, model)
+        name = raw.get("path") if number is None else f"{SNAPSHOT}{raw['seq_id']}"
+        path, work = self._saving(owner, raw, SAMPLER, name)
+        told: Raw = {"path": path}
+        if number is not None:
+            told = {"path": None, "sampling_session_id": self._desk.add_sampler(session, number, path)}
+        return self._enter(owner, model, raw["seq_id"], raw, lambda: {**work(), **told})
 
-        def work() -> Result:
-            save()
-            return {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler}
-
-        return self._enter(owner, model, raw["seq_id"], raw, work)
-
-    def _saving(self, owner: str, raw: Raw, kind: str, name: str) -> Work:
-        model, path = raw["model_id"], f"{SCHEME}{raw['model_id']}/{kind}/{name}"
+    def _saving(self, owner: str, raw: Raw, kind: str, name: str | None) -> tuple[str, Callable[[], Raw]]:
+        """The path of a checkpoint, and work that writes it.  Raises: RefusedError."""
+        model, ttl, now = raw["model_id"], raw.get("ttl_seconds"), time.time()
+        path = f"{SCHEME}{model}/{kind}/{name or format(raw['seq_id'], '06d')}"
         self._models.store.place(path)
-        overwrite, ttl, metadata = bool(raw.get("overwrite")), raw.get("ttl_seconds"), raw.get("user_metadata")
+        expires, overwrite = None if ttl is None else now + ttl, bool(raw.get("overwrite"))
 
-        def work() -> Result:
-            saved = saved_now(owner, self._models.kind_of(model), ttl, metadata)
-            self._models.save(owner, model, path, saved, overwrite=overwrite, trains=kind == WEIGHTS)
-            return {"type": raw.get("type", "save_weights"), "path": path}
+        def work() -> Raw:
+            saved = Saved(owner, self._models.kind_of(model), now, expires, raw.get("user_metadata") or {})
+            self._models.save(model, path, saved, overwrite=overwrite)
+            return {"type": "save_weights" if kind == WEIGHTS else "save_weights_for_sampler"}
 
-        return work
+        return path, work
 
     async def _load(self, owner: str, raw: Raw) -> Raw:
         """Loads weights into a model, or into a new one that is made for them."""
@@ -294,27 +282,33 @@ class TinkerApp:
         return {"request_id": request.id, "model_id": model}
 
     def _pump(self) -> None:
-        """Runs the next work, if none is running."""
+        """Runs the next part of a work, if none is running."""
         if self._is_busy or (request := self._desk.take()) is None or request.work is None:
             return
         self._is_busy, work = True, request.work
 
-        def timed() -> Result:
+        def timed() -> Result | None:
             start = time.monotonic()
             try:
                 return work()
             finally:
                 self._samplers.spent = time.monotonic() - start
 
-        def ran(done: Future[Result]) -> None:
+        def ran(done: Future[Result | None]) -> None:
             self._thread.run_elsewhere(lambda: self._ran(request, done))
 
         self._thread.call(timed).add_done_callback(ran)
 
-    def _ran(self, request: Request[Work], done: Future[Result]) -> None:
+    def _ran(self, request: Request, done: Future[Result | None]) -> None:
         self._is_busy = False
-        error = done.exception()
-        self._desk.finish(request.id, done.result() if error is None else failure_of(request.id, error))
+        if (error := done.exception()) is not None:
+            if isinstance(error, WorkerError):  # the ranks are gone
+                self._samplers.lost = error
+            self._desk.finish(request.id, failure_of(request.id, error))
+        elif (result := done.result()) is not None:
+            self._desk.finish(request.id, result)
+        else:
+            self._desk.put_back(request)
         self._pump()
 
     # Results.
@@ -326,28 +320,26 @@ class TinkerApp:
     async def _retrieve(self, owner: str, raw: Raw) -> Raw | Response:
         """The result of a request; after a while without one, the word to ask again."""
         name = raw["request_id"]
-        if (request := self._desk.find(owner, name)).result is None:
+        if self._desk.find(owner, name).result is None:
             try:
                 async with asyncio.timeout(POLL_SECONDS):
                     await self._events.setdefault(name, asyncio.Event()).wait()
             except TimeoutError:
                 return {"type": "try_again", "request_id": name, "queue_state": "active"}
-            request = self._desk.find(owner, name)
-        request.read_at = request.read_at or time.monotonic()
-        match request.result:
+        match self._desk.read(owner, name, time.monotonic()):
             case bytes() as proto:
                 return Response(proto, media_type=PROTO)
             case Failure(error=error, category=category):
                 return {"error": error, "category": category}
-        assert request.result is not None
-        return request.result
+            case result:
+                return result
 
     async def _sampler(self, owner: str, raw: Raw) -> Raw:
-        path, base = raw.get("model_path"), raw.get("base_model")
-        self._check_base(base)
-        if path is not None:
+        self._check_base(raw.get("base_model"))
+        if (path := raw.get("model_path")) is not None:
             self._models.store.find(owner, path)
-        name = self._desk.add_sampler(owner, raw["session_id"], raw["sampling_session_seq_id"], path)
+        session = self._desk.session(owner, raw["session_id"])
+        name = self._desk.add_sampler(session, raw["sampling_session_seq_id"], path)
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
     async def _sampler_info(self, owner: str, raw: Raw) -> Raw:
@@ -358,7 +350,7 @@ class TinkerApp:
 
     async def _weights_info(self, owner: str, raw: Raw) -> Raw:
         kind = self._models.store.find(owner, raw["tinker_path"])[1].kind
-        parts = {"train_attn": kind.train_attn, "train_mlp": kind.train_mlp, "train_unembed": False}
+        parts = {name: vars(kind)[name] for name in PARTS}
         return {"base_model": kind.base_model, "is_lora": kind.rank > 0, "lora_rank": kind.rank or None, **parts}
 
     async def _checkpoints(self, owner: str, raw: Raw) -> Raw:
@@ -366,7 +358,7 @@ class TinkerApp:
         page = {"offset": 0, "limit": len(found), "total_count": len(found)}
         return {"checkpoints": [_card(path, size_of(place), saved) for path, place, saved in found], "cursor": page}
 
-    async def _delete(self, owner: str, raw: Raw) -> Raw | Response:
+    async def _delete(self, owner: str, raw: Raw) -> Response:
         self._models.store.remove(owner, f"{SCHEME}{raw['model']}/{raw['checkpoint']}")
         return Response(status_code=204)
 

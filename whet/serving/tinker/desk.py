@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from whet.guard import RefusedError
 
-W = TypeVar("W")
 MODEL, SAMPLER = ":train:", ":sample:"  # between the name of a session and a number
+SMALL = 1000  # bytes of a result without tensors, about
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,13 @@ class Bounds:
     """Limits of one server."""
 
     sessions: int = 64
-    models: int = 16
+    models: int = 32
     waiting: int = 256  # requests of a model, beside the next one in order
     body_bytes: int = 2**30  # of all requests that wait
+    unread_bytes: int = 2**28  # of a session's results that nobody has read
     session_seconds: float = 120.0  # without a heartbeat
     gap_seconds: float = 120.0  # for a request before one that is held
-    kept_seconds: float = 600.0  # of a result that was read
+    kept_seconds: float = 120.0  # of a result that was read
 
 
 @dataclass(frozen=True)
@@ -41,58 +42,70 @@ class Failure:
 
 
 Result = bytes | dict[str, Any] | Failure
-
-
-@dataclass
-class Request(Generic[W]):
-    """A request and its result, when there is one."""
-
-    id: str
-    session: str
-    digest: bytes  # of what was asked
-    size: int
-    work: W | None = None
-    result: Result | None = None
-    held_since: float = 0.0
-    read_at: float | None = None
-
-
-@dataclass
-class Model(Generic[W]):
-    """The order of a model's requests."""
-
-    session: str
-    next: int
-    held: dict[int, Request[W]] = field(default_factory=dict)
-    ready: deque[Request[W]] = field(default_factory=deque)
+Work = Callable[[], Result | None]  # None: a part is done, call it again
 
 
 @dataclass
 class Session:
     """A client's session."""
 
+    name: str
     owner: str
     seen_at: float
     models: set[str] = field(default_factory=set)
     samplers: dict[str, str | None] = field(default_factory=dict)  # the path that each samples from; None: the base
+    unread: int = 0  # bytes of results
+    samples: int = 0  # that are not finished
 
 
-class Desk(Generic[W]):
+@dataclass
+class Request:
+    """A request and its result, when there is one."""
+
+    id: str
+    session: Session
+    digest: bytes  # of what was asked
+    size: int  # of the request, then of its result
+    work: Work | None = None
+    result: Result | None = None
+    held_since: float = 0.0
+    read_at: float | None = None
+
+
+@dataclass
+class Model:
+    """The order of a model's requests."""
+
+    session: Session
+    next: int = 0
+    held: dict[int, Request] = field(default_factory=dict)
+    ready: deque[Request] = field(default_factory=deque)
+
+
+class Desk:
     """Sessions, models, futures."""
 
     def __init__(self, bounds: Bounds, finished: Callable[[str], None] = lambda request: None) -> None:
         """`finished` is called with the id of each request that gets a result."""
         self.bounds, self._finished = bounds, finished
         self.sessions: dict[str, Session] = {}
-        self.models: OrderedDict[str, Model[W]] = OrderedDict()
-        self.requests: dict[str, Request[W]] = {}
+        self.models: OrderedDict[str, Model] = OrderedDict()
+        self.requests: dict[str, Request] = {}
         self._bytes = 0
 
     def open(self, owner: str, name: str, now: float) -> None:
         """Opens a session.  Raises: RefusedError where there are too many."""
-        if len(self.sessions) >= self.bounds.sessions:
-            raise RefusedError(429, f"the server has {self.bounds.sessions} sessions; end one, or come again later")
-        self.sessions[name] = Session(owner, now)
+        self.check_room(owner, "sessions", self.bounds.sessions, lambda each: 1)
+        self.sessions[name] = Session(name, owner, now)
+
+    def check_room(self, owner: str, what: str, most: int, held: Callable[[Session], int], number: int = 1) -> None:
+        """Checks that an owner has at most half of what others leave, so that some is always left.  Raises:
+        RefusedError."""
+        own = sum(held(each) for each in self.sessions.values() if each.owner == owner)
+        others = sum(map(held, self.sessions.values())) - own
+        if 2 * (own + number) > max(2, most - others + 1):
+            found = f"{own + others} of {most} {what} are there, {own} of them with your key"
+            raise RefusedError(429, f"{found}; end some, or come again later")
 
     def session(self, owner: str, name: str, now: float | None = None) -> Session:
         """The session of an owner; with `now` it is seen.  Raises: RefusedError."""
@@ -113,19 +126,19 @@ class Desk(Generic[W]):
     def add_model(self, owner: str, session: str, number: int, now: float) -> str:
         """The name of a new model, or of the one with this number.  Raises: RefusedError."""
         own, name = self.session(owner, session, now), f"{session}{MODEL}{number}"
-        if name not in own.models and len(self.models) >= self.bounds.models:
-            raise RefusedError(429, f"the server has {self.bounds.models} models; end a session, or come again later")
+        if name not in own.models:
+            self.check_room(owner, "models", self.bounds.models, lambda each: len(each.models))
         own.models.add(name)
-        self.models.setdefault(name, Model(session, 0))
+        self.models.setdefault(name, Model(own))
         return name
 
-    def add_sampler(self, owner: str, session: str, number: int, path: str | None) -> str:
-        """The name of a new sampler, or of the one with this number.  Raises: RefusedError."""
-        name = f"{session}{SAMPLER}{number}"
-        self.session(owner, session).samplers.setdefault(name, path)
+    def add_sampler(self, session: Session, number: int, path: str | None) -> str:
+        """The name of a new sampler, or of the one with this number."""
+        name = f"{session.name}{SAMPLER}{number}"
+        session.samplers.setdefault(name, path)
         return name
 
-    def enter(self, model: str, seq: int, digest: bytes, work: W, size: int, now: float) -> Request[W]:
+    def enter(self, model: str, seq: int, digest: bytes, work: Work, size: int, now: float) -> Request:
         """Takes a request of a model in order; one that is there already is returned.  Raises: RefusedError."""
         own, name = self.models[model], f"{model}:{seq}"
         if (known := self._known(name, digest)) is not None:
@@ -135,36 +148,32 @@ class Desk(Generic[W]):
         full = len(own.held) + len(own.ready) >= self.bounds.waiting or self._bytes + size > self.bounds.body_bytes
         if full and seq != own.next:
             raise RefusedError(429, f"too many requests wait for {model}; send it again later")
-        request = self._add(Request(name, own.session, digest, size, work, held_since=now))
-        own.held[seq] = request
-        self._release(own)
+        request = own.held[seq] = self._add(Request(name, own.session, digest, size, work, held_since=now))
+        while (first := own.held.pop(own.next, None)) is not None:
+            own.ready.append(first)
+            own.next += 1
         return request
 
-    def note(self, name: str, session: str, digest: bytes) -> bool:
+    def note(self, name: str, session: Session, digest: bytes) -> bool:
         """Takes a request without an order.  Returns whether it is new.  Raises: RefusedError."""
-        if self._known(name, digest) is not None:
-            return False
-        self._add(Request(name, session, digest, 0))
-        return True
+        if is_new := self._known(name, digest) is None:
+            self._add(Request(name, session, digest, 0))
+        return is_new
 
-    def _known(self, name: str, digest: bytes) -> Request[W] | None:
+    def _known(self, name: str, digest: bytes) -> Request | None:
         known = self.requests.get(name)
         if known is not None and known.digest != digest:
             raise RefusedError(422, f"request {name} was sent before, and asked for something else")
         return known
 
-    def _add(self, request: Request[W]) -> Request[W]:
+    def _add(self, request: Request) -> Request:
+        if request.session.unread > self.bounds.unread_bytes:
+            raise RefusedError(429, "too many results of this session wait to be read; read some")
         self.requests[request.id] = request
         self._bytes += request.size
         return request
 
-    def _release(self, model: Model[W]) -> None:
-        """Makes the requests ready that are next in order."""
-        while (request := model.held.pop(model.next, None)) is not None:
-            model.ready.append(request)
-            model.next += 1
-
-    def take(self) -> Request[W] | None:
+    def take(self) -> Request | None:
         """The next request to run: models take turns."""
         for name, model in self.models.items():
             if model.ready:
@@ -172,33 +181,47 @@ class Desk(Generic[W]):
                 return model.ready.popleft()
         return None
 
+    def put_back(self, request: Request) -> None:
+        """Takes a request back that has not ended: it is the next one of its model."""
+        if (model := self.models.get(request.id.rpartition(":")[0])) is not None:
+            model.ready.appendleft(request)
+
     def finish(self, name: str, result: Result) -> None:
         """Notes the result of a request; nothing where its session has ended."""
         request = self.requests.get(name)
         if request is not None and request.result is None:
             request.result, request.work = result, None
             self._bytes -= request.size
+            request.size = len(result) if isinstance(result, bytes) else SMALL
+            request.session.unread += request.size
             self._finished(name)
 
-    def find(self, owner: str, name: str) -> Request[W]:
+    def find(self, owner: str, name: str) -> Request:
         """A request of an owner.  Raises: RefusedError."""
         request = self.requests.get(name)
-        session = None if request is None else self.sessions.get(request.session)
-        if request is None or session is None or session.owner != owner:
-            raise RefusedError(
-                410, f"there is no request {name}; its session has ended, or its result was read long ago"
-            )
+        if request is None or request.session.owner != owner:
+            found = "its session has ended, or its result was read long ago"
+            raise RefusedError(410, f"there is no request {name}; {found}")
         return request
+
+    def read(self, owner: str, name: str, now: float) -> Result:
+        """The result of a request that has one.  Raises: RefusedError."""
+        request = self.find(owner, name)
+        assert request.result is not None
+        if request.read_at is None:
+            request.session.unread -= request.size
+            request.read_at = now
+        return request.result
 
     def sweep(self, now: float) -> list[tuple[str, Session]]:
         """Ends sessions that are not seen any more, fails requests that wait for one that never came, and forgets
         results that were read.  Returns the sessions that ended."""
         for model in self.models.values():
             if model.held and now - min(each.held_since for each in model.held.values()) > self.bounds.gap_seconds:
-                late, model.next = sorted(model.held.items()), max(model.held) + 1
-                found = f"a request before it did not come within {self.bounds.gap_seconds:g} s"
+                late, model.next = list(model.held.values()), max(model.held) + 1
                 model.held.clear()
-                for _, request in late:
+                for request in late:
+                    found = f"a request before it did not come within {self.bounds.gap_seconds:g} s"
                     self.finish(request.id, Failure(found, "user"))
         for name, request in list(self.requests.items()):
             if request.read_at is not None and now - request.read_at > self.bounds.kept_seconds:
@@ -211,7 +234,7 @@ class Desk(Generic[W]):
         session = self.sessions.pop(name)
         for model in session.models:
             del self.models[model]
-        for request in [each for each in self.requests.values() if each.session == name]:
+        for request in [each for each in self.requests.values() if each.session is session]:
             self._bytes -= request.size if request.result is None else 0
             del self.requests[request.id]
             self._finished(request.id)  # whoever waits for it hears that it is gone

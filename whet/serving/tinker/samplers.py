@@ -54,6 +54,7 @@ class Samplers:
         self._running: set[str] = set()
         self._lost: list[Event] = []
         self._switches = 0
+        self.lost: WhetError | None = None  # the error after which models can be trained no more
         self.spent = 0.0  # seconds of the last call beside sampling, which has as long afterwards
 
     def submit(self, request: SampleRequest) -> bool:
@@ -62,7 +63,9 @@ class Samplers:
         return True
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """Decodes.  Raises: as the engine."""
+        """Decodes.  Raises: as the engine; `lost`."""
+        if self.lost is not None:
+            raise self.lost
         until = time.monotonic() + max(timeout_seconds, min(self.spent, MOST_SECONDS))
         self.spent, events = 0.0, list[Event]()
         while True:
@@ -88,7 +91,8 @@ class Samplers:
                 self._engine.attach(module, self._switches)
             self._source, self._attached = source, module
         except (WhetError, RefusedError) as error:
-            self._lost += [Failed(each.uid, each.attempt, _failure(error)) for each in self._waiting.pop(source)]
+            failure = Failure("engine", str(error))
+            self._lost += [Failed(each.uid, each.attempt, failure) for each in self._waiting.pop(source)]
             return
         self._begin()
 
@@ -99,7 +103,7 @@ class Samplers:
                 self._engine.submit(request)
                 self._running.add(request.uid)
             except WhetError as error:
-                self._lost.append(Failed(request.uid, request.attempt, _failure(error)))
+                self._lost.append(Failed(request.uid, request.attempt, Failure("engine", str(error))))
 
     def abort(self, uids: Collection[str]) -> None:
         """Ends requests."""
@@ -119,7 +123,3 @@ class Samplers:
     def close(self) -> None:
         """Frees everything."""
         self._engine.close()
-
-
-def _failure(error: Exception) -> Failure:
-    return Failure("engine", str(error))

@@ -8,20 +8,22 @@ import hashlib
 import json
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from whet.errors import WhetError
+from whet.errors import DataError, WhetError, WorkerError
 from whet.guard import RefusedError
 from whet.keyed import key
-from whet.rollout.protocol import Event, Failed, Finished, SamplingParams
+from whet.rollout.protocol import Completion, Event, Failed, Finished, SamplingParams
 from whet.serving.app import Settings
+from whet.serving.bodies import ApiError, BodyReader
 from whet.serving.engine_thread import EngineThread
-from whet.serving.tinker.desk import SAMPLER, Desk, Failure, Result, Session
-from whet.serving.tinker.models import Models, prompt_of
+from whet.serving.tinker.desk import Desk, Failure, Result, Session
+from whet.serving.tinker.models import Models
 from whet.serving.tinker.samplers import SampleRequest, Source
-from whet.serving.tinker.wire import PromptScores, SampledTokens, write_samples
+from whet.serving.tinker.wire import PromptScores, write_samples
 
 log = logging.getLogger(__name__)
 Raw = dict[str, Any]
@@ -32,10 +34,9 @@ class Sampling:
     """Samples of clients, from the moment that they are asked for until they have a result."""
 
     def __init__(
-        self, models: Models, thread: EngineThread, settings: Settings, desk: Desk[Any], stop_ids: tuple[int, ...]
+        self, models: Models, thread: EngineThread, settings: Settings, desk: Desk, reader: BodyReader
     ) -> None:
-        self._models, self._thread, self._settings, self._desk = models, thread, settings, desk
-        self._stop_ids, self._samples = stop_ids, 0
+        self._models, self._thread, self._settings, self._desk, self._reader = models, thread, settings, desk, reader
         self._tasks: dict[str, asyncio.Task[bytes]] = {}
 
     def clear(self, session: Session) -> None:
@@ -47,22 +48,21 @@ class Sampling:
     async def sample(self, owner: str, raw: Raw) -> Raw:
         """Begins to sample.  Returns a promise.  Raises: RefusedError."""
         sampler, number = raw["sampling_session_id"], int(raw.get("num_samples", 1))
-        session = self._desk.owned(owner, sampler)
-        name, room = f"{sampler}:{raw['seq_id']}", self._settings.max_running + self._settings.max_waiting
-        if not 0 < number <= room:
-            raise RefusedError(400, f"num_samples={number} is not from 1 to {room}")
-        if name not in self._desk.requests and self._samples + number > room:
-            raise RefusedError(429, f"the server is full ({self._samples} of {room} samples); come again later")
+        session, room = self._desk.owned(owner, sampler), self._settings.max_running + self._settings.max_waiting
+        name, most = f"{sampler}:{raw['seq_id']}", -(-room // 2)
+        if not 0 < number <= most:
+            raise RefusedError(400, f"num_samples={number} is not from 1 to {most}")
+        if name not in self._desk.requests:
+            self._desk.check_room(owner, "samples", room, lambda each: each.samples, number)
         ids = [f"{name}:{index}" for index in range(number)]
-        if self._desk.note(name, sampler.rpartition(SAMPLER)[0], digest(raw)):
-            self._samples += number
-            task = asyncio.create_task(self._run((owner, session.samplers[sampler]), raw, ids))
-            self._tasks[name] = task
-            task.add_done_callback(lambda done: self._finish_samples(name, ids, done))
+        if self._desk.note(name, session, digest(raw)):
+            session.samples += number
+            self._tasks[name] = asyncio.create_task(self._run((owner, session.samplers[sampler]), raw, ids))
+            self._tasks[name].add_done_callback(partial(self._end, session, name, ids))
         return {"request_id": name, "sample_sequence_ids": ids}
 
-    def _finish_samples(self, name: str, uids: list[str], done: asyncio.Task[bytes]) -> None:
-        self._samples -= len(uids)
+    def _end(self, session: Session, name: str, uids: list[str], done: asyncio.Task[bytes]) -> None:
+        session.samples -= len(uids)
         del self._tasks[name]
         result: Result = Failure("the request was cancelled", "user")
         if not done.cancelled():
@@ -76,45 +76,38 @@ class Sampling:
         widths = int(raw.get("topk_sample_logprobs") or 0), int(raw.get("topk_prompt_logprobs") or 0)
         if not 0 <= min(widths) <= max(widths) <= MOST_LIKELIEST:
             raise RefusedError(400, f"{max(widths)} likeliest tokens are asked for, of at most {MOST_LIKELIEST}")
-        prompt = prompt_of(raw["prompt"]["chunks"], self._models.vocab_size)
-        params = self._params(raw, len(prompt))
-        async with asyncio.timeout(self._settings.deadline_seconds):
-            scores = await self._scores(source, raw, prompt)
-            done = await self._completions(source, raw, prompt, params, uids)
-        samples = [
-            SampledTokens(each.token_ids, each.log_probs, each.finish_reason == "length", each.likeliest)
-            for each in (done[uid].completion for uid in uids)
-        ]
+        prompt, params = self._asked(raw)
+        scores = await self._scores(source, raw, prompt)
+        samples = await self._completions(source, raw, prompt, replace(params, num_likeliest=widths[0]), uids)
         return write_samples(samples, scores, *widths)
 
-    def _params(self, raw: Raw, length: int) -> SamplingParams:
-        """The SDK's parameters of sampling as the engine's.  Raises: RefusedError."""
-        given, room = raw.get("sampling_params") or {}, self._models.context - length
+    def _asked(self, raw: Raw) -> tuple[tuple[int, ...], SamplingParams]:
+        """The prompt and the parameters of sampling, checked as those of /v1/completions.  Raises: RefusedError,
+        DataError, ApiError."""
         for name in ("prompt_alt_tokens_k", "target_prompt_logprobs"):
             if raw.get(name):
                 raise RefusedError(400, f"{name} is not supported")
-        if room < 1:
-            raise RefusedError(400, f"the prompt has {length} tokens; the model reads {self._models.context}")
-        stop = given.get("stop")
-        words = [stop] if isinstance(stop, str) else list(stop or ())
-        ids = tuple(each for each in words if isinstance(each, int)) if stop is not None else self._stop_ids
-        return SamplingParams(
-            max_new_tokens=min(room, int(given["max_tokens"]) if given.get("max_tokens") is not None else room),
-            temperature=float(given.get("temperature", 1.0)),
-            top_p=float(given.get("top_p", 1.0)),
-            top_k=max(0, int(given.get("top_k", -1))),
-            stop_token_ids=ids,
-            stop=tuple(each for each in words if isinstance(each, str)),
-            num_likeliest=int(raw.get("topk_sample_logprobs") or 0),
-        )
+        chunks, given, reader = raw["prompt"]["chunks"], dict(raw.get("sampling_params") or {}), self._reader
+        if any(chunk.get("type", "encoded_text") != "encoded_text" for chunk in chunks):
+            raise DataError("prompt", "has an image or audio", "text, which this server samples from")
+        prompt = [token for chunk in chunks for token in chunk["tokens"]]
+        if (stop := given.pop("stop", None)) is not None:
+            words, reader = [stop] if isinstance(stop, str) else list(stop), replace(reader, stop_ids=())
+            given["stop"] = [each for each in words if isinstance(each, str)]
+            given["stop_token_ids"] = [each for each in words if not isinstance(each, str)]
+        room, most = max(1, self._models.context - len(prompt)), given.get("max_tokens")
+        given["max_tokens"] = room if most is None else min(room, most) if isinstance(most, int) else most
+        if given.get("top_k") == -1:
+            del given["top_k"]
+        asked = reader.text({**given, "model": reader.name, "prompt": prompt})
+        return asked.prompts[0], asked.params[0]
 
     async def _scores(self, source: Source, raw: Raw, prompt: tuple[int, ...]) -> PromptScores:
         wants, likeliest = bool(raw.get("prompt_logprobs")), int(raw.get("topk_prompt_logprobs") or 0)
         if not (wants or likeliest):
             return PromptScores()
         call = self._thread.call(lambda: self._models.scores(self._models.module(*source), prompt, likeliest))
-        found = await asyncio.wrap_future(call)
-        last = raw.get("prompt_logprobs_last_n")
+        found, last = await asyncio.wrap_future(call), raw.get("prompt_logprobs_last_n")
         if last is not None and found.log_probs is not None:
             unread = max(0, len(prompt) - int(last))
             found.log_probs[:unread] = np.nan
@@ -123,27 +116,23 @@ class Sampling:
 
     async def _completions(
         self, source: Source, raw: Raw, prompt: tuple[int, ...], params: SamplingParams, uids: list[str]
-    ) -> dict[str, Finished]:
+    ) -> list[Completion]:
         """Samples.  Raises: WhetError, RefusedError."""
         seed, queue = (raw.get("sampling_params") or {}).get("seed"), asyncio.Queue[Event | WhetError]()
-        drawn = [key(0 if seed is None else int(seed), "tinker", *((uid,) if seed is None else (i,)))
-                 for i, uid in enumerate(uids)]  # fmt: skip
-        seconds = self._settings.deadline_seconds
-        requests = [
-            SampleRequest(uid, prompt, params, each, deadline_seconds=seconds, source=source)
-            for uid, each in zip(uids, drawn, strict=True)
-        ]
+        seconds, done, requests = self._settings.deadline_seconds, dict[str, Completion](), list[SampleRequest]()
+        for index, uid in enumerate(uids):
+            drawn = key(0, "tinker", uid) if seed is None else key(int(seed), "tinker", index)
+            requests.append(SampleRequest(uid, prompt, params, drawn, deadline_seconds=seconds, source=source))
         self._thread.submit(requests, queue.put_nowait)
-        done: dict[str, Finished] = {}
         while len(done) < len(uids):
             match event := await queue.get():
                 case WhetError():
                     raise event
                 case Failed(failure=failure):
                     raise RefusedError(500, failure.message)
-                case Finished(uid=uid):
-                    done[uid] = event
-        return done
+                case Finished(uid=uid, completion=completion):
+                    done[uid] = completion
+        return [done[uid] for uid in uids]
 
     async def cancel(self, owner: str, raw: Raw) -> Raw:
         """Ends a request that samples."""
@@ -161,9 +150,7 @@ def digest(asked: Raw | bytes) -> bytes:
 
 def failure_of(name: str, error: BaseException) -> Failure:
     """An error as the client gets it; of one that is a bug the log has the traceback."""
-    if isinstance(error, WhetError | RefusedError):
-        return Failure(str(error), "user")
-    if isinstance(error, TimeoutError):
-        return Failure("the deadline of the request is over", "server")
+    if isinstance(error, WhetError | RefusedError | ApiError):
+        return Failure(str(error), "server" if isinstance(error, WorkerError) else "user")
     log.error("request %s failed", name, exc_info=error)
     return Failure(f"unexpected {type(error).__name__}: {error}; the traceback is in the server's log", "server")

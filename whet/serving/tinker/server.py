@@ -3,32 +3,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 from typing import Literal, cast
-
-from starlette.applications import Starlette
-from torch import nn
 
 from whet import devices
 from whet.checkpoints.export import find_model, model_folder
 from whet.config.schema import ModelConfig, RolloutConfig, RolloutEngineConfig
 from whet.errors import ConfigError
-from whet.models.load import context_length, load_policy, load_tokenizer, stop_token_ids, torch_dtype
+from whet.models.load import context_length, load_tokenizer, stop_token_ids, torch_dtype
 from whet.planning.dtypes import choose
 from whet.rollout.build import rollout_engine
 from whet.rollout.protocol import RolloutEngine, SharesModule
 from whet.serving.app import Settings
+from whet.serving.bodies import BodyReader
 from whet.serving.engine_thread import EngineThread
 from whet.serving.server import HttpServer, bound_to
 from whet.serving.tinker.app import Served, TinkerApp
 from whet.serving.tinker.models import Models
 from whet.serving.tinker.samplers import Samplers, Shared
 from whet.serving.tinker.store import Store
+from whet.serving.tinker.training import Base, Ranks
 from whet.tracking.console import long_phase
 
 log = logging.getLogger(__name__)
@@ -41,21 +38,25 @@ def serve(settings: Settings) -> None:
         with long_phase("loading the model"):
             source, trusted = find_model(settings.model), settings.trust_remote_code
             folder = stack.enter_context(model_folder(source, trust_remote_code=trusted))
-            dtype, device = choose(settings.dtype, "--dtype"), devices.here()
+            dtype = choose(settings.dtype, "--dtype")
             own = Path(settings.model).expanduser()
             name = settings.name or (own.resolve().name if own.exists() else settings.model)
             tokenizer = load_tokenizer(folder, folder, trust_remote_code=trusted)
-            base = load_policy(folder, trust_remote_code=trusted)
-            nn.Module.to(base, device)
+            base, ranks = Base(folder, trusted), None
+            if settings.ranks > 1:
+                ranks = Ranks(base, settings.ranks)
+                stack.callback(ranks.close)
             store = Store(Path(settings.folder).expanduser().resolve())
-            models = Models(base, name, dtype, store, context_length(folder, trust_remote_code=trusted))
+            context = context_length(folder, trust_remote_code=trusted)
+            models = Models(base, name, dtype, store, context, devices.here(), settings.train_engine, ranks)
             samplers = Samplers(_engine(settings, folder, dtype), models.module)
         thread = EngineThread(cast(RolloutEngine, samplers), on_death=lambda error: setattr(http, "should_exit", True))
         where = str(Path(folder).resolve()) if own.exists() else settings.model
-        stops = stop_token_ids(folder, tokenizer, {})
-        served = Served(name, frozenset({settings.model, where}), where, str(base.config.model_type), tuple(stops))
+        stops, most = stop_token_ids(folder, tokenizer, {}), settings.max_tokens
+        reader = BodyReader(name, tokenizer, tuple(stops), context, models.vocab_size, most)
+        arch = str(models.base.config.model_type)
+        served = Served(name, frozenset({settings.model, where}), where, arch, reader)
         app = TinkerApp(served, models, thread, samplers, settings)
-        app.asgi.router.lifespan_context = partial(_lifespan, thread, app)
         http = HttpServer(app.asgi, settings, thread)
         host, port = bound.getsockname()[:2]
         log.info("serving %s to the tinker SDK, as %r, on http://%s:%d", source, name, host, port)
@@ -73,13 +74,3 @@ def _engine(settings: Settings, folder: str, dtype: Literal["float32", "bfloat16
     if not isinstance(engine, SharesModule):
         raise ConfigError("--engine", settings.engine, "native or hf, which sample from modules of the process")
     return cast(Shared, engine)
-
-
-@asynccontextmanager
-async def _lifespan(thread: EngineThread, tinker: TinkerApp, app: Starlette) -> AsyncIterator[None]:
-    thread.run_elsewhere = asyncio.get_running_loop().call_soon_threadsafe
-    sweeper = asyncio.create_task(tinker.sweep())
-    yield
-    sweeper.cancel()
-    with suppress(asyncio.CancelledError):
-        await sweeper

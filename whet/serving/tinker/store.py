@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints under `tinker://MODEL/KIND/NAME` in a folder: `FOLDER/MODEL/KIND/NAME` with a state and meta.json."""
+"""Checkpoints under `tinker://MODEL/KIND/NAME` in a folder: `FOLDER/MODEL/KIND/NAME` with meta.json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from whet.guard import RefusedError
 
 SCHEME = "tinker://"
 WEIGHTS, SAMPLER = "weights", "sampler_weights"  # kinds: to train on, to sample from
-STATE, META = "state.safetensors", "meta.json"
+WHOLE, STATE, META = "weights.safetensors", "state", "meta.json"  # the weights that are trained; an engine's state
+PARTS = ("train_attn", "train_mlp", "train_unembed")  # of a model that get an adapter
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
 
 
@@ -30,6 +31,7 @@ class ModelKind:
     seed: int = 0
     train_attn: bool = True
     train_mlp: bool = True
+    train_unembed: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,11 @@ class Store:
         kept = [(place, saved) for place, saved in found if saved is not None and saved.owner == owner]
         for place, saved in sorted(kept, key=lambda each: each[1].time):
             yield SCHEME + "/".join(place.parts[-3:]), place, saved
+
+
+def size_of(place: Path) -> int:
+    """Bytes of a checkpoint."""
+    return sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
 
 
 def _read(place: Path) -> Saved | None:

@@ -1,37 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of the tinker SDK: the protobuf messages that it sends and reads, and zstd.
-
-A message is a sequence of fields, each a key (number * 8 + kind) and a value: a varint, 8 bytes, bytes with their
-length, or 4 bytes (https://protobuf.dev/programming-guides/encoding). Unknown fields are skipped, as protobuf does.
-"""
+"""Bytes of the tinker SDK: the protobuf messages that it sends and reads, and zstd."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import torch
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
 
 from whet.errors import DataError
 from whet.guard import RefusedError
+from whet.rollout.protocol import Completion
 
 Array = npt.NDArray[np.generic]
-Value = int | memoryview
-VARINT, EIGHT, BYTES, FOUR = 0, 1, 2, 5
+Likeliest = Sequence[Sequence[tuple[int, float]]]  # of each place, the likeliest first
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
-DTYPES: dict[int, np.dtype[Any]] = {
-    FLOAT32: np.dtype("<f4"),
-    INT64: np.dtype("<i8"),
-    INT32: np.dtype("<i4"),
-    BFLOAT16: np.dtype("<u2"),
-}
+DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4", BFLOAT16: "<u2"}
 NO_TOKEN = -99999.0  # log-prob of an empty cell of a table of likeliest tokens
-MOST_CELLS = 2**28  # of a sparse tensor: few bytes may name a large one
+MOST_ROWS = 1024  # of a request; the SDK sends no more at once
+MOST_CELLS = 2**24  # of the sparse tensors of a request: few bytes may name a large one
+# The fields that are read and written. An enum has the bytes of an int32, a map those of repeated keys and values.
+MESSAGES = """
+ForwardBackwardRequest: string model_id 1, int32 seq_id 2, repeated Datum data 3, string loss_fn 4, repeated Number
+    loss_fn_config 5, bool forward_only 6, repeated Option loss_fn_config_v2 7
+Number: string key 1, double value 2
+Option: string key 1, OptionValue value 2
+OptionValue: double number 1, string text 2
+Datum: repeated Chunk model_input 1, repeated Input loss_fn_inputs 2
+Chunk: EncodedTextChunk encoded_text 1
+EncodedTextChunk: bytes tokens 1
+Input: string key 1, Tensor value 2
+Tensor: bytes dense 1, SparseCsr sparse_csr 2, int32 dtype 3, repeated int64 shape 4
+SparseCsr: bytes values 1, bytes crow_indices 2, bytes col_indices 3
+ForwardBackwardOutput: string loss_fn_output_type 1, repeated ArrayRecord loss_fn_outputs 2, repeated Number metrics 3
+ArrayRecord: string type_tag 1, repeated Field fields 2, int64 num_datums 3
+Field: string key 1, BatchedTensor value 2
+BatchedTensor: bytes data 1, bytes offsets 2, int32 dtype 3, repeated int64 trailing_shape 4
+SampleResponse: repeated SampledSequence sequences 1, bytes prompt_logprobs 2, TopkLogprobs topk_prompt_logprobs 3
+SampledSequence: int32 stop_reason 1, bytes tokens 2, bytes logprobs 3, TopkLogprobs topk_sampled_logprobs 4
+TopkLogprobs: bytes token_ids 1, bytes logprobs 2, uint32 k 3, uint32 length 4
+"""
+
+
+def _classes() -> dict[str, Any]:
+    """The classes of `MESSAGES` by name."""
+    file, kinds = descriptor_pb2.FileDescriptorProto(name="whet_tinker.proto"), descriptor_pb2.FieldDescriptorProto
+    for name, fields in re.findall(r"^(\w+): (.*(?:\n +.*)*)", MESSAGES, re.MULTILINE):
+        message = file.message_type.add(name=name)
+        for label, kind, own, number in re.findall(r"(repeated\s+)?(\w+)\s+(\w+) (\d+)", fields):
+            added = message.field.add(name=own, number=int(number), label=3 if label else 1)
+            if kind[0].isupper():
+                added.type, added.type_name = kinds.TYPE_MESSAGE, f".{kind}"
+            else:
+                added.type = kinds.Type.Value(f"TYPE_{kind.upper()}")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return dict(message_factory.GetMessageClassesForFiles([file.name], pool))
+
+
+CLASSES = _classes()
 
 
 @dataclass(frozen=True)
@@ -42,133 +79,88 @@ class Datum:
     inputs: Mapping[str, Array]  # [n] or [n, K], by name
 
 
-@dataclass(frozen=True)
 class LossRequest:
     """A request for a forward or a forward and backward pass; its rows are read when they are asked for."""
 
-    model_id: str
-    seq_id: int
-    loss: str
-    options: Mapping[str, float | str]
-    forward_only: bool
-    rows: tuple[memoryview, ...]
-
-    @classmethod
-    def read(cls, body: bytes) -> LossRequest:
+    def __init__(self, body: bytes) -> None:
         """Reads a ForwardBackwardRequest.  Raises: DataError."""
-        found: dict[int, Value] = {}
-        rows, options = list[memoryview](), dict[str, float | str]()
-        for number, value in fields(body):
-            if number == 3:
-                rows.append(_bytes(value))
-            elif number == 5:
-                key, number_of = _entry(value)
-                options[key] = _double(number_of)
-            elif number == 7:
-                key, either = _entry(value)
-                options.update((key, _option(kind, each)) for kind, each in fields(_bytes(either)))
-            else:
-                found[number] = value
-        names = [str(_bytes(found.get(number, memoryview(b""))), "utf-8") for number in (1, 4)]
-        return cls(names[0], _int(found.get(2, 0)), names[1], options, bool(found.get(6, 0)), tuple(rows))
+        try:
+            found = CLASSES["ForwardBackwardRequest"].FromString(body)
+        except DecodeError as error:
+            raise DataError("body", str(error), "protobuf") from error
+        if len(found.data) > MOST_ROWS:
+            raise DataError("data", f"{len(found.data)} rows", f"at most {MOST_ROWS} in a request", "send several")
+        self.body, self.rows, self.loss, self.forward_only = body, found.data, found.loss_fn, found.forward_only
+        self.model_id, self.seq_id = found.model_id, found.seq_id
+        self.options: dict[str, float | str] = {each.key: each.value for each in found.loss_fn_config}
+        for each in found.loss_fn_config_v2:
+            self.options[each.key] = each.value.text if each.value.HasField("text") else each.value.number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LossRequest, (self.body,)
 
     @cached_property
     def data(self) -> tuple[Datum, ...]:
         """Its rows.  Raises: DataError."""
+        tensors = [each.value for row in self.rows for each in row.loss_fn_inputs]
+        cells = sum(math.prod(map(abs, each.shape)) for each in tensors if each.HasField("sparse_csr"))
+        if cells > MOST_CELLS:
+            raise DataError("sparse tensors", f"have {cells:,} cells", f"at most {MOST_CELLS:,} in a request")
         return tuple(_datum(row, f"datum {number}") for number, row in enumerate(self.rows))
 
 
-def _option(number: int, value: Value) -> float | str:
-    return _double(value) if number == 1 else str(_bytes(value), "utf-8")
-
-
-def _datum(row: memoryview, where: str) -> Datum:
-    tokens, inputs = list[Array](), dict[str, Array]()
-    for number, value in fields(row):
-        if number == 1:
-            for kind, chunk in fields(_bytes(value)):
-                if kind != 1:
-                    found = "an image" if kind == 2 else "audio"
-                    raise DataError(where, found, "text, which this server trains on", "leave the chunk out")
-                tokens += [_array(each, INT32) for which, each in fields(_bytes(chunk)) if which == 1]
-        elif number == 2:
-            name, tensor = _entry(value)
-            inputs[name] = read_tensor(_bytes(tensor), f"{where}: {name}")
+def _datum(row: Any, where: str) -> Datum:
+    if not all(chunk.HasField("encoded_text") for chunk in row.model_input):
+        raise DataError(where, "an image or audio", "text, which this server trains on", "leave the chunk out")
+    tokens = [_array(chunk.encoded_text.tokens, INT32, where) for chunk in row.model_input]
+    inputs = {each.key: read_tensor(each.value, f"{where}: {each.key}") for each in row.loss_fn_inputs}
     return Datum(np.concatenate([np.empty(0, "<i4"), *tokens]).astype(np.int64), inputs)
 
 
-def read_tensor(message: memoryview, where: str) -> Array:
+def read_tensor(tensor: Any, where: str) -> Array:
     """Reads a Tensor, a sparse one made whole.  Raises: DataError."""
-    found: dict[int, Value] = {}
-    shape = list[int]()
-    for number, value in fields(message):
-        if number == 4:
-            shape += [value] if isinstance(value, int) else _varints(value)
-        else:
-            found[number] = value
-    dtype = _int(found.get(3, 0))
-    if dtype not in DTYPES:
-        raise DataError(where, f"has dtype {dtype}", "float32, int64, int32 or bfloat16")
-    if 2 in found:
-        parts = dict(fields(_bytes(found[2])))
-        values, rows, columns = (
-            _array(parts.get(n, memoryview(b"")), kind) for n, kind in ((1, dtype), (2, 2), (3, 2))
+    shape = [*tensor.shape]
+    if tensor.dtype not in DTYPES:
+        raise DataError(where, f"has the dtype {tensor.dtype}", "float32, int64, int32 or bfloat16")
+    if tensor.HasField("sparse_csr"):
+        csr = tensor.sparse_csr
+        crow, col = (
+            torch.from_numpy(_array(each, INT64, where).copy()) for each in (csr.crow_indices, csr.col_indices)
         )
-        whole = dense(values, rows, columns, shape, where)
+        values = torch.from_numpy(_array(csr.values, tensor.dtype, where).copy())
+        try:
+            places = torch.stack([torch.arange(len(crow) - 1).repeat_interleave(crow.diff()), col])
+            whole = torch.sparse_coo_tensor(places, values, shape, check_invariants=True).to_dense().numpy()
+        except (RuntimeError, TypeError) as error:
+            raise DataError(where, f"does not fit its shape {shape}", "a matrix in compressed sparse rows") from error
     else:
-        whole = _array(found.get(1, memoryview(b"")), dtype)
-    if shape and int(np.prod(shape)) != whole.size:
+        whole = _array(tensor.dense, tensor.dtype, where)
+    if shape and (min(shape) < 0 or int(np.prod(shape)) != whole.size):
         raise DataError(where, f"has {whole.size} numbers", f"those of shape {shape}")
-    if dtype == BFLOAT16:
+    if tensor.dtype == BFLOAT16:
         whole = (whole.astype(np.uint32) << 16).view(np.float32)
     return whole.reshape(shape) if shape else whole
 
 
-def dense(values: Array, rows: Array, columns: Array, shape: Sequence[int], where: str) -> Array:
-    """A matrix in compressed sparse rows, made whole with zeros.  Raises: DataError."""
-    height, width = shape if len(shape) == 2 else (-1, -1)
-    starts, places = rows.astype(np.int64), columns.astype(np.int64)
-    fits = height >= 0 and 0 <= height * width <= MOST_CELLS and len(starts) == height + 1
-    fits = fits and len(places) == len(values) and bool((np.diff(starts) >= 0).all())
-    if not fits or starts[0] != 0 or starts[-1] != len(values) or bool(((places < 0) | (places >= width)).any()):
-        raise DataError(where, f"does not fit its shape {list(shape)}", "a matrix in compressed sparse rows")
-    whole = np.zeros((height, width), values.dtype)
-    whole[np.repeat(np.arange(height), np.diff(starts)), places] = values
-    return whole
+def _array(value: bytes, dtype: int, where: str) -> Array:
+    try:
+        return np.frombuffer(value, DTYPES[dtype])
+    except ValueError as error:
+        raise DataError(where, f"a tensor of {len(value)} bytes", "whole numbers of its dtype") from error
 
 
 def write_loss_output(log_probs: Sequence[npt.NDArray[np.float32]], metrics: Mapping[str, float]) -> bytes:
     """A ForwardBackwardOutput with the log-probs [n] or [n, K] of each datum; rows of one width share a record."""
-    records, start = list[bytes](), 0
-    for end in range(1, len(log_probs) + 1):
-        if end == len(log_probs) or log_probs[end].shape[1:] != log_probs[start].shape[1:]:
-            records.append(_bytes_field(2, _record(log_probs[start:end])))
-            start = end
-    told = [_bytes_field(3, _text_field(1, name) + _double_field(2, value)) for name, value in metrics.items()]
-    return _text_field(1, "ArrayRecord") + b"".join(records + told)
-
-
-def _record(rows: Sequence[npt.NDArray[np.float32]]) -> bytes:
-    parts = [np.ascontiguousarray(row, "<f4").tobytes() for row in rows]
-    offsets = np.cumsum([0, *map(len, parts)]).astype("<i8").tobytes()
-    shape = b"".join(map(_varint, rows[0].shape[1:]))
-    tensor = _bytes_field(1, b"".join(parts)) + _bytes_field(2, offsets) + _int_field(3, FLOAT32)
-    tensor += _bytes_field(4, shape) if shape else b""
-    entry = _text_field(1, "logprobs") + _bytes_field(2, tensor)
-    return _text_field(1, "ArrayRecord") + _bytes_field(2, entry) + _int_field(3, len(rows))
-
-
-Likeliest = Sequence[Sequence[tuple[int, float]]]  # of each place, the likeliest first
-
-
-@dataclass(frozen=True)
-class SampledTokens:
-    """A sampled sequence; `is_cut`: it ended at the limit of tokens."""
-
-    tokens: Sequence[int]
-    log_probs: Sequence[float]
-    is_cut: bool
-    likeliest: Likeliest = ()
+    out = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
+    for name, number in metrics.items():
+        out.metrics.add(key=name, value=number)
+    for width, group in groupby(log_probs, lambda row: row.shape[1:]):
+        rows = [row.astype("<f4").tobytes() for row in group]
+        record = out.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(rows))
+        tensor = record.fields.add(key="logprobs").value
+        tensor.data, tensor.offsets = b"".join(rows), np.cumsum([0, *map(len, rows)]).astype("<i8").tobytes()
+        tensor.dtype, tensor.trailing_shape[:] = FLOAT32, width
+    return bytes(out.SerializeToString())
 
 
 @dataclass(frozen=True)
@@ -179,123 +171,28 @@ class PromptScores:
     likeliest: Likeliest = ()  # of n places
 
 
-def write_samples(samples: Sequence[SampledTokens], prompt: PromptScores, width: int, prompt_width: int) -> bytes:
+def write_samples(samples: Sequence[Completion], prompt: PromptScores, width: int, prompt_width: int) -> bytes:
     """A SampleResponse; tables of likeliest tokens have `width` and `prompt_width` columns."""
-    out = b"".join(_bytes_field(1, _sequence(sample, width)) for sample in samples)
+    out = CLASSES["SampleResponse"]()
+    for sample in samples:
+        own = out.sequences.add(stop_reason=int(sample.finish_reason == "length"))
+        own.tokens = np.asarray(sample.token_ids, "<i4").tobytes()
+        own.logprobs = np.asarray(sample.log_probs, "<f4").tobytes()
+        if width:
+            _fill_table(own.topk_sampled_logprobs, sample.likeliest, width)
     if prompt.log_probs is not None:
-        out += _bytes_field(2, prompt.log_probs.astype("<f4").tobytes())
+        out.prompt_logprobs = prompt.log_probs.astype("<f4").tobytes()
     if prompt_width:
-        out += _bytes_field(3, _table(prompt.likeliest, prompt_width))
-    return out
+        _fill_table(out.topk_prompt_logprobs, prompt.likeliest, prompt_width)
+    return bytes(out.SerializeToString())
 
 
-def _sequence(sample: SampledTokens, width: int) -> bytes:
-    out = _int_field(1, int(sample.is_cut)) + _bytes_field(2, np.asarray(sample.tokens, "<i4").tobytes())
-    out += _bytes_field(3, np.asarray(sample.log_probs, "<f4").tobytes())
-    return out + (_bytes_field(4, _table(sample.likeliest, width)) if width else b"")
-
-
-def _table(places: Likeliest, width: int) -> bytes:
+def _fill_table(table: Any, places: Likeliest, width: int) -> None:
     tokens, log_probs = np.zeros((len(places), width), "<i4"), np.full((len(places), width), NO_TOKEN, "<f4")
     for row, place in enumerate(places):
         for column, (token, log_prob) in enumerate(place[:width]):
             tokens[row, column], log_probs[row, column] = token, log_prob
-    out = _bytes_field(1, tokens.tobytes()) + _bytes_field(2, log_probs.tobytes())
-    return out + _int_field(3, width) + _int_field(4, len(places))
-
-
-def fields(message: bytes | memoryview) -> Iterator[tuple[int, Value]]:
-    """Yields the number and value of each field of a message.  Raises: DataError."""
-    view, at = memoryview(message), 0
-    while at < len(view):
-        key, at = _read_varint(view, at)
-        number, kind = key >> 3, key & 7
-        if kind == VARINT:
-            value, at = _read_varint(view, at)
-            yield number, value
-            continue
-        size = {EIGHT: 8, FOUR: 4}.get(kind, -1)
-        if kind == BYTES:
-            size, at = _read_varint(view, at)
-        if size < 0 or at + size > len(view):
-            raise DataError("message", f"broken off or of an unknown kind at byte {at}", "protobuf")
-        yield number, view[at : at + size]
-        at += size
-
-
-def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
-    """The number at byte `at`, as a signed one of 64 bits, and the byte after it."""
-    number = shift = 0
-    while at < len(view) and shift < 70:
-        byte = view[at]
-        number, shift, at = number | (byte & 127) << shift, shift + 7, at + 1
-        if byte < 128:
-            number &= 2**64 - 1
-            return number - (number >> 63 << 64), at
-    raise DataError("message", f"broken off in a number at byte {at}", "protobuf")
-
-
-def _varints(packed: memoryview) -> list[int]:
-    numbers, at = list[int](), 0
-    while at < len(packed):
-        number, at = _read_varint(packed, at)
-        numbers.append(number)
-    return numbers
-
-
-def _entry(value: Value) -> tuple[str, Value]:
-    """Key and value of an entry of a map."""
-    parts = dict(fields(_bytes(value)))
-    return str(_bytes(parts.get(1, memoryview(b""))), "utf-8"), parts.get(2, memoryview(b""))
-
-
-def _bytes(value: Value) -> memoryview:
-    if isinstance(value, int):
-        raise DataError("message", "a number", "bytes")
-    return value
-
-
-def _int(value: Value) -> int:
-    if not isinstance(value, int):
-        raise DataError("message", "bytes", "a number")
-    return value
-
-
-def _double(value: Value) -> float:
-    """The value of a double, which is left out where it is 0."""
-    number: float = struct.unpack("<d", _bytes(value))[0] if len(_bytes(value)) else 0.0
-    return number
-
-
-def _array(value: Value, dtype: int) -> Array:
-    try:
-        return np.frombuffer(_bytes(value), DTYPES[dtype])
-    except ValueError as error:
-        raise DataError("message", f"a tensor of {len(_bytes(value))} bytes", "whole numbers of its dtype") from error
-
-
-def _varint(number: int) -> bytes:
-    out = bytearray()
-    while number > 127:
-        out.append(number & 127 | 128)
-        number >>= 7
-    return bytes([*out, number])
-
-
-def _bytes_field(number: int, value: bytes) -> bytes:
-    return _varint(number << 3 | BYTES) + _varint(len(value)) + value
-
-
-def _text_field(number: int, text: str) -> bytes:
-    return _bytes_field(number, text.encode())
-
-
-def _int_field(number: int, value: int) -> bytes:
-    return _varint(number << 3 | VARINT) + _varint(value)
-
-
-def _double_field(number: int, value: float) -> bytes:
-    return _varint(number << 3 | EIGHT) + struct.pack("<d", value)
+    table.token_ids, table.logprobs, table.k, table.length = tokens.tobytes(), log_probs.tobytes(), width, len(places)
 
 
 def unpacked(body: bytes, most: int) -> bytes:
