@@ -16,9 +16,9 @@ from typing import Any
 
 import httpx
 import numpy as np
-from whet.models.init import init_model
 
 from benchmarks.setting import Setting
+from whet.plugins.lessons.init_model import init_model
 from whet.serving.tinker.wire import CLASSES
 
 TITLE = "Clients of a training server"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import re
 import sys
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,6 +30,13 @@ def test_every_folder_has_a_manifest_and_a_readme_of_ten_lines() -> None:
     folders = [path for path in PLUGINS.iterdir() if path.is_dir() and path.name != "__pycache__"]
     assert sorted(path.name for path in folders) == HERE
     assert not [path.name for path in folders if len((path / "README.md").read_text().splitlines()) > 12]
+
+
+@pytest.mark.parametrize("plugin", HERE)
+def test_a_plugin_keeps_to_its_lines(plugin: str) -> None:
+    files = (PLUGINS / plugin).rglob("*.py")
+    most = tomllib.loads((PLUGINS / plugin / "plugin.toml").read_text())["most_lines"]
+    assert sum(len(file.read_text().splitlines()) for file in files) <= most
 
 
 @pytest.mark.parametrize("plugin", HERE)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from whet.trainers.certify import Step, World, plain
 
 from tests.algorithms.calling import estimate
 from tests.raising import raises
@@ -24,6 +23,7 @@ from whet.batch import Batch
 from whet.config import TrainConfig
 from whet.errors import ConfigError
 from whet.metrics import Metrics
+from whet.plugins.proofs.certify import Step, World, plain
 from whet.registry import ADV_ESTIMATORS, PREFERENCE_LOSSES
 from whet.trainers.build import build, build_scorer, train
 from whet.trainers.objectives import ComparisonObjective, GroupObjective

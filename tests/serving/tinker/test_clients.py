@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from whet.models.init import init_model
 
 from benchmarks.tinker_clients import CLIENTS, measure
+from whet.plugins.lessons.init_model import init_model
 
 
 @pytest.mark.slow
