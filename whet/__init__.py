@@ -17,6 +17,7 @@ from whet.api import (
 from whet.registry import (
     register_adv_est as register_adv_est,
     register_aggregation as register_aggregation,
+    register_command as register_command,
     register_divergence as register_divergence,
     register_encoder as register_encoder,
     register_engine as register_engine,
@@ -30,8 +31,10 @@ from whet.registry import (
     register_reward as register_reward,
     register_rollout as register_rollout,
     register_sampler as register_sampler,
+    register_sandbox as register_sandbox,
     register_tool as register_tool,
     register_tool_parser as register_tool_parser,
+    register_tracker as register_tracker,
     register_trainer as register_trainer,
     register_value_loss as register_value_loss,
     register_weight as register_weight,

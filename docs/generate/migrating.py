@@ -28,5 +28,5 @@ def _lines(table: Table) -> Iterator[str]:
 def _remark(row: KeyRow) -> str:
     parts = [row.remark, KINDS.get(row.kind or "", "")]
     if row.default not in (UNSET, None) and "default:" not in row.remark and "${" not in str(row.default):
-        parts.append(f"default there: {str(row.default).lower()}")
+        parts.append(f"default there: {str(row.default).lower()}".replace("\n", "\\n"))
     return "; ".join(part for part in parts if part)

@@ -20,7 +20,11 @@ import pytest
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "whet"
-CHANGEABLE = ("whet.algorithms.", "whet.trainers.")  # what is imported again, with the mutant in its place
+CHANGEABLE = (
+    "whet.algorithms.",
+    "whet.plugins.proofs.",
+    "whet.trainers.",
+)  # imported again, with the mutant
 DEADLINE_SECONDS = 200
 COMMON = ["test_invariances.py", "../plugins/proofs/test_certify.py"]
 TESTS = {  # where a module's own tests are; those that hold for all of a kind come after them
@@ -199,7 +203,8 @@ MUTANTS = [
         "torch.where(deviation == 0, deviation, deviation /",
         "torch.where(deviation > 1, deviation, deviation /",
     ),
-    ("advantages", "alike(scores, best)", "(scores == best)"),
+    ("advantages", "alike(scores, best) & groups.member", "(scores == best) & groups.member"),
+    ("advantages", "alike(scores, best) & differ", "(scores == best) & differ"),
     ("advantages", "draws = alike(scores[:, None], scores)", "draws = scores[:, None] == scores"),
     ("advantages", "~alike(scores, zero)", "(scores != 0)"),
     ("correction", "alike(scores, best) | alike(scores, worst)", "(scores == best) | (scores == worst)"),

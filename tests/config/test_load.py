@@ -48,11 +48,7 @@ REFUSED = {  # the key, the value found, what was expected
     "model.dtype=fp8": ("model.dtype", "fp8", "one of auto, float32, bfloat16"),
     "actor.optim.betas=[0.9]": ("actor.optim.betas", [0.9], "a list of 2, each a number >= 0 and < 1"),
     "model.freeze=[[x],y]": ("model.freeze", [["x"], "y"], "a list, each text"),
-    "trainer.logger=[console,weights]": (
-        "trainer.logger",
-        ["console", "weights"],
-        "a list, each one of console, jsonl, tensorboard, wandb, mlflow, swanlab, trackio",
-    ),
+    "trainer.logger=[console,{a: 1}]": ("trainer.logger", ["console", {"a": 1}], "a list, each text"),
     "cluster=3": (
         "cluster",
         3,

@@ -232,8 +232,9 @@ def check_command(words: list[str], block: Block) -> None:
                 assert not wrong, f"{block.place}: {wrong}"
         case ["whet", command, *rest]:
             group = get_command(app)
-            found = group.get_command(Context(group), command)  # type: ignore[attr-defined]
-            assert found is not None, f"{block.place}: there is no `whet {command}`"
+            there = group.get_command(Context(group), command)  # type: ignore[attr-defined]
+            assert there is not None, f"{block.place}: there is no `whet {command}`"
+            _, found, _ = group.resolve_command(Context(group), [command])  # type: ignore[attr-defined]
             found.make_context(command, rest)
         case ["make", *targets]:
             there = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

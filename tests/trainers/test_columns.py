@@ -21,7 +21,7 @@ from scripted import Scripted
 
 from whet.columns import COLUMNS, Reader
 from whet.config import TrainConfig, load_config
-from whet.config.compose import SHIPPED, shipped_recipes
+from whet.config.compose import find_recipe, shipped_recipes
 from whet.errors import ConfigError, DataError, EngineError, RegistryError
 from whet.metrics import Metrics
 from whet.protocol import DataProto
@@ -377,7 +377,7 @@ def test_keys_that_nothing_reads_are_named(train_config: MakeConfig, overrides: 
 
 @pytest.mark.parametrize("name", [each for each in shipped_recipes() if not each.endswith(("_eval", "_sft"))])
 def test_no_shipped_recipe_has_keys_that_nothing_reads(name: str, model_folder: Path) -> None:
-    if "backend: ray" in (SHIPPED / f"{name}.yaml").read_text():
+    if "backend: ray" in find_recipe(name).read_text():
         pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-services]'")
     files = {"model.path": str(model_folder), "trainer.val_freq": 0}
     config = load_config(TrainConfig, name, files, given={"data", "reward"}).config

@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,7 +51,7 @@ class Diary:
 def diary(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     MADE.clear()
     if "slow" not in request.keywords:
-        monkeypatch.setattr(service, "load_target", lambda _: Diary)
+        monkeypatch.setattr(service, "TRACKERS", defaultdict(lambda: SimpleNamespace(load=lambda: Diary)))
         monkeypatch.setattr(checks, "find_spec", lambda _: checks.__spec__)  # installed, wherever this runs
 
 
