@@ -16,7 +16,7 @@ from tests.raising import raises
 from whet import registry
 from whet.errors import RegistryError
 from whet.manifests import NAMES, PLUGINS, manifests, missing_plugin, targets
-from whet.moved import MOVED
+from whet.moved import MOVED, today
 
 HERE = sorted(path.parent.name for path in PLUGINS.glob("*/plugin.toml"))
 KINDS = {
@@ -73,6 +73,23 @@ def test_a_name_whose_plugin_is_gone_says_which(monkeypatch: pytest.MonkeyPatch)
     assert targets("command") == []
     with raises(RegistryError, "command view", expected=re.compile("viewer"), change=re.compile("viewer")):
         registry.Registry("command", "cli", "register_command")["view"]
+
+
+def test_a_config_that_names_an_old_module_is_that_of_today() -> None:
+    old = {
+        "files": [{"path": "whet.data.drawn.figures:counting"}],
+        "function": "whet.trainers.quickstart_pretrained:last_word",
+    }
+    new = {
+        "files": [{"path": "whet.plugins.lessons.drawn.figures:counting"}],
+        "function": "whet.plugins.lessons.quickstart_pretrained:last_word",
+    }
+    assert today(old) == today(new) == new
+    assert today(["whet.rewards.gsm8k:compute_score", "no module", 3]) == [
+        "whet.rewards.gsm8k:compute_score",
+        "no module",
+        3,
+    ]
 
 
 @pytest.mark.parametrize(("old", "new"), MOVED.items())

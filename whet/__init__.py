@@ -17,7 +17,6 @@ from whet.api import (
 from whet.registry import (
     register_adv_est as register_adv_est,
     register_aggregation as register_aggregation,
-    register_command as register_command,
     register_divergence as register_divergence,
     register_encoder as register_encoder,
     register_engine as register_engine,

@@ -13,6 +13,9 @@ import tomllib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from whet.errors import RegistryError
 
 PLUGINS = Path(__file__).parent / "plugins"
 NAMES = Path(__file__).parent / "plugin_names.csv"
@@ -21,7 +24,14 @@ NAMES = Path(__file__).parent / "plugin_names.csv"
 @cache
 def manifests() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
     """Targets (`package.module:function`) by plugin, kind and name, of the plugins that are there."""
-    found = {path.parent.name: tomllib.loads(path.read_text("utf-8")) for path in sorted(PLUGINS.glob("*/plugin.toml"))}
+    found = dict[str, Any]()
+    for path in sorted(PLUGINS.glob("*/plugin.toml")):
+        try:
+            found[path.parent.name] = tomllib.loads(path.read_text("utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise RegistryError(
+                str(path), f"cannot be read ({error})", "TOML", "correct it, or delete its folder"
+            ) from error
     return {
         plugin: {kind: each for kind, each in said.items() if isinstance(each, dict)} for plugin, said in found.items()
     }
@@ -35,6 +45,12 @@ def targets(kind: str) -> list[str]:
 def recipe_folders() -> list[Path]:
     """The folders of the recipes of plugins."""
     return [PLUGINS / plugin / "recipes" for plugin, offered in manifests().items() if "recipe" in offered]
+
+
+def absent(name: str, plugin: str) -> RegistryError:
+    """The error for a name of a plugin that was deleted."""
+    expected, change = f"the plugin {plugin}, which has it", f"put whet/plugins/{plugin} back, or install whet again"
+    return RegistryError(name, "not there", expected, change)
 
 
 def missing_plugin(kind: str, name: str) -> str:

@@ -7,21 +7,25 @@ import importlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 log = logging.getLogger(__name__)
 MOVED = {  # by the old name of a file or folder
     "whet.data.drawn": "whet.plugins.lessons.drawn",
     **{f"whet.tracking.{name}": f"whet.plugins.trackers.{name}" for name in ("mlflow", "swanlab", "trackio", "wandb")},
+    "whet.data.pickled": "whet.data.sources",
     "whet.evaluation.lm_eval": "whet.plugins.lm_eval.model",
+    "whet.models.encoders.cache": "whet.models.encoders.base",
     "whet.models.init": "whet.plugins.lessons.init_model",
     "whet.models.init_vision": "whet.plugins.lessons.init_model",
-    "whet.sandbox": "whet.plugins.sandbox",
+    "whet.rollout.vllm.routed": "whet.rollout.vllm.plain",
+    "whet.sandbox": "whet.programs",
+    **{f"whet.sandbox.{name}": f"whet.plugins.sandbox.{name}" for name in ("http", "inside", "local")},
     "whet.sandbox.inside.whet_peer": "whet.programs.inside.whet_peer",
     "whet.sandbox.inside.whet_tester": "whet.programs.inside.whet_tester",
-    "whet.sandbox.protocol": "whet.programs.protocol",
     "whet.serving.sandbox": "whet.plugins.sandbox.server",
     "whet.trainers.certify": "whet.plugins.proofs.certify",
     "whet.trainers.quickstart": "whet.plugins.lessons.quickstart",
@@ -36,9 +40,13 @@ class OldNames:
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Returns the spec of a module that moved, None for any other."""
-        if not name.startswith("whet.") or (new := _new_name(name)) is None or importlib.util.find_spec(new) is None:
+        if not name.startswith("whet.") or (new := new_name(name)) == name:
             return None
-        return ModuleSpec(name, self, origin=new)  # type: ignore[arg-type]
+        try:
+            found = importlib.util.find_spec(new)
+        except ModuleNotFoundError:  # of a plugin that was deleted
+            return None
+        return None if found is None else ModuleSpec(name, self, origin=new)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Returns the module of today."""
@@ -55,13 +63,23 @@ class OldNames:
         module.__spec__ = module.__spec__.loader_state
 
 
-def _new_name(name: str) -> str | None:
-    """Returns the name of today, None where the module has its old one."""
+def new_name(name: str) -> str:
+    """Returns the name of a module today, which for most is the same."""
     parts = name.split(".")
     for length in range(len(parts), 1, -1):
         if (new := MOVED.get(".".join(parts[:length]))) is not None:
             return ".".join([new, *parts[length:]])
-    return None
+    return name
+
+
+def today(value: Any) -> Any:
+    """Returns a value of a config with the names of today for modules in it (`package.module:name`)."""
+    if isinstance(value, str) and value.startswith("whet."):
+        module, colon, name = value.partition(":")
+        return f"{new_name(module)}{colon}{name}"
+    if isinstance(value, Mapping):
+        return {key: today(each) for key, each in value.items()}
+    return [today(each) for each in value] if isinstance(value, list) else value
 
 
 sys.meta_path.insert(0, OldNames())

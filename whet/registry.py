@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from whet.errors import ConfigError, RegistryError, did_you_mean
-from whet.manifests import missing_plugin, targets
+from whet.manifests import absent, missing_plugin, targets
 from whet.options import fits, read, words
 from whet.targets import GAMES as GAMES, load_target as load_target
 
@@ -284,12 +284,6 @@ def entry_of(
         },
         function=function,
     )
-
-
-def absent(name: str, plugin: str) -> RegistryError:
-    """The error for a name of a plugin that was deleted."""
-    expected, change = f"the plugin {plugin}, which has it", f"put whet/plugins/{plugin} back, or install whet again"
-    return RegistryError(name, "not there", expected, change)
 
 
 def trainer_of(command: str) -> Entry:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from whet.errors import RegistryError, did_you_mean
+from whet.manifests import absent
+from whet.moved import new_name
 
 MISSING = object()
 GAMES = "a package of games: pip install -e ./examples/environments"
@@ -41,6 +43,9 @@ def _load_module(location: str, target: str) -> Any:
     try:
         return importlib.import_module(location)
     except ModuleNotFoundError as error:
+        parts = new_name(location).split(".")
+        if parts[:2] == ["whet", "plugins"] and new_name(error.name or "").startswith("whet.plugins"):
+            raise absent(target, parts[2]) from error
         if error.name is not None and (location == error.name or location.startswith(error.name + ".")):
             way = f"it comes with {GAMES}; or " if error.name.startswith("whet_environments") else ""
             found = f"no module {error.name!r} on the Python path"

@@ -121,3 +121,9 @@ def test_calibration_by_hand() -> None:
     assert found["calibration_error"].item() == pytest.approx((0.7 + 0.25) / 4)
     sure = calibration(torch.tensor([99.0, -99.0]), torch.tensor([1.0, 0.0]))
     assert sure["brier"].item() == sure["calibration_error"].item() == 0.0
+
+
+def test_a_label_between_0_and_1_is_a_share_of_right_answers() -> None:
+    labels = torch.tensor([0.7, 0.7, 0.2])
+    assert calibration(labels.logit(), labels)["calibration_error"].item() == pytest.approx(0.0, abs=1e-6)
+    assert calibration(labels.logit(), labels + 0.1)["calibration_error"].item() == pytest.approx(0.1, abs=1e-6)

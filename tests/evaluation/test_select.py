@@ -19,7 +19,7 @@ import pytest
 from tests.raising import raises
 from whet.config import EvalConfig, SFTConfig, load_config
 from whet.data.load import load_items
-from whet.errors import DataError
+from whet.errors import ConfigError, DataError
 from whet.evaluation.select import select
 from whet.models.load import load_tokenizer
 
@@ -85,6 +85,16 @@ def test_the_best_of_each_so_many_samples(config: EvalConfig, samples: Callable[
 
 def test_scores_of_the_file_come_first(config: EvalConfig, samples: Callable[..., Path]) -> None:
     assert kept(config, samples(SAMPLES, score=3.0), best_of=4) == [(0, "1", 1, 3), (1, "5", 1, 3), (2, "9", 1, 3)]
+
+
+def test_samples_of_other_prompts_and_a_file_that_would_replace_them_are_refused(
+    config: EvalConfig, samples: Callable[..., Path]
+) -> None:
+    path = samples(SAMPLES, prompt="2+1=")
+    with raises(DataError, re.compile("line 1$"), found=re.compile("2\\+1="), expected=re.compile("0\\+1=")):
+        kept(config, path)
+    with raises(ConfigError, "--output", found=str(path)):
+        select(config, path, path, reward=paid, data=ROWS)
 
 
 def test_its_rows_are_examples_with_weights(

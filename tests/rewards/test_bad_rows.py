@@ -134,7 +134,7 @@ TABLE: list[tuple[str, Callable[[], str], tuple[str, ...]]] = [
     (
         "search without an answer",
         scored("search_qa", None),
-        ("ground_truth", "is not set", "a list of texts", "at least one"),
+        ("ground_truth", "is not set", "list of texts", "at least one"),
     ),
     (
         "letter that is none",

@@ -131,9 +131,9 @@ def test_a_verdict_that_cannot_be_read_fails_its_trajectory(
     assert record["critic/score/mean"] == 0.5 and record["reward/groups_all_equal"] == 1.0
     lines = rollouts(tmp_path / "run", "step_000001")
     unread = UNREADABLE.format(rubric="yes_no", said="Hm.")
-    engine = "the judge gave no verdict, it failed in the engine: no rank is left"
-    messages = [engine if place == 2 else None if place % 2 else unread for place in range(count)]
-    assert [line["failure"] and line["failure"]["message"] for line in lines] == messages
+    messages = [line["failure"] and line["failure"]["message"] for line in lines]
+    assert re.search("engine: no rank", messages.pop(2))
+    assert messages == [None if place % 2 else unread for place in range(count) if place != 2]
     assert [bool(line["failure"] and line["failure"]["timed_out"]) for line in lines] == [i == 2 for i in range(count)]
     assert [line["reward"] for line in lines] == [None, 0.5] * (count // 2)
     assert [line["parts"] for line in lines] == [{}, {"reward_model": 1.0}] * (count // 2)

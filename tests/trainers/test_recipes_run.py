@@ -16,7 +16,7 @@ from tests.plugins.sandbox.conftest import needs_bubblewrap
 from tests.raising import raises
 from whet.cli.app import app
 from whet.config import TrainConfig, load_config
-from whet.config.compose import SHIPPED, shipped_recipes
+from whet.config.compose import find_recipe, shipped_recipes
 from whet.data.sources import read_rows
 from whet.errors import DataError
 from whet.registry import REWARDS
@@ -43,7 +43,7 @@ def test_a_recipe_takes_steps(name: str, model_folder: Path, additions: list[dic
         "trainer.logger": ["jsonl"],
         "trainer.run_dir": str(tmp_path / "run"),
     }
-    if "mini_batch_size" in (SHIPPED / f"{name}.yaml").read_text():
+    if "mini_batch_size" in find_recipe(name).read_text():
         small["actor.mini_batch_size"] = 4
     for record in train(load_config(TrainConfig, name, small).config).history:
         assert record["actor/grad_norm"] > 0

@@ -68,13 +68,14 @@ def step_cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
 
 def calibration(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Brier score, mean (p - y)^2 with p = sigmoid(logit), and the error of calibration: the mean over 10 equal bins of
-    the confidence max(p, 1 - p) of |accuracy - confidence|, weighted by their sizes.   [n] x 2 -> scalars
+    the confidence max(p, 1 - p) of |accuracy - confidence|, weighted by their sizes; a label between 0 and 1 is a share
+    of right answers.   [n] x 2 -> scalars
 
     Guo et al. 2017, https://arxiv.org/abs/1706.04599.
     """
-    confidence, right = logits.abs().sigmoid(), (logits > 0) == (labels > 0.5)
+    confidence, right = logits.abs().sigmoid(), torch.where(logits > 0, labels, 1 - labels)
     bins = ((confidence - 0.5) * 20).long().clamp(max=9)
-    apart = torch.zeros(10, device=logits.device).index_add(0, bins, right.float() - confidence)
+    apart = torch.zeros(10, device=logits.device).index_add(0, bins, right - confidence)
     return {"brier": (logits.sigmoid() - labels).square().mean(), "calibration_error": apart.abs().sum() / len(logits)}
 
 

@@ -30,7 +30,7 @@ from whet.cli.runs import plot, runs, show
 from whet.cli.serve import serve
 from whet.cli.train import command_of
 from whet.errors import ConfigError, RegistryError, WhetError, did_you_mean, exit_error
-from whet.manifests import missing_plugin
+from whet.manifests import absent, missing_plugin
 from whet.threads import yield_soon
 from whet.version import __version__
 
@@ -65,7 +65,7 @@ for panel, functions in PANELS.items():
         app.command(name, cls=Command, rich_help_panel=panel)(function)
     for entry in registry.COMMANDS.shipped.values():  # of plugins, whose signatures are read when they are called
         group, _, name = entry.name.rpartition(" ")
-        if entry.marks.get("panel", LOOK) == panel:
+        if group in GROUPS and entry.marks.get("panel", LOOK) == panel:
             GROUPS[group].command(name, cls=Command, rich_help_panel=None if group else panel, help=entry.doc)(
                 lambda: None
             )
@@ -155,7 +155,7 @@ def _installed_command(name: str) -> Callable[[Sequence[str]], int]:
     if name in installed:
         return registry.load_target(installed[name])
     if plugin := missing_plugin("command", name):
-        raise registry.absent(f"whet {name}", plugin)
+        raise absent(f"whet {name}", plugin)
     known = [*_own_commands(), *registry.TRAINERS.names(), *installed, *COME_WITH]
     hint = did_you_mean(name, known, "`whet --help` lists the commands")
     raise RegistryError(f"whet {name}", "unknown command", change=COME_WITH.get(name, hint))

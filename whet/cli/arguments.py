@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
 from whet.errors import ConfigError
+from whet.manifests import absent, missing_plugin
 from whet.registry import COMMANDS, TRAINERS, Entry
 
 
@@ -48,9 +49,11 @@ class Group(_Plain, TyperGroup):
     """A command with subcommands. Those of plugins are loaded when they are called; help lists them without."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Returns the name, the command and its arguments."""
+        """Returns the name, the command and its arguments.  Raises: RegistryError where its plugin was deleted."""
+        whole = args[0] if ctx.parent is None else f"{ctx.info_name} {args[0]}"
+        if self.get_command(ctx, args[0]) is None and (plugin := missing_plugin("command", whole)):
+            raise absent(f"whet {whole}", plugin)
         name, command, rest = super().resolve_command(ctx, args)
-        whole = f"{name}" if ctx.parent is None else f"{ctx.info_name} {name}"
         return name, command_of(COMMANDS.shipped[whole]) if whole in COMMANDS.shipped else command, rest
 
 

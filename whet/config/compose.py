@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, reduce
@@ -23,7 +24,7 @@ from whet.config.foreign import foreign_config, foreign_key
 from whet.config.section import Section, Values, is_known, is_section, nearest_key
 from whet.errors import ConfigError, did_you_mean
 from whet.limits import bounded, cause
-from whet.manifests import missing_plugin, recipe_folders
+from whet.manifests import absent, missing_plugin, recipe_folders
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -110,7 +111,7 @@ def find_recipe(recipe: str | Path, command: str = "train") -> Path:
     elif os.path.isfile(path.with_suffix(".yaml")):  # noqa: PTH113
         hint = f"did you mean {path.with_suffix('.yaml')}?"
     elif plugin := missing_plugin("recipe", name):
-        hint = f"it comes with the plugin {plugin}: put whet/plugins/{plugin} back, or install whet again"
+        raise ConfigError.joined([absent(f"recipe {name}", plugin)])
     elif foreign := foreign_config(name.removesuffix(".yaml")):
         hint = foreign
     else:
@@ -315,6 +316,9 @@ def _explain(error: Exception, what: str) -> ConfigError:
     chain = [each for each in (error, error.__cause__) if each is not None]
     keys = [each.full_key for each in chain if isinstance(each, OmegaConfBaseException) and each.full_key]
     found = ": ".join(dict.fromkeys(filter(None, map(_first_line, chain))))
+    asked = re.search(r"Could not (?:load|find) '([^']+)'", found)
+    if asked is not None and (plugin := missing_plugin("recipe", asked[1])):
+        return ConfigError.joined([absent(f"recipe {asked[1]}", plugin).at(what)])
     return ConfigError(keys[0] if keys else what, found, change="correct the recipe or the override")
 
 

@@ -11,6 +11,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from whet.checkpoints.export import model_folder
 from whet.config.schema import EvalConfig
 from whet.data.load import VAL, load_items
@@ -62,7 +64,9 @@ def select(
         tokenizer = load_tokenizer(config.model.tokenizer_path or path, path, trust_remote_code=trusted)
         loaded = load_items(config.data, tokenizer, VAL, rows=data, where=config.data.filter, seed=config.seed)
     prompts = {prompt.index: prompt for prompt in checked(loaded, config.reward, reward)}
-    rows = by_prompt(_read(samples, prompts))
+    if samples.resolve() == output.resolve():
+        raise ConfigError("--output", str(output), "another file than that of the samples", "name one")
+    rows = by_prompt(_read(samples, prompts, tokenizer))
     found = [(prompts[index], each) for index, own in rows.items() for each in own]
     with phase("scores"):
         scores = _scores(config, found, reward)
@@ -100,16 +104,21 @@ def _is_cut(sample: Record) -> bool:
     return bool(sample["finish_reason"] != "stop")
 
 
-def _read(samples: Path, prompts: Mapping[int, Prompt]) -> list[Record]:
+def _read(samples: Path, prompts: Mapping[int, Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Record]:
     """The lines of a file, in the order of the prompts.  Raises: DataError."""
     lines = read_rows(samples)
     for number, line in enumerate(lines, start=1):
         if missing := {"index", "response", "finish_reason"} - line.keys():
             expected = "lines that `whet generate` wrote"
             raise DataError(f"{samples}, line {number}", f"no {', '.join(sorted(missing))}", expected)
-        if line["index"] not in prompts:
-            found, change = f"is of the prompt {line['index']}", "give the words of `whet generate`: model.path, data"
+        prompt, change = prompts.get(line["index"]), "give the words of `whet generate`: model.path, data"
+        if prompt is None:
+            found = f"is of the prompt {line['index']}"
             raise DataError(f"{samples}, line {number}", found, "a prompt of data.val_files", change)
+        text = tokenizer.decode(list(prompt.token_ids))
+        if line.get("prompt", text) != text:
+            found = f"is of the prompt {line['prompt']!r:.100}"
+            raise DataError(f"{samples}, line {number}", found, f"{text!r:.100}, the prompt {prompt.index}", change)
     counts = Counter(line["index"] for line in lines)
     if len(counts) < len(prompts) or len({*counts.values()}) > 1:
         found = f"samples of {len(counts)} of {len(prompts)} prompts, {min(counts.values(), default=0)} or more of each"

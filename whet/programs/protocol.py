@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, Protocol
 
-from whet.errors import RegistryError, SandboxError
+from whet.errors import SandboxError
 from whet.registry import SANDBOXES
 
 End = Literal["ok", "failed", "compile", "timeout", "memory", "output", "processes", "disk"]
@@ -31,6 +31,11 @@ class Limits:
     scratch_files: int = 4096
 
 
+KNOWN = ("bubblewrap", "unisolated")
+FORMS = (
+    "bubblewrap, http://HOST:PORT of a SandboxFusion service, path/file.py:my_sandbox, or unisolated, which has no "
+    "namespaces, and holds programs by Landlock where the kernel has it"
+)
 COMPILING = Limits(seconds=30.0, cpu_seconds=30.0, memory_bytes=2**30, file_bytes=64 * 2**20, scratch_bytes=128 * 2**20)
 
 
@@ -116,12 +121,13 @@ def open_sandbox(name: str, python: str | None = None, languages: str = "{}", pa
     `python` is the interpreter of programs on this machine; `languages` further ones as JSON:
     `{"lua": {"file": "a.lua", "run": ["lua", "a.lua"]}}`; `paths` are folders of toolchains on this machine.
     Raises: SandboxError where it cannot hold programs."""
-    try:
-        entry = SANDBOXES["service" if name.startswith(("http://", "https://")) else name]
-    except RegistryError as error:
-        expected = f"{error.expected}, or http://HOST:PORT of a SandboxFusion service"
-        raise SandboxError("sandbox", name, expected, error.change) from error
-    sandbox: Sandbox = entry.make({"address": name}, {"python": python, "paths": paths, "languages": _read(languages)})
+    is_service = name.startswith(("http://", "https://"))
+    if not is_service and ":" not in name and name not in {*SANDBOXES.names(), *KNOWN} - {"service"}:
+        raise SandboxError("sandbox", name, FORMS)
+    entry = SANDBOXES["service" if is_service else name]
+    given = {"python": python, "paths": paths, "languages": _read(languages)}
+    options = entry.resolve_options({key: value for key, value in given.items() if value}, "sandbox")
+    sandbox: Sandbox = entry.make({"address": name}, options)
     return sandbox
 
 

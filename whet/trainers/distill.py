@@ -23,6 +23,7 @@ from whet.errors import ConfigError, EngineError
 from whet.keyed import key
 from whet.metrics import Metrics
 from whet.models.load import load_config, load_tokenizer, stop_token_ids, torch_dtype
+from whet.models.lora import adapted_layers
 from whet.registry import DIVERGENCES, register_trainer
 from whet.rollout.build import chosen_engine, rollout_engine
 from whet.rollout.protocol import Completion, Request, SamplingParams, generate
@@ -32,6 +33,7 @@ from whet.trainers.preference import to_batch
 from whet.trainers.served_teacher import TEXTS, ServedTeacher
 from whet.trainers.sft import Callbacks, ExamplesRun, Rows, train_on_examples, weights_of
 from whet.trainers.workers import TrainWorker, check_vocabulary, path_of, settings_of, tokenizer_of
+from whet.weight_sync import buckets
 
 CHUNK_TOKENS = 4096  # whose distributions over a vocabulary are on the host at once
 COLUMNS = (
@@ -87,10 +89,16 @@ class DistillWorker(TrainWorker):
         if module is None:
             found, change = "splits the student's weights over ranks", "set engine.name=single, or on_policy=0"
             raise EngineError(f"engine {self.settings.engine.name}", found, "a whole model, to sample from", change)
+        dtype, is_adapted = torch_dtype(self.settings.dtype), bool(adapted_layers(module))
         if self._sampler is None:
-            dtype, load = torch_dtype(self.settings.dtype), partial(load_tokenizer, path_of(model))
-            self._sampler = rollout_engine(rollout, dtype, load, self.device, model)
-        self._sampler.attach(module, step)
+            self._sampler = rollout_engine(rollout, dtype, partial(load_tokenizer, path_of(model)), self.device, model)
+            if is_adapted:  # by adapters in another dtype than the base: it samples from a copy without them
+                self._sampler.adopt(module)
+        if is_adapted:
+            self._sampler.wake()
+            buckets.copy(self._sampler.load, self.engine.named_weights(), step, dtype)
+        else:
+            self._sampler.attach(module, step)
         done = generate(self._sampler, requests, rollout.deadline_seconds)
         self._sampler.sleep()
         return done
@@ -146,7 +154,8 @@ class DistillRun(ExamplesRun):
         sizes = {self.vocab_size, *map(self._vocab_size, paths)}
         most = min(sizes) - 1  # and one more, which is all others
         wanted = self.config.top_k or max(sizes)
-        return None if len(sizes) == 1 and wanted > most else min(wanted, most)
+        is_whole = len(sizes) == 1 and wanted > most and not self.served  # a server tells fewer
+        return None if is_whole else min(wanted, most)
 
     def _vocab_size(self, path: str) -> int:
         config = load_config(path, trust_remote_code=self.config.model.trust_remote_code)
@@ -209,7 +218,8 @@ class DistillRun(ExamplesRun):
     def _told(self, name: str, batch: Batch) -> dict[str, Tensor]:
         """The distributions of one teacher."""
         if name in self.served:
-            return self.served[name].outcomes(batch, self.top_k or self.vocab_size - 1, self.vocab_size)
+            assert self.top_k is not None
+            return self.served[name].outcomes(batch, self.top_k, self.vocab_size)
         asked = batch, self.top_k, self.vocab_size, self.config.temperature
         found: dict[str, Tensor] = self.roles[f"teacher:{name}"].outcomes(*asked)
         return found

@@ -37,6 +37,7 @@ from whet.config.compose import flatten
 from whet.config.load import rename, to_yaml
 from whet.config.schema import RunConfig
 from whet.errors import ConfigError
+from whet.moved import today
 from whet.registry import PACKAGE
 from whet.tracking.runs import COMMAND, CONFIG, INPUTS
 from whet.tracking.tracker import METRIC_FILES, cut_back, with_nan
@@ -217,7 +218,7 @@ def is_begun(path: Path, config: RunConfig, inputs: Mapping[str, str]) -> bool:
     """
     before = noted(path, config)
     now = {**dict(flatten(config.model_dump(mode="json"))), **inputs}
-    changed = {key: (before[key], now[key]) for key in now if key in before and before[key] != now[key]}
+    changed = {key: (before[key], now[key]) for key in now if key in before and today(before[key]) != today(now[key])}
     bound = {key: pair for key, pair in changed.items() if key.startswith(BOUND) or not key.startswith(FREE)}
     if config.trainer.resume != "auto":
         return not bound and before.get("trainer.resume") == config.trainer.resume

@@ -87,7 +87,7 @@ def test_bfloat16() -> None:
 
 def test_an_image_is_refused_when_its_row_is_read() -> None:
     found = LossRequest(body("m", [part(1, part(2, b"png"))], "cross_entropy"))
-    with raises(DataError, "datum 0", found="an image or audio"):
+    with raises(DataError, "datum 0", found=re.compile("image")):
         _ = found.data
 
 
