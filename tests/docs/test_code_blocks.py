@@ -27,6 +27,8 @@ ONLY_SHOWN = {
 LONG = {  # many commands
     *(
         "adding-a-model.md",
+        "distill.md",
+        "preference.md",
         "checkpoints.md",
         "config.md",
         "data.md",
