@@ -29,11 +29,11 @@ def manifests() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
         try:
             found[path.parent.name] = tomllib.loads(path.read_text("utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise RegistryError(
-                str(path), f"cannot be read ({error})", "TOML", "correct it, or delete its folder"
-            ) from error
+            change = "correct it, or delete its folder"
+            raise RegistryError(str(path), f"cannot be read ({error})", "TOML", change) from error
     return {
-        plugin: {kind: each for kind, each in said.items() if isinstance(each, dict)} for plugin, said in found.items()
+        plugin: {kind: names for kind, names in read.items() if isinstance(names, dict)}
+        for plugin, read in found.items()
     }
 
 
@@ -42,9 +42,10 @@ def targets(kind: str) -> list[str]:
     return [target for offered in manifests().values() for target in offered.get(kind, {}).values()]
 
 
-def recipe_folders() -> list[Path]:
-    """The folders of the recipes of plugins."""
-    return [PLUGINS / plugin / "recipes" for plugin, offered in manifests().items() if "recipe" in offered]
+def recipes() -> dict[str, Path]:
+    """The recipes of plugins by name."""
+    offered = ((plugin, kinds.get("recipe", {})) for plugin, kinds in manifests().items())
+    return {name: PLUGINS / plugin / file for plugin, files in offered for name, file in files.items()}
 
 
 def absent(name: str, plugin: str) -> RegistryError:

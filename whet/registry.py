@@ -405,7 +405,7 @@ TRAINERS = Registry("trainer", "trainers", "register_trainer", ("config",))  # m
 PROVIDERS = Registry("provider of a column", "trainers", "register_provider", ("batch", "sources"))  # names: columns
 TRACKERS = Registry("tracker", "tracking", "register_tracker", ("run",))  # marks: package
 SANDBOXES = Registry("sandbox", "programs", "register_sandbox", ("address",))
-COMMANDS = Registry("command", "cli", "register_command")  # of plugins; marks: panel, group, settings, exits
+COMMANDS = Registry("command", "cli", "register_command")  # of plugins; marks: panel, settings, exits
 
 register_adv_est = ADV_ESTIMATORS.register
 register_policy_loss = POLICY_LOSSES.register

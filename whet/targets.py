@@ -68,14 +68,14 @@ def _load_file(path: Path) -> Any:
         spec.loader.exec_module(module)
     except ModuleNotFoundError as error:
         del sys.modules[name]
-        raise RegistryError(str(path), f"imports {error.name}, which is missing here", change=_absent(error)) from error
+        raise RegistryError(str(path), f"imports {error.name}, which is missing here", change=_advice(error)) from error
     except BaseException:
         del sys.modules[name]
         raise
     return module
 
 
-def _absent(error: ModuleNotFoundError) -> str:
+def _advice(error: ModuleNotFoundError) -> str:
     if (error.name or "").partition(".")[0] == "verl":
         return (
             "write `from whet.protocol import DataProto`, and import decorators from whet (`from whet import "

@@ -30,7 +30,7 @@ from whet.cli.runs import plot, runs, show
 from whet.cli.serve import serve
 from whet.cli.train import command_of
 from whet.errors import ConfigError, RegistryError, WhetError, did_you_mean, exit_error
-from whet.manifests import absent, missing_plugin
+from whet.manifests import missing_plugin
 from whet.threads import yield_soon
 from whet.version import __version__
 
@@ -49,7 +49,7 @@ app = typer.Typer(
 
 
 def _later() -> None:
-    """Stands for a command of a plugin until it is called."""
+    """Stands for the command of a plugin in the list of commands."""
 
 
 PANELS: dict[str, Sequence[Callable[..., None]]] = {
@@ -66,9 +66,8 @@ for panel, functions in PANELS.items():
     for entry in registry.COMMANDS.shipped.values():  # of plugins, whose signatures are read when they are called
         group, _, name = entry.name.rpartition(" ")
         if group in GROUPS and entry.marks.get("panel", LOOK) == panel:
-            GROUPS[group].command(name, cls=Command, rich_help_panel=None if group else panel, help=entry.doc)(
-                lambda: None
-            )
+            shown = None if group else panel
+            GROUPS[group].command(name, cls=Command, rich_help_panel=shown, help=entry.doc)(_later)
 for name, typed in list(GROUPS.items())[1:]:
     app.add_typer(typed, name=name, cls=Group, rich_help_panel=LOOK)
 
@@ -127,7 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stream.reconfigure(errors="backslashreplace")  # printing the text of a row never raises
     try:
         _check_encoding(words)
-        if words and not words[0].startswith("-") and words[0] not in _own_commands():
+        is_own = not words or words[0] in _own_commands() or missing_plugin("command", words[0])
+        if not is_own and not words[0].startswith("-"):
             if ":" not in words[0] and words[0] not in registry.TRAINERS:
                 sys.exit(_installed_command(words[0])(words[1:]))
             app.command(words[0], cls=Command)(command_of(registry.trainer_of(words[0])))
@@ -154,8 +154,6 @@ def _installed_command(name: str) -> Callable[[Sequence[str]], int]:
     installed = registry.entry_points().get("whet.command", {})
     if name in installed:
         return registry.load_target(installed[name])
-    if plugin := missing_plugin("command", name):
-        raise absent(f"whet {name}", plugin)
     known = [*_own_commands(), *registry.TRAINERS.names(), *installed, *COME_WITH]
     hint = did_you_mean(name, known, "`whet --help` lists the commands")
     raise RegistryError(f"whet {name}", "unknown command", change=COME_WITH.get(name, hint))

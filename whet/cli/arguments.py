@@ -54,16 +54,13 @@ class Group(_Plain, TyperGroup):
         if self.get_command(ctx, args[0]) is None and (plugin := missing_plugin("command", whole)):
             raise absent(f"whet {whole}", plugin)
         name, command, rest = super().resolve_command(ctx, args)
-        return name, command_of(COMMANDS.shipped[whole]) if whole in COMMANDS.shipped else command, rest
+        return name, _loaded(COMMANDS.shipped[whole]) if whole in COMMANDS.shipped else command, rest
 
 
-def command_of(entry: Entry) -> Any:
-    """Loads a command of a plugin, or a group of commands: the mark `group` names it."""
-    own = entry.marked("group") if "group" in entry.marks else typer.Typer(add_completion=False)
-    if "group" not in entry.marks:
-        own.command(entry.name.rpartition(" ")[2], cls=Command, context_settings=entry.marks.get("settings"))(
-            entry.load()
-        )
+def _loaded(entry: Entry) -> Any:
+    """The command of a plugin, which is imported."""
+    own, name = typer.Typer(add_completion=False), entry.name.rpartition(" ")[2]
+    own.command(name, cls=Command, context_settings=entry.marks.get("settings"))(entry.load())
     return get_command(own)
 
 

@@ -24,7 +24,7 @@ from whet.config.foreign import foreign_config, foreign_key
 from whet.config.section import Section, Values, is_known, is_section, nearest_key
 from whet.errors import ConfigError, did_you_mean
 from whet.limits import bounded, cause
-from whet.manifests import absent, missing_plugin, recipe_folders
+from whet.manifests import absent, missing_plugin, recipes
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -97,10 +97,9 @@ def find_recipe(recipe: str | Path, command: str = "train") -> Path:
     A name with a recipe for the command means that one: `whet eval gsm8k` reads gsm8k_eval.yaml.
     """
     name, path = str(recipe), Path(recipe).expanduser()
-    if f"{name}_{command}" in shipped_recipes():
-        name = f"{name}_{command}"
-    if name in shipped_recipes():
-        return next(folder / f"{name}.yaml" for folder in folders() if (folder / f"{name}.yaml").is_file())
+    for shipped in (f"{name}_{command}", name):
+        if shipped in _shipped():
+            return _shipped()[shipped]
     exists = os.path.isfile(path)  # noqa: PTH113  # never raises, for a text that is too long for a name either
     if exists and path.suffix == ".yaml":
         return path.resolve()
@@ -123,13 +122,18 @@ def find_recipe(recipe: str | Path, command: str = "train") -> Path:
 
 def shipped_recipes() -> list[str]:
     """The names of the shipped recipes, sorted."""
-    return sorted(path.stem for folder in folders() for path in folder.glob("*.yaml"))
+    return sorted(_shipped())
+
+
+@cache
+def _shipped() -> dict[str, Path]:
+    return {path.stem: path for path in SHIPPED.glob("*.yaml")} | recipes()
 
 
 @cache
 def folders() -> tuple[Path, ...]:
-    """The folders of shipped recipes: the core's, then those of plugins."""
-    return (SHIPPED, *recipe_folders())
+    """The folders of shipped recipes, the core's first."""
+    return tuple(dict.fromkeys([SHIPPED, *(path.parent for path in recipes().values())]))
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

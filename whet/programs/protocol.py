@@ -11,6 +11,7 @@ from functools import cache
 from typing import Literal, Protocol
 
 from whet.errors import SandboxError
+from whet.manifests import missing_plugin
 from whet.registry import SANDBOXES
 
 End = Literal["ok", "failed", "compile", "timeout", "memory", "output", "processes", "disk"]
@@ -31,7 +32,6 @@ class Limits:
     scratch_files: int = 4096
 
 
-KNOWN = ("bubblewrap", "unisolated")
 FORMS = (
     "bubblewrap, http://HOST:PORT of a SandboxFusion service, path/file.py:my_sandbox, or unisolated, which has no "
     "namespaces, and holds programs by Landlock where the kernel has it"
@@ -101,7 +101,7 @@ class Sandbox(Protocol):
 
     @property
     def name(self) -> str:
-        """The name of what holds programs: "bubblewrap", "unisolated", or an address."""
+        """The name of the sandbox: "bubblewrap", "unisolated", or an address."""
 
     @property
     def languages(self) -> Mapping[str, Language | str]:
@@ -111,7 +111,7 @@ class Sandbox(Protocol):
         """Compiles a program, and runs it for each standard input.  Raises: SandboxError where the sandbox fails."""
 
     def close(self) -> None:
-        """Ends what the sandbox runs."""
+        """Ends the programs that run."""
 
 
 @cache
@@ -122,7 +122,8 @@ def open_sandbox(name: str, python: str | None = None, languages: str = "{}", pa
     `{"lua": {"file": "a.lua", "run": ["lua", "a.lua"]}}`; `paths` are folders of toolchains on this machine.
     Raises: SandboxError where it cannot hold programs."""
     is_service = name.startswith(("http://", "https://"))
-    if not is_service and ":" not in name and name not in {*SANDBOXES.names(), *KNOWN} - {"service"}:
+    is_known = name in SANDBOXES or ":" in name or missing_plugin("sandbox", name)
+    if name == "service" or not is_known:
         raise SandboxError("sandbox", name, FORMS)
     entry = SANDBOXES["service" if is_service else name]
     given = {"python": python, "paths": paths, "languages": _read(languages)}

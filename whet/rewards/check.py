@@ -70,10 +70,8 @@ class CheckedPrompt:
     @cached_property
     def programs(self) -> Sequence[str]:
         """Responses with a program that solves nothing, where the ground truth has tests."""
-        try:
-            from whet.rewards.hostile_programs import programs
-        except ModuleNotFoundError:  # without the folder of sandboxes nothing is scored by tests
-            return ()
+        from whet.rewards.hostile_programs import programs
+
         return tuple(programs(self.truth, self.extra))
 
     def item(self, response: str) -> RewardItem:

@@ -127,13 +127,13 @@ def test_languages(box: LocalSandbox) -> None:
         ("java", "class A { public static void main(String[] a) { System.out.println(2 * new java.util.Scanner(System.in).nextInt()); } }"),
     ],
 )  # fmt: skip
-def test_ways_to_read_and_write(box: LocalSandbox, language: str, source: str) -> None:
+def test_ways_to_read_and_write(box: LocalSandbox, language: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     command = (LANGUAGES | MORE)[language].run[0]
     if not command.startswith("./") and language != "python" and shutil.which(command) is None:
         pytest.skip(f"{command} is not installed")
     if "multiprocessing" in source and box.name == "unisolated":
         pytest.skip("its locks lie in /dev/shm, where a program without namespaces may not write")
-    box.languages = LANGUAGES | MORE
+    monkeypatch.setattr(box, "languages", LANGUAGES | MORE)
     limits = Limits(seconds=30.0, cpu_seconds=30.0)
     [ran] = box.run(Program(language, source, limits, limits), [b"21\n"])
     assert (ran.end, ran.stdout.strip()) == ("ok", b"42"), ran

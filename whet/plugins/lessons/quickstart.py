@@ -76,7 +76,7 @@ class Lesson:
 
 
 def quickstart(run_dir: Path, seed: int, program: str = "whet", lesson: Lesson | None = None) -> dict[str, Any]:
-    """Runs all stages of a lesson (unset: addition), shows what came out, and returns what it also writes to
+    """Runs all stages of a lesson (unset: addition), shows the results, and returns the content of
     summary.json. `program` is how a shell calls whet.
 
     An earlier quickstart in `run_dir` is replaced.  Raises: ConfigError where anything else is there.
@@ -86,7 +86,7 @@ def quickstart(run_dir: Path, seed: int, program: str = "whet", lesson: Lesson |
 
 
 def clear(run_dir: Path) -> TextIOWrapper:
-    """Takes a new or empty folder, or one of a quickstart, from which it removes what a quickstart writes.  Returns the
+    """Takes a new or empty folder, or one of a quickstart, from which it removes files of a quickstart.  Returns the
     lock.  Raises: ConfigError, StorageError."""
     with disk_errors(run_dir, "--run-dir"):
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -255,7 +255,7 @@ def answer_text(answer: Mapping[str, Any]) -> str:
 
 
 def plot(path: Path, history: Sequence[Mapping[str, float]], lesson: Lesson) -> None:
-    """Draws the learning curve: reward of every step, of all responses and of those that are trained on, and now and
+    """Draws the learning curve: reward of every step, of all responses and of the trained ones, and now and
     then accuracy on the held-out problems."""
     curves = {
         "filter/sampled_score": "reward, all responses sampled",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates: what an algorithm's expected gradient is, exactly, against that of the objective that it should follow.
+"""Certificates: the exact expected gradient of an algorithm, against the gradient of its objective.
 
 A policy so small that all its responses can be counted: V tokens, the first of which ends a response, and at most L of
 them. Its expected gradient is a finite sum, over every group of n responses with its probability, of the gradient of
@@ -37,7 +37,7 @@ Columns = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class World:
-    """The responses of V tokens and length up to L to one prompt, what they earn, and policies as tables of logits.
+    """The responses of V tokens and length up to L to one prompt, their rewards, and policies as tables of logits.
 
     A state is the tokens so far; there are S of them. Rows are responses, K of them; all are [K, L] unless noted.
     """
@@ -159,7 +159,7 @@ def kl_error(form: str, world: World = World(), *, staleness: float = 0.0) -> fl
 
 @dataclass(frozen=True)
 class Step:
-    """The loop's own parts for a config, and what they make of a batch of one group of responses."""
+    """The loop's own parts for a config, and their results on a batch of one group of responses."""
 
     world: World
     config: TrainConfig
@@ -387,7 +387,7 @@ def rows_of(entry: Entry) -> list[Certified]:
 
 
 def certificates(row: Certified) -> tuple[Certificate, Certificate]:
-    """Computes certificates on the policy's own samples, and on those of a policy `STALENESS` away."""
+    """Computes certificates on samples of the policy, and on samples of a policy `STALENESS` away."""
     own, stale = (certify(row.algorithm, mode=row.mode, gap=row.gap, staleness=each) for each in (0.0, STALENESS))
     if row.kind == KL_LOSS:
         stale = replace(stale, kl_error=kl_error(row.name, staleness=STALENESS))

@@ -74,7 +74,7 @@ class HttpSandbox:
         """Does nothing: the service goes on."""
 
     def _ask(self, path: str, body: dict[str, Any] | None, seconds: float) -> dict[str, Any] | None:
-        """Posts a body, or gets what is at a path: None where there is nothing."""
+        """Posts a body, or gets a path: None where there is nothing."""
         secret, method = os.environ.get(KEY), "GET" if body is None else "POST"
         headers = {"Authorization": f"Bearer {secret}"} if secret else None
         limits: dict[str, Any] = {"seconds": seconds, "attempts": ATTEMPTS, "most": MOST_BYTES}

@@ -45,7 +45,7 @@ class RunRequest(BaseModel):
 
 
 class SandboxApp:
-    """The application; `asgi` is what a server runs. `concurrency` programs run at a time. `host` is the server's own
+    """The application; a server runs its `asgi`. `concurrency` programs run at a time. `host` is the server's own
     name, to which it answers where it has no API key."""
 
     def __init__(self, sandbox: Sandbox, concurrency: int, host: str = "127.0.0.1", api_key: str | None = None) -> None:

@@ -29,7 +29,7 @@ Stamp = tuple[int, int, int]  # of a file: changes with its content
 
 
 class ListedTrajectory(NamedTuple):
-    """A trajectory as lists are made of it: its place, and what it is sorted and filtered by."""
+    """A trajectory in a list: its place, and the numbers and names by which lists are sorted and filtered."""
 
     kind: str
     step: int
@@ -82,7 +82,7 @@ class Records:
         self._lock = threading.RLock()
 
     def steps(self) -> dict[str, list[int]]:
-        """The steps of which there are files, by kind, and under `tokens` those with tokens."""
+        """The steps with files of trajectories, by kind, and with files of tokens, under `tokens`."""
         found = {kind: self._steps_of("rollouts", kind) for kind in KINDS}
         return {**found, "tokens": self._steps_of("tokens", "step")}
 
@@ -186,7 +186,7 @@ class Records:
         }
 
     def _token_rows(self, kind: str, step: int, uid: str) -> list[Record]:
-        """The rows of a trajectory in tokens/, those of its players too."""
+        """The rows of a trajectory and of its players in tokens/."""
         path = self.folder / "tokens" / f"step_{step:06}.jsonl"
         if kind != "step" or not is_inside(self.folder, path):
             return []
@@ -196,7 +196,7 @@ class Records:
 
 
 def is_inside(folder: Path, path: Path) -> bool:
-    """Tells whether a path is that of a plain file, to which no link leads out of `folder`; a pipe may never answer."""
+    """Tells whether a path is a plain file, to which no link leads out of `folder`; a pipe may never answer."""
     return path.is_file() and path.resolve().is_relative_to(folder.resolve())
 
 

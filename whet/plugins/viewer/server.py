@@ -206,7 +206,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(*arguments)
 
     def service_actions(self) -> None:
-        """Called after each poll: ends what waits for too long."""
+        """Ends connections whose request takes too long; called after each poll."""
         late = time.monotonic() - HEAD_SECONDS
         for connection in [each for each, since in self.reading.copy().items() if since < late]:
             with suppress(OSError):
@@ -293,7 +293,7 @@ class Curves:
         self.files = (CurvesFile(folder / METRICS), CurvesFile(folder / TIMINGS))
 
     def refresh(self) -> None:
-        """Reads what the run has written since."""
+        """Reads the lines that the run has written since."""
         for file in self.files:
             file.refresh()
 

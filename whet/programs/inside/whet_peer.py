@@ -85,14 +85,14 @@ class Copier(pickle.Pickler):
 
 
 class Reader(pickle.Unpickler):
-    """Reads what a Copier wrote. It imports and calls nothing but the plain types."""
+    """Reads the bytes of a Copier. It imports and calls nothing but the plain types."""
 
     def __init__(self, data: bytes, peer: Peer) -> None:
         super().__init__(io.BytesIO(data))
         self.peer = peer
 
     def find_class(self, module: str, name: str) -> object:
-        """A plain type, or what makes one: of a class in Python a message could set attributes."""
+        """A plain type; a class in Python as a function, whose attributes no message can set."""
         kind = GLOBALS[module, name]
         return (lambda *values: kind(*values)) if kind in CHANGEABLE else kind
 
@@ -131,7 +131,7 @@ class Peer:
         self.errors: dict[str, type] = {}
 
     def ask(self, name: str, *values: object, **more: object) -> Any:
-        """Asks the other process to do something, and serves what it asks meanwhile."""
+        """Asks the other process to do something, and serves its own requests meanwhile."""
         self.send("do", name, values, more)
         while True:
             kind, *rest = self.receive()
@@ -147,7 +147,7 @@ class Peer:
             return value
 
     def serve(self, name: str, values: tuple[Any, ...], more: dict[str, object]) -> None:
-        """Does what the other process asks."""
+        """Carries out the requests of the other process."""
         try:
             before = [self.pack(each) if isinstance(each, MUTABLE) else None for each in values]
             value = self._do(name, values, more)
@@ -269,8 +269,8 @@ for _name in (*UNARY, *BINARY):
 
 
 def _is_offered(name: str, target: object, values: tuple[object, ...]) -> bool:
-    """Tells whether the candidate may use an object of the tests so: call it, go through it, read what a class of the
-    tests makes public."""
+    """Tells whether the candidate may use an object of the tests so: call it, go through it, read public names of an
+    object of a class of the tests."""
     if name in ("call", "iter", "next", "len", "bool", "getitem", "str", "repr"):
         return not isinstance(target, (types.ModuleType, type)) or target in COPIED
     return name == "getattr" and type(target).__module__ == TESTS and not str(values[1]).startswith("_")

@@ -26,7 +26,7 @@ def questions(
     pixels: Count = 224,
     kinds: Sequence[str] = ("triangle", "right_triangle", "rectangle", "inscribed_angle", "chord"),
 ) -> Iterator[DataRow]:
-    """Rows that ask for an angle, a length or an area of a figure; the labels give what is known, and the answer is a
+    """Rows that ask for an angle, a length or an area of a figure; the labels give the known sizes, and the answer is a
     whole number. `kinds` are the figures to draw from.
 
     Raises: DataError for an unknown kind."""

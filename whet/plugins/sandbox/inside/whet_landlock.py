@@ -65,8 +65,8 @@ def leave_root(readable: Sequence[str]) -> None:
 
 
 def hold(readable: Sequence[str], folder: str) -> None:
-    """Takes from this process, and all that it starts, every file but those below `readable` and what Python needs, to
-    read, and those below `folder`, to write. Does nothing on a kernel without Landlock.  Raises: OSError."""
+    """Takes from this process, and all that it starts, every file but the ones below `readable` and of Python, to
+    read, and the ones below `folder`, to write. Does nothing on a kernel without Landlock.  Raises: OSError."""
     LIBC.prctl(AMBIENT, RAISE, 2, 0, 0)  # what leave_root has kept stays when another program is started
     LIBC.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     if not (found := version()):
