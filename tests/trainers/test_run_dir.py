@@ -71,6 +71,16 @@ def test_auto_says_what_it_does_and_cuts_the_files_back(run_dir: Path, caplog: p
     assert "global_step_4.left_behind" in caplog.text
 
 
+def test_a_run_that_names_a_module_by_its_old_name_goes_on(run_dir: Path) -> None:
+    old, new = "whet.trainers.quickstart_pretrained:last_word", "whet.plugins.lessons.quickstart_pretrained:last_word"
+    (run_dir / "config.yaml").write_text(
+        yaml.safe_dump(config_of(run_dir, reward__function=old).model_dump(mode="json"))
+    )
+    with raises(ConfigError, "reward.function"):
+        opened(run_dir, reward__function="gsm8k")
+    assert opened(run_dir, reward__function=new) == run_dir / "checkpoints" / "global_step_4"
+
+
 def test_a_folder_without_a_checkpoint_starts_afresh(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     shutil.rmtree(run_dir / "checkpoints")
