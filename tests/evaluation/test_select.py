@@ -19,7 +19,7 @@ import pytest
 from tests.raising import raises
 from whet.config import EvalConfig, SFTConfig, load_config
 from whet.data.load import load_items
-from whet.errors import ConfigError, DataError
+from whet.errors import ConfigError, DataError, RewardError
 from whet.evaluation.select import select
 from whet.models.load import load_tokenizer
 
@@ -95,6 +95,21 @@ def test_samples_of_other_prompts_and_a_file_that_would_replace_them_are_refused
         kept(config, path)
     with raises(ConfigError, "--output", found=str(path)):
         select(config, path, path, reward=paid, data=ROWS)
+
+
+def test_blocks_of_two_sizes_no_least_score_and_a_reward_that_scores_nothing_are_refused(
+    config: EvalConfig, samples: Callable[..., Path]
+) -> None:
+    path = samples(SAMPLES)
+    with raises(ConfigError, "--best-of", found=3, expected=re.compile("\\b4\\b"), change=re.compile("2 or 4")):
+        kept(config, path, best_of=3)
+    with raises(ConfigError, "--best-of", found=5, change=re.compile("4$")):
+        kept(config, path, best_of=5)
+    with raises(ConfigError, "--min-score"):
+        kept(config, path, min_score=float("nan"))
+    nothing = [(at, "x", why) for at, _, why in SAMPLES]
+    with raises(RewardError, "reward.function", found=re.compile("12 .*ValueError: x")):
+        kept(config, samples(nothing))
 
 
 def test_its_rows_are_examples_with_weights(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -253,6 +254,18 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
     assert resumed.opened.found == tmp_path / "run" / "checkpoints" / "global_step_2"
     assert torch.equal(weights(tmp_path / "run", 4), weights(tmp_path / "straight", 4))
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == (tmp_path / "straight/metrics.jsonl").read_bytes()
+
+
+def test_a_resumed_run_has_the_teacher_that_it_began_with(
+    distill_config: MakeConfig, rows: list[dict[str, Any]], model_folder: Path, teacher_folder: Path, tmp_path: Path
+) -> None:
+    teacher = Path(shutil.copytree(teacher_folder, tmp_path / "teacher"))
+    changes = {"teachers": {"*": str(teacher)}, "trainer.save_freq": 1}
+    distill(distill_config(**changes, **{"trainer.total_steps": 1}), data=rows)
+    assert distill(distill_config(**changes, **{"trainer.total_steps": 2}), data=rows).opened.first_step == 1
+    shutil.copy(model_folder / "model.safetensors", teacher)
+    with raises(ConfigError, f"weights of {teacher}"):
+        distill(distill_config(**changes), data=rows)
 
 
 def test_what_does_not_go_together(distill_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path) -> None:

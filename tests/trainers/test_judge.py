@@ -42,6 +42,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+def saying(found: list[list[Trajectory]], words: list[str]) -> list[list[Trajectory]]:
+    """The trajectories, one of a prompt, with other words."""
+    return [[replace(each, messages=(Message("assistant", said),))] for [each], said in zip(found, words, strict=True)]
+
+
 def test_its_verdicts_are_the_reward(
     model: str,
     train_config: Callable[..., TrainConfig],
@@ -59,10 +64,7 @@ def test_its_verdicts_are_the_reward(
             return found
         asked.extend(prompts)
         verdicts = [len(response_in(prompt)) % 2 == 0 for prompt in prompts]
-        words = [f"Hm.\nVerdict: {'yes' if verdict else 'no'}" for verdict in verdicts]
-        return [
-            [replace(each, messages=(Message("assistant", said),))] for [each], said in zip(found, words, strict=True)
-        ]
+        return saying(found, [f"Hm.\nVerdict: {'yes' if verdict else 'no'}" for verdict in verdicts])
 
     monkeypatch.setattr(Collector, "collect", collect)
     run = train(train_config({**JUDGED, **TRAINED, "model.path": model}), data=additions)
@@ -102,10 +104,7 @@ def test_a_verdict_that_cannot_be_read_fails_its_trajectory(
         found = sampled(self, prompts, *given, **named)
         if named["purpose"] != "judge":
             return found
-        words = ["Verdict: yes" if place % 2 else "Hm." for place in range(len(found))]
-        verdicts = [
-            [replace(each, messages=(Message("assistant", said),))] for [each], said in zip(found, words, strict=True)
-        ]
+        verdicts = saying(found, ["Verdict: yes" if place % 2 else "Hm." for place in range(len(found))])
         verdicts[2] = [replace(found[2][0], messages=(), failure=lost)]
         return verdicts
 

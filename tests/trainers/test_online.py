@@ -18,11 +18,11 @@ from torch import Tensor
 from tests.algorithms.calling import estimate
 from tests.raising import raises
 from tests.rewards.judge_server import Reply, judging
+from tests.trainers.test_objectives import of
 from whet import serialization
 from whet.batch import Batch
 from whet.config import TrainConfig
 from whet.errors import ConfigError
-from whet.metrics import Metrics
 from whet.plugins.proofs.certify import Step, World, plain
 from whet.registry import ADV_ESTIMATORS, PREFERENCE_LOSSES
 from whet.trainers.build import build, build_scorer, train
@@ -81,16 +81,6 @@ OUTPUTS = {
 SPLITS = [[[0, 1, 2, 3, 4]], [[0, 1, 2], [3, 4]], [[4, 3], [2, 0, 1]]]
 
 
-def of(objective: GroupObjective, batch: dict[str, Tensor], rows: list[list[int]]) -> tuple[float, dict[str, float]]:
-    counts, metrics, total = objective.counts(batch), Metrics(), 0.0
-    for chosen in rows:
-        part = {name: column[chosen] for name, column in batch.items()}
-        share, measured = objective.loss({name: column[chosen] for name, column in OUTPUTS.items()}, part, counts)
-        metrics.merge(measured)
-        total += share.item()
-    return total, metrics.reduce()
-
-
 def log_sigma(x: float) -> float:
     return -math.log1p(math.exp(-x))
 
@@ -100,7 +90,7 @@ def test_dpo_by_hand(rows: list[list[int]]) -> None:
     """h is 0.1 (1 + 1) and 0.1 (-1 - 0); of all pairs group 0 has 0.1 twice more."""
     objective = GroupObjective("dpo")
     ends = {**BATCH, "advantages": torch.tensor([1.0, 0.0, -1.0, -1.0, 1.0])[:, None] * MASK}
-    loss, metrics = of(objective, ends, rows)
+    loss, metrics = of(objective, OUTPUTS, ends, *rows)
     assert loss == pytest.approx(-(log_sigma(0.2) + log_sigma(-0.1)) / 2)
     assert (
         metrics["actor/pg_loss"] == pytest.approx(loss) == metrics["preference/loss"]
@@ -108,7 +98,7 @@ def test_dpo_by_hand(rows: list[list[int]]) -> None:
     )
     assert metrics["preference/margin"] == pytest.approx(0.05) and metrics["preference/chosen_moved"] == 0.0
     every = {**BATCH, "advantages": torch.tensor([3.0, 2.0, 1.0, 1.0, 2.0])[:, None] * MASK}
-    loss, metrics = of(objective, every, rows)
+    loss, metrics = of(objective, OUTPUTS, every, *rows)
     assert loss == pytest.approx(-(log_sigma(0.2) + 2 * log_sigma(0.1) + log_sigma(-0.1)) / 4)
     assert metrics["preference/loss"] == pytest.approx(loss) and metrics["preference/accuracy"] == 0.75
 
@@ -126,10 +116,10 @@ def test_the_rows_of_a_trajectory_are_one_response() -> None:
     """Rows 0 and 1 are one trajectory, whose l - b is 1 + 0, against row 2: h = 0.2; group 1 has h = -0.1."""
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0])[:, None] * MASK
     columns = {**BATCH, "advantages": advantages, "trajectory_uid": torch.tensor([0, 0, 1, 2, 3])}
-    loss, metrics = of(GroupObjective("dpo"), columns, [[0, 1, 2, 3, 4]])
+    loss, metrics = of(GroupObjective("dpo"), OUTPUTS, columns, [0, 1, 2, 3, 4])
     assert loss == pytest.approx(-(log_sigma(0.2) + log_sigma(-0.1)) / 2)
     assert metrics["preference/chosen_length"] == 2.5
-    simpo, _ = of(GroupObjective("simpo"), columns, [[0, 1, 2, 3, 4]])  # means of 3 tokens, of 1, of 2 and of 2
+    simpo, _ = of(GroupObjective("simpo"), OUTPUTS, columns, [0, 1, 2, 3, 4])  # means of 3, 1, 2 and 2 tokens
     assert simpo == pytest.approx(-(log_sigma(2 * (-2 / 3 + 2) - 1) + log_sigma(2 * (-1.5 + 1) - 1)) / 2)
 
 

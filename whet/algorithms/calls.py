@@ -17,16 +17,7 @@ from torch import Tensor
 from whet.algorithms.statistics import reward_to_go, spread, zero_outside
 from whet.columns import ROW_COLUMNS
 from whet.errors import DataError, RegistryError
-from whet.registry import (
-    FOREIGN_COLUMNS,
-    REQUIRED,
-    SUPPLIED,
-    Entry,
-    Registry,
-    Resolved,
-    entry_of,
-    load_target,
-)
+from whet.registry import FOREIGN_COLUMNS, REQUIRED, SUPPLIED, Entry, Registry, Resolved, entry_of, load_target
 
 Values = Mapping[str, object]  # by the name of an option
 BATCH = frozenset({"batch", "non_tensor_batch"})
@@ -45,7 +36,7 @@ class Bound:
 
     def __post_init__(self) -> None:
         if self.options and not isinstance(self.options, Resolved):
-            self.entry.check(self.options, f"{self.entry.kind} {self.entry.name!r}: ")
+            self.entry.check(self.options, f"{_named(self.entry)}: ")
 
     @classmethod
     def of(cls, registry: Registry, name: str, options: Values, where: str) -> Bound:
@@ -93,7 +84,7 @@ class Bound:
         return self.function(*arguments, **named)
 
     def _missing(self, name: str, columns: Iterable[str], supplied: Iterable[str]) -> RegistryError:
-        key = f"{self.entry.kind} {self.entry.name!r}"
+        key = _named(self.entry)
         if name in self.entry.columns:
             found = f"reads column {name!r}, which the batch lacks"
             return RegistryError(key, found, f"one of {', '.join(columns)}", "rename the parameter")
@@ -137,11 +128,7 @@ class PolicyLoss:
 
 
 def estimate(
-    estimator: Bound,
-    columns: Mapping[str, Tensor],
-    supplied: Values | None = None,
-    *,
-    with_returns: bool = False,
+    estimator: Bound, columns: Mapping[str, Tensor], supplied: Values | None = None, *, with_returns: bool = False
 ) -> Estimate:
     """Estimates the advantages of all rows of a batch.
 

@@ -38,7 +38,7 @@ def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
 
 @register_divergence("reverse_kl")
 def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    """sum q (log q - log p): the student keeps to what the teacher would write.   [..., M] -> [...]
+    """sum q (log q - log p): the student keeps to texts that the teacher would write.   [..., M] -> [...]
 
     Gu et al. 2023 (MiniLLM), https://arxiv.org/abs/2306.08543.
     """

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -43,6 +44,7 @@ from whet.models.lora import ADAPTER, HEAD, add_adapter, fingerprint, merged_wei
 
 log = logging.getLogger(__name__)
 LOADED_WITH = ("adapter_path", "allow_pickle", "trust_remote_code")
+MODEL_SUFFIXES = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja"}
 FILE_BYTES = 2**29  # of a written file, whose weights are in memory together
 Named = tuple[str, torch.Tensor]
 Weights = Mapping[str, torch.Tensor]
@@ -267,6 +269,20 @@ def find_model(path: str) -> str:
     folder = Path(path).expanduser()
     is_model = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
     return path if not folder.is_dir() or is_model else str(find_checkpoint(folder, ", or a model's with config.json"))
+
+
+def model_digest(path: str, trust_remote_code: bool) -> str:
+    """Digest of the contents of a folder or checkpoint; the commit of a model on the hub."""
+    folder = Path(find_model(path)).expanduser()
+    if not folder.is_dir():
+        return f"{path}@{load_config(path, trust_remote_code=trust_remote_code)._commit_hash}"
+    manifest = folder / checkpoint.MANIFEST  # has the checksums of the others
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in MODEL_SUFFIXES]
+    whole = hashlib.blake2b(digest_size=16)
+    for each in [manifest] if manifest.exists() else files:
+        with each.open("rb") as file:
+            whole.update(each.name.encode() + hashlib.file_digest(file, "blake2b").digest())
+    return whole.hexdigest()
 
 
 @contextmanager

@@ -63,10 +63,7 @@ def problems(config: schema.Section, given: Collection[str] = ()) -> list[Config
     return list(found.values())
 
 
-def check_context(
-    config: schema.WholeConfig,
-    max_position_embeddings: int,
-) -> None:
+def check_context(config: schema.WholeConfig, max_position_embeddings: int) -> None:
     """Checks that prompt and response fit into the context length of the model.  Raises: ConfigError."""
     most = f"at most {max_position_embeddings}, the positions of the model"
     if isinstance(config, schema.ExamplesConfig):

@@ -349,10 +349,13 @@ def _encode(
     media: tuple[Media, ...],
 ) -> SupervisedExample:
     """Prompt and response; the mask is 1 on tokens that the policy would sample after the prompt."""
-    if isinstance(answer, str) and not prompt:
-        return _whole_text(name, answer, prompt_format)
-    if isinstance(answer, str):
+    if isinstance(answer, str) and prompt:
         return encode_response(prompt, answer, prompt_format, media)
+    if isinstance(answer, str):  # a whole text: the beginning that all share becomes the prompt
+        [ids] = encode_texts(prompt_format.tokenizer, [answer], add_special_tokens=True)
+        if not ids:
+            raise DataError(f"field {name!r}", "is an empty text without a prompt", "at least one token", "correct it")
+        return SupervisedExample((*ids, prompt_format.tokenizer.eos_token_id), (0, *[1] * len(ids)))
     prompt_format.refuse_media({}, answer, "images and videos in the prompt alone")
     example = encode_conversation((*prompt, *answer), prompt_format, media)
     if not prompt:
@@ -360,14 +363,6 @@ def _encode(
     [head] = prompt_format.encode([prompt], media=[media])
     start = common_prefix(head, example.input_ids)
     return SupervisedExample(example.input_ids, (0,) * start + example.loss_mask[start:], media)
-
-
-def _whole_text(name: str, text: str, prompt_format: PromptFormat) -> SupervisedExample:
-    """A text without a prompt, and its end token; the beginning that all responses share becomes the prompt."""
-    [ids] = encode_texts(prompt_format.tokenizer, [text], add_special_tokens=True)
-    if not ids:
-        raise DataError(f"field {name!r}", "is an empty text without a prompt", "at least one token", "correct it")
-    return SupervisedExample((*ids, prompt_format.tokenizer.eos_token_id), (0, *[1] * len(ids)))
 
 
 def _first(row: Row, names: Sequence[str]) -> str | None:

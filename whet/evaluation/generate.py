@@ -21,8 +21,7 @@ from typing import IO, Any
 from transformers import PreTrainedTokenizerBase
 
 from whet import files
-from whet.checkpoints.checkpoint import MANIFEST
-from whet.checkpoints.export import find_model, model_folder
+from whet.checkpoints.export import model_digest, model_folder
 from whet.config.checks import check_context
 from whet.config.compose import flatten
 from whet.config.schema import GenerateConfig
@@ -31,7 +30,7 @@ from whet.errors import ConfigError, DataError
 from whet.evaluation.answers import Record, output_errors
 from whet.evaluation.evaluate import open_engine
 from whet.keyed import key
-from whet.models.load import context_length, load_config, load_tokenizer, stop_token_ids
+from whet.models.load import context_length, load_tokenizer, stop_token_ids
 from whet.phases import counted, phase
 from whet.planning.dtypes import with_dtypes
 from whet.rollout.build import check_media, sampling_params
@@ -42,7 +41,6 @@ from whet.types import Prompt
 # Settings that the file's content depends on, besides model and prompts, and those among them that do not change it.
 DECIDING = ("model.dtype", "data.max_response_length", "rollout", "chunk_size", "seed")
 FREE = ("rollout.deadline_seconds", "rollout.engine.options.kv_cache_bytes", "rollout.engine.options")
-MODEL_SUFFIXES = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja"}
 
 
 @dataclass(frozen=True)
@@ -154,24 +152,10 @@ def _origin(config: GenerateConfig, prompts: Sequence[Prompt]) -> Record:
         digest.update(f"{prompt.index}:{prompt.token_ids}".encode())
     models = [path for path in (config.model.path, config.model.tokenizer_path) if path is not None]
     return {
-        "model": [_model_digest(path, config.model.trust_remote_code) for path in models],
+        "model": [model_digest(path, config.model.trust_remote_code) for path in models],
         "prompts": digest.hexdigest(),
         "config": {name: values[name] for name in values if name in deciding},
     }
-
-
-def _model_digest(path: str, trust_remote_code: bool) -> str:
-    """Digest of the contents of a folder or checkpoint; the commit of a model on the hub."""
-    folder = Path(find_model(path)).expanduser()
-    if not folder.is_dir():
-        return f"{path}@{load_config(path, trust_remote_code=trust_remote_code)._commit_hash}"
-    checkpoint = folder / MANIFEST  # has the checksums of the others
-    files = [file for file in sorted(folder.iterdir()) if file.suffix in MODEL_SUFFIXES]
-    whole = hashlib.blake2b(digest_size=16)
-    for each in [checkpoint] if checkpoint.exists() else files:
-        with each.open("rb") as file:
-            whole.update(each.name.encode() + hashlib.file_digest(file, "blake2b").digest())
-    return whole.hexdigest()
 
 
 def _open_output(output: Path, origin: Record) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -14,11 +15,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from whet.checkpoints.export import model_folder
+from whet.config.algorithm_checks import nearest_divisors
 from whet.config.schema import EvalConfig
 from whet.data.load import VAL, load_items
 from whet.data.sources import DataRow, read_rows, write_rows
 from whet.data.supervised import WEIGHT
-from whet.errors import ConfigError, DataError
+from whet.errors import ConfigError, DataError, RewardError
 from whet.evaluation.answers import Record, by_prompt, output_errors
 from whet.models.load import load_tokenizer
 from whet.options import is_number
@@ -59,20 +61,26 @@ def select(
     Raises: ConfigError; DataError for samples of other prompts, or not of all; RewardError."""
     if config.model.path is None:
         raise ConfigError("model.path", None, "the model that sampled", "set it")
+    if math.isnan(min_score):
+        raise ConfigError("--min-score", min_score, "a number", "set one, or leave it out")
+    if samples.resolve() == output.resolve():
+        raise ConfigError("--output", str(output), "another file than that of the samples", "name one")
     trusted = config.model.trust_remote_code
     with model_folder(config.model.path, trust_remote_code=trusted) as path:
         tokenizer = load_tokenizer(config.model.tokenizer_path or path, path, trust_remote_code=trusted)
         loaded = load_items(config.data, tokenizer, VAL, rows=data, where=config.data.filter, seed=config.seed)
     prompts = {prompt.index: prompt for prompt in checked(loaded, config.reward, reward)}
-    if samples.resolve() == output.resolve():
-        raise ConfigError("--output", str(output), "another file than that of the samples", "name one")
     rows = by_prompt(_read(samples, prompts, tokenizer))
+    size = len(next(iter(rows.values())))  # of each prompt
+    if best_of is not None and size % best_of:
+        near = " or ".join(map(str, nearest_divisors(size, best_of)))
+        raise ConfigError("--best-of", best_of, f"a divisor of {size}, the samples of a prompt", f"try {near}")
     found = [(prompts[index], each) for index, own in rows.items() for each in own]
     with phase("scores"):
         scores = _scores(config, found, reward)
     numbered, made, cut = iter(scores), list[DataRow](), 0
     for index, own in rows.items():
-        best = _best([(next(numbered), each) for each in own], best_of or len(own), min_score)
+        best = _best([(next(numbered), each) for each in own], best_of or size, min_score)
         counts, firsts = Counter(response for _, response in best), dict[str, float]()
         for score, response in best:
             firsts.setdefault(response, score)
@@ -129,16 +137,18 @@ def _read(samples: Path, prompts: Mapping[int, Prompt], tokenizer: PreTrainedTok
 def _scores(
     config: EvalConfig, found: Sequence[tuple[Prompt, Record]], reward: Callable[..., Any] | None
 ) -> list[float | None]:
-    """The score of each sample, None where the reward failed."""
+    """The score of each sample, None where the reward failed.  Raises: RewardError where it failed on all."""
     given = [each.get("score") for _, each in found]
     if all(is_number(each) and math.isfinite(each) for each in given):
         return given
-    scorer = build_scorer(config.reward, reward, config.model)
-    try:
-        outcomes = scorer.submit_batch([reward_item(prompt, each["response"], (), {}) for prompt, each in found])
-        return [None if isinstance(each, Failure) else each.reward for each in outcomes.result()]
-    finally:
-        scorer.close()
+    with closing(build_scorer(config.reward, reward, config.model)) as scorer:
+        items = [reward_item(prompt, each["response"], (), {}) for prompt, each in found]
+        outcomes = scorer.submit_batch(items).result()
+    failures = [each for each in outcomes if isinstance(each, Failure)]
+    if len(failures) == len(outcomes):
+        message = f"failed on all {len(outcomes)} samples, on the first: {failures[0].message}"
+        raise RewardError("reward.function", message, "", "correct it")
+    return [None if isinstance(each, Failure) else each.reward for each in outcomes]
 
 
 def _row(prompt: Prompt, config: EvalConfig, response: str, score: float, weight: int) -> DataRow:

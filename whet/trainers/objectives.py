@@ -56,9 +56,6 @@ class Objective:
         trained = loss_mask(columns)
         if trained is columns["response_mask"]:
             return policy_loss(self.function, columns, supplied)
-        return self._call_on(trained, columns, supplied)
-
-    def _call_on(self, trained: torch.Tensor, columns: Columns, supplied: Mapping[str, Any] | None) -> PolicyLoss:
         output = "log_probs" if "log_probs" in self.function.columns else "values"
         held = torch.where(trained != 0, columns[output], columns[output].detach())
         result = policy_loss(self.function, {**columns, output: held}, supplied)
@@ -88,9 +85,6 @@ class Objective:
         size.  Raises: RegistryError for such a loss with weights."""
         if loss.per_token is not None:
             return self.aggregate(loss.per_token * batch.get("token_weights", 1.0), batch, counts)
-        return self._part(loss, batch, counts)
-
-    def _part(self, loss: PolicyLoss, batch: Columns, counts: Columns) -> torch.Tensor:
         assert loss.aggregated is not None
         if "token_weights" in batch:
             found, expected = "returns a sum, whose tokens cannot be weighed", "a loss per token [B, R]"
@@ -156,8 +150,8 @@ class PolicyObjective(Objective):
 
     @classmethod
     def from_config(cls, config: TrainConfig) -> PolicyObjective:
-        """The objective of a config, for a preference loss that of groups; the weights of entropy and KL are set step
-        by step.  Raises: ConfigError."""
+        """The objective of a config, for a preference loss a `GroupObjective`; the weights of entropy and KL are set
+        step by step.  Raises: ConfigError."""
         algorithm = config.algorithm
         bound = Bound.of(POLICY_LOSSES, algorithm.policy_loss, algorithm.loss_options, "algorithm.loss_options")
         kind = GroupObjective if bound.entry.kind == PREFERENCE_LOSSES.kind else cls
@@ -323,18 +317,14 @@ class ComparisonObjective(Objective):
         mask, label = batch["response_mask"], batch["label"] != 0
         is_there, count = mask.bool().any(1), self._blocks(mask).sum()
         metrics.mean(area + "loss", losses.sum() / count.clamp(min=1), count)
-        moved = (
-            row_sums((batch["log_probs"] - batch["ref_log_probs"]).detach(), mask) if "ref_log_probs" in batch else None
-        )
+        log_probs = batch["log_probs"].detach()
+        found = {"reward": rewards, "length": mask.sum(1).float(), "log_probs": row_sums(log_probs, mask)}
+        if "ref_log_probs" in batch:
+            found["moved"] = row_sums(log_probs - batch["ref_log_probs"], mask)
         for name, rows in (("chosen", is_there & label), ("rejected", is_there & ~label)):
-            size = rows.sum()
-            if size:
-                metrics.mean(f"{area}{name}_reward", rewards[rows].mean(), size)
-                metrics.mean(f"{area}{name}_length", mask[rows].sum(1).float().mean(), size)
-                log_probs = row_sums(batch["log_probs"].detach(), mask)[rows]
-                metrics.mean(f"{area}{name}_log_probs", log_probs.mean(), size)
-                if moved is not None:
-                    metrics.mean(f"{area}{name}_moved", moved[rows].mean(), size)
+            if size := rows.sum():
+                for each, values in found.items():
+                    metrics.mean(f"{area}{name}_{each}", values[rows].mean(), size)
         if self.of == "label":
             zero = batch.get("reference_point", batch.get("mean_log_ratio", torch.zeros_like(rewards)))
             right = (rewards > zero * self.options.get("beta", 1.0)) == label

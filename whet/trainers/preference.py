@@ -20,19 +20,19 @@ from whet.config.preference import PreferenceConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
-from whet.data.preferences import Comparison, Response
+from whet.data.preferences import Comparison
 from whet.engines.engine import Engine
 from whet.errors import DataError, EngineError, StorageError
 from whet.keyed import key
 from whet.metrics import Metrics
 from whet.models.packing import MEDIA
-from whet.models.positions import position_ids, rotary_positions
+from whet.models.positions import rotary_positions
 from whet.phases import phase
 from whet.registry import register_trainer
 from whet.tracking.console import USE, Column
 from whet.trainers.objectives import ComparisonObjective
 from whet.trainers.reference_cache import ReferenceCache, digest_of_all
-from whet.trainers.sft import Callbacks, ExamplesRun, Rows, train_on_examples
+from whet.trainers.sft import Callbacks, ExamplesRun, Rows, padded, train_on_examples
 from whet.trainers.workers import AdapterOffWorker, TrainWorker, actor_beside, settings_of
 
 log = logging.getLogger(__name__)
@@ -232,8 +232,7 @@ def train_preference(
     dry_run: bool = False,
 ) -> PreferenceRun:
     """Trains on preferences as `train_on_examples` does."""
-    kind = PreferenceRun
-    return train_on_examples(kind, config, data=data, val_data=val_data, callbacks=callbacks, dry_run=dry_run)
+    return train_on_examples(PreferenceRun, config, data=data, val_data=val_data, callbacks=callbacks, dry_run=dry_run)
 
 
 def mismatched(examples: Sequence[Comparison], seed: int, step: int) -> list[Comparison]:
@@ -262,29 +261,16 @@ def rows_of(examples: Sequence[Comparison], of: str, list_size: int) -> list[tup
 
 
 def to_batch(examples: Sequence[Comparison], pad_token_id: int, of: str, list_size: int) -> Batch:
-    """Comparisons as rows (`rows_of`), prompts padded on the left and responses on the right; `label` is 1 for good
-    responses and for the best of a comparison."""
+    """Comparisons as rows (`rows_of`); `label` is 1 for good responses and for the best of a comparison."""
     rows = rows_of(examples, of, list_size)
-    prompts = [each.prompt_ids for _, each, _ in rows]
-    responses: list[Response] = [((), ()) if number is None else each.responses[number] for _, each, number in rows]
+    texts = [(each.prompt_ids, ((), ()) if number is None else each.responses[number]) for _, each, number in rows]
     scores = [0.0 if number is None else each.scores[number] for _, each, number in rows]
     best = [1.0 if of == "label" else each.scores[0] for _, each, _ in rows]
-    lengths = torch.tensor([[len(prompt), len(ids)] for prompt, (ids, _) in zip(prompts, responses, strict=True)])
-    left, right = lengths.amax(0).tolist()
-    places = torch.arange(left + right)
-    is_real = (places >= left - lengths[:, :1]) & (places < left + lengths[:, 1:])
-    attention_mask = is_real.long()
-    tokens = [token for prompt, (ids, _) in zip(prompts, responses, strict=True) for token in (*prompt, *ids)]
-    trained = torch.tensor([flag for _, mask in responses for flag in mask], dtype=torch.int64)
-    response_mask = torch.zeros(len(rows), right, dtype=torch.int64).masked_scatter(is_real[:, left:], trained)
     positions = [rotary_positions(each.prompt_ids, each.media) for _, each, _ in rows]
     media = {MEDIA: [each.media for _, each, _ in rows]} if any(each.media for each in examples) else {}
     return Batch.of(
         {
-            "input_ids": torch.full(is_real.shape, pad_token_id).masked_scatter(is_real, torch.tensor(tokens)),
-            "attention_mask": attention_mask,
-            "position_ids": position_ids(attention_mask, positions if any(p is not None for p in positions) else None),
-            "response_mask": response_mask,
+            **padded(texts, pad_token_id, positions),
             "uid": torch.tensor([uid for uid, *_ in rows]),
             "scores": torch.tensor(scores),
             "label": torch.tensor([float(score == top) for score, top in zip(scores, best, strict=True)]),

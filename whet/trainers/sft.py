@@ -10,13 +10,16 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch import Tensor
 
 from whet.batch import Batch
+from whet.checkpoints.export import model_digest
 from whet.config.schema import ExamplesConfig, SFTConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
 from whet.data.load import VAL, load_items
 from whet.data.loader import OrderLoader, run_steps
+from whet.data.preferences import Response
 from whet.data.samplers import order_of
 from whet.data.supervised import SupervisedExample
 from whet.engines.protocol import Objective
@@ -210,6 +213,8 @@ def _train(kind: type[R], config: Any, data: Rows, val_data: Rows, callbacks: Ca
     total_steps = run_steps(config.trainer, len(examples), config.data.train_batch_size)
     lengths = [example.num_tokens for example in examples]
     inputs = digests(config, examples, val_examples)
+    read = {each.args[0].model_path for each in kind.specs(config, total_steps) if each.role != "actor" and each.args}
+    inputs |= {f"weights of {path}": model_digest(path, config.model.trust_remote_code) for path in sorted(read)}
     counts = Counts(len(lengths), len(val_examples), total_steps, likely=likely_steps(callbacks, total_steps))
     with opened_for(config, kind.setup, lengths, inputs, counts, dry_run=dry_run) as (opened, services):
         plan = replace(kind.setup(config, lengths), device=free_accelerator(config.cluster))
@@ -251,27 +256,33 @@ def train_sft(
 
 def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> Batch:
     """Examples as rows: the first token is the prompt, all others the response; the mask says what is trained on."""
-    width = max(len(example.input_ids) for example in examples)
-
-    def padded(values: Sequence[int], value: int) -> list[int]:
-        return [*values, *[value] * (width - len(values))]
-
-    attention_mask = torch.tensor([padded([1] * len(example.input_ids), 0) for example in examples])
+    rows = [(each.input_ids[:1], (each.input_ids[1:], each.loss_mask[1:])) for each in examples]
     positions = [rotary_positions(each.input_ids, each.media, each.loss_mask.index(1)) for each in examples]
     media = {LATER_MEDIA: [example.media for example in examples]} if any(each.media for each in examples) else {}
-    return Batch.of(
-        weights_of(examples)
-        | {
-            "input_ids": torch.tensor([padded(example.input_ids, pad_token_id) for example in examples]),
-            "attention_mask": attention_mask,
-            "position_ids": position_ids(attention_mask, positions if any(p is not None for p in positions) else None),
-            "response_mask": torch.tensor([padded(example.loss_mask, 0) for example in examples])[:, 1:],
-        },
-        media,
-    )
+    return Batch.of(weights_of(examples) | padded(rows, pad_token_id, positions), media)
 
 
-def weights_of(examples: Sequence[SupervisedExample]) -> dict[str, torch.Tensor]:
+def padded(
+    rows: Sequence[tuple[tuple[int, ...], Response]], pad_token_id: int, positions: Sequence[Tensor | None] = ()
+) -> dict[str, Tensor]:
+    """The columns of prompts and responses, prompts padded on the left and responses on the right; `positions` are
+    rotary ones, of rows that have some."""
+    lengths = torch.tensor([[len(prompt), len(ids)] for prompt, (ids, _) in rows])
+    left, right = lengths.amax(0).tolist()
+    places = torch.arange(left + right)
+    is_real = (places >= left - lengths[:, :1]) & (places < left + lengths[:, 1:])
+    attention_mask = is_real.long()
+    tokens = torch.tensor([token for prompt, (ids, _) in rows for token in (*prompt, *ids)])
+    trained = torch.tensor([flag for _, (_, mask) in rows for flag in mask], dtype=torch.int64)
+    return {
+        "input_ids": torch.full(is_real.shape, pad_token_id).masked_scatter(is_real, tokens),
+        "attention_mask": attention_mask,
+        "position_ids": position_ids(attention_mask, positions if any(p is not None for p in positions) else None),
+        "response_mask": torch.zeros(len(rows), right, dtype=torch.int64).masked_scatter(is_real[:, left:], trained),
+    }
+
+
+def weights_of(examples: Sequence[SupervisedExample]) -> dict[str, Tensor]:
     """The column of the examples' weights, where they are not all 1."""
     weights = [each.weight for each in examples]
     return {"example_weights": torch.tensor(weights)} if {*weights} != {1.0} else {}

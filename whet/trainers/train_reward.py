@@ -19,11 +19,10 @@ from whet.engines.role import RoleSettings
 from whet.errors import ConfigError
 from whet.metrics import Metrics
 from whet.models.load import outline, reward_config
-from whet.models.positions import position_ids
 from whet.registry import register_trainer
 from whet.tracking.console import USE, Column
 from whet.trainers.objectives import PreferenceObjective, StepObjective
-from whet.trainers.sft import Callbacks, ExamplesRun, Rows, to_batch as to_rows, train_on_examples
+from whet.trainers.sft import Callbacks, ExamplesRun, Rows, padded, to_batch as to_rows, train_on_examples
 
 COLUMNS = (
     Column("loss", ("reward_model/loss",), ".4f"),
@@ -119,7 +118,7 @@ def has_steps(examples: Sequence[Any]) -> bool:
 
 
 def step_batch(examples: Sequence[StepExample], pad_token_id: int) -> Batch:
-    """Steps as rows; `label` [B, R] is that of a step, where the mask is 1."""
+    """Steps as rows; `label` [B, R] is the label of a step where the mask is 1."""
     batch = to_rows(examples, pad_token_id)
     labels = torch.tensor([label for each in examples for label in each.labels])
     mask = batch["response_mask"]
@@ -130,19 +129,10 @@ def to_batch(pairs: Sequence[Comparison], pad_token_id: int) -> Batch:
     """Pairs as rows, the chosen response first. The tokens that a pair shares are the prompt of both, computed once."""
     rows = [(pair.chosen, pair.rejected) for pair in pairs]
     shared = [max(1, min(common_prefix(*row), *(len(ids) - 1 for ids in row))) for row in rows]
-    both = [(ids[:start], ids[start:]) for row, start in zip(rows, shared, strict=True) for ids in row]
-    left, right = (max(map(len, each)) for each in zip(*both, strict=True))
-
-    def padded(prompt: Sequence[int], response: Sequence[int], value: int) -> list[int]:
-        return [*[value] * (left - len(prompt)), *prompt, *response, *[value] * (right - len(response))]
-
-    mask = torch.tensor([padded([1] * len(prompt), [1] * len(response), 0) for prompt, response in both])
-    return Batch.of(
-        {
-            "input_ids": torch.tensor([padded(prompt, response, pad_token_id) for prompt, response in both]),
-            "attention_mask": mask,
-            "position_ids": position_ids(mask),
-            "response_mask": mask[:, left:].clone(),
-            "margin": torch.tensor([pair.margin for pair in pairs for _ in range(2)]),
-        }
-    )
+    both = [
+        (ids[:start], (ids[start:], (1,) * (len(ids) - start)))
+        for row, start in zip(rows, shared, strict=True)
+        for ids in row
+    ]
+    margins = torch.tensor([pair.margin for pair in pairs for _ in range(2)])
+    return Batch.of(padded(both, pad_token_id) | {"margin": margins})
