@@ -8,7 +8,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,6 +98,9 @@ class Hanging:
             self.released.wait(30)
         return []
 
+    def prompt_log_probs(self, prompt: Sequence[int], count: int) -> Any:
+        raise AssertionError
+
     def abort(self, uids: set[str]) -> None:
         self.aborted += uids
 
@@ -128,9 +131,9 @@ def test_the_deadline_holds_while_the_engine_hangs(
         App(reader, thread, replace(SETTINGS, deadline_seconds=0.2), dict).asgi, base_url="http://127.0.0.1"
     )
     assert client.get("/health").json() == {"status": "ok"}
-    for stream in (False, True):
+    for more in ({"stream": False}, {"stream": True}, {"prompt_logprobs": 1}):
         begun = time.monotonic()
-        response = client.post("/v1/completions", json={"model": "m", "prompt": "hi", "stream": stream})
+        response = client.post("/v1/completions", json={"model": "m", "prompt": "hi", **more})
         assert 0.3 <= time.monotonic() - begun < 10
         assert response.status_code == 504 and response.json()["error"] == {
             "message": "the request failed: its deadline of 0.2 s was over",
@@ -143,7 +146,7 @@ def test_the_deadline_holds_while_the_engine_hangs(
     assert busy.status_code == 200 and busy.json()["status"] == "busy"
     assert busy.json()["message"].startswith("the engine has not answered for ")
     metrics = client.get("/metrics").text
-    assert "whet_weights_version 7" in metrics and 'path="/v1/completions",status="504"} 2' in metrics
+    assert "whet_weights_version 7" in metrics and 'path="/v1/completions",status="504"} 3' in metrics
     [card] = client.get("/v1/models").json()["data"]
     assert card["system_fingerprint"] == "weights-7"
     hanging.released.set()

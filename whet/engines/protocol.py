@@ -50,8 +50,8 @@ class Objective(Protocol):
 
     @property
     def block(self) -> int | str:
-        """Rows that stay in one micro-batch, and on one rank: a number of consecutive ones (2 for preference pairs), or
-        those that are equal in a column."""
+        """Rows that stay in one micro-batch, and on one rank: a number of consecutive rows (2 for preference pairs), or
+        the name of a column in which they are equal."""
         ...
 
     def counts(self, batch: Columns) -> dict[str, torch.Tensor]:

@@ -92,9 +92,8 @@ def peft_config(model: PreTrainedModel, settings: LoraSettings, *, adapts_head: 
     layers = {name: module for name, module in model.named_modules() if type(module) in kinds}
     mixers = [name for name, module in model.named_modules() if hasattr(module, "conv1d")]
     fused = {f"{mixer}.{part}" for mixer in mixers for part in FUSED}
-    layers = {name: module for name, module in layers.items() if name not in fused}
-    layers = {name: module for name, module in layers.items() if adapts_head or module is not head}
-    linear = {name for name in layers if f"{name}.weight" != HEAD}
+    chosen = (name for name, module in layers.items() if adapts_head or module is not head)
+    linear = {name for name in chosen if name not in fused and f"{name}.weight" != HEAD}
     # Where experts are one tensor, and layers of these names in files, peft would adapt them in place of other layers.
     has_experts = any(name.endswith(".experts.gate_up_proj") for name, _ in model.named_parameters())
     taken = {"gate_proj", "up_proj", "down_proj"} if has_experts else set[str]()

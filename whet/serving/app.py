@@ -205,12 +205,10 @@ class App:
         asked = await self._reading.run(len(body), lambda: read(raw))
         uid = uuid.uuid4().hex
         answer = (ChatAnswer if path == CHAT else TextAnswer)(uid, self._reader.name, asked, self._texts)
-        tables = await self._tables(asked)
-        events = self._events(uid, asked)
+        late_at = asyncio.get_running_loop().time() + self._settings.deadline_seconds + SLACK_SECONDS
+        events = self._events(uid, asked, late_at)
         if not asked.body.stream:
-            whole = await _unless_gone(request, self._whole(events, answer))
-            for choice in whole["choices"] if tables else ():
-                choice["prompt_logprobs"] = tables[choice["index"] // asked.body.n]
+            whole = await _unless_gone(request, self._whole(asked, late_at, events, answer))
             self._counters.whole_request.observe(time.monotonic() - started)
             return JSONResponse(whole)
         first = await _unless_gone(request, anext(events))
@@ -218,29 +216,24 @@ class App:
         seconds = self._settings.deadline_seconds + ANSWER_SECONDS
         return EventStream(self._chunks(first, events, answer, path, started), events, seconds)
 
-    async def _tables(self, asked: Asked) -> list[list[Raw | None]]:
+    async def _tables(self, asked: Asked, late_at: float) -> list[list[Raw | None]]:
         """The log-probs of each prompt in vLLM's form, by token id in each place behind the first; empty where they are
         not asked for.  Raises: ApiError."""
         body, engine = asked.body, self._engine.engine
         if not isinstance(body, TextBody) or (count := body.prompt_logprobs) is None:
             return []
-        if body.stream or not isinstance(engine, TellsPrompts):
-            why = (
-                "of a stream nothing tells them"
-                if body.stream
-                else "the engine gives log-probs of sampled tokens alone"
-            )
-            raise unsupported("prompt_logprobs", count, f"{why}; leave it out")
+        if not isinstance(engine, TellsPrompts):
+            why = "the engine gives log-probs of sampled tokens alone; leave it out"
+            raise unsupported("prompt_logprobs", count, why)
         found = list[list[Raw | None]]()
         for prompt in asked.prompts:
-            own, likeliest = await asyncio.wrap_future(
-                self._engine.call(partial(engine.prompt_log_probs, prompt, count))
-            )
+            call = self._engine.call(partial(engine.prompt_log_probs, prompt, count))
+            own, likeliest = await self._in_time(asyncio.wrap_future(call), late_at)
             places = zip(prompt[1:], own, likeliest or [[] for _ in own], strict=True)
             found.append([None, *(self._place({token: value, **dict(others)}) for token, value, others in places)])
         return found
 
-    async def _events(self, uid: str, asked: Asked) -> Samples:
+    async def _events(self, uid: str, asked: Asked, late_at: float) -> Samples:
         """Samples what is asked for, and yields events until all is done; left early, it ends the samples."""
         queue: asyncio.Queue[Event | WhetError] = asyncio.Queue()
         requests = asked.requests(uid, self._settings.deadline_seconds)
@@ -253,9 +246,9 @@ class App:
         try:
             self._counters.prompt_tokens.inc(sum(map(len, asked.prompts)))
             self._engine.submit(requests, queue.put_nowait)
-            left, late_at = len(requests), asyncio.get_running_loop().time() + self._settings.deadline_seconds
+            left = len(requests)
             while left:
-                event = await self._next(queue, late_at + SLACK_SECONDS)
+                event = await self._in_time(queue.get(), late_at)
                 match event:
                     case EngineStoppedError():
                         raise ApiError(503, f"the request was ended: {event}", code="stopped")
@@ -281,11 +274,11 @@ class App:
         decode = self._reader.tokenizer.decode
         return {str(token): {"logprob": each, "decoded_token": decode([token])} for token, each in log_probs.items()}
 
-    async def _next(self, queue: asyncio.Queue[Event | WhetError], late_at: float) -> Event | WhetError:
-        """The next event.  Raises: ApiError at the time `late_at` of the loop, whatever the engine does."""
+    async def _in_time(self, work: Awaitable[T], late_at: float) -> T:
+        """The result of `work`.  Raises: ApiError at the time `late_at` of the loop, whatever the engine does."""
         try:
             async with asyncio.timeout_at(late_at):
-                return await queue.get()
+                return await work
         except TimeoutError as error:
             why = ", and the engine is still busy" if self._engine.busy_seconds > BUSY_SECONDS else ""
             message = f"the request failed: its deadline of {self._settings.deadline_seconds:g} s was over{why}"
@@ -297,10 +290,14 @@ class App:
             why = "the engine gives the log-prob of the sampled token alone; set it to 0"
             raise unsupported(asked.body.likeliest_field, count, why)
 
-    async def _whole(self, events: Samples, answer: ClientResponse) -> Raw:
+    async def _whole(self, asked: Asked, late_at: float, events: Samples, answer: ClientResponse) -> Raw:
         async with aclosing(events):
+            tables = await self._tables(asked, late_at)
             pieces = [(sample, self._piece(sample, event)) async for sample, event in events]
-        return answer.whole(sorted(pieces, key=lambda each: each[0].index))
+        whole = answer.whole(sorted(pieces, key=lambda each: each[0].index))
+        for choice in whole["choices"] if tables else ():
+            choice["prompt_logprobs"] = tables[choice["index"] // asked.body.n]
+        return whole
 
     async def _chunks(
         self, first: tuple[Sample, Event], events: Samples, answer: ClientResponse, path: str, started: float

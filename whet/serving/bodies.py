@@ -238,6 +238,8 @@ class BodyReader:
     def text(self, raw: object) -> Asked:
         """Reads a request for a completion of text or token ids.  Raises: ApiError, DataError."""
         body = self._checked(TextBody, raw)
+        if body.stream and body.prompt_logprobs is not None:
+            raise unsupported("prompt_logprobs", body.prompt_logprobs, "a stream has no place for them; leave it out")
         given: Any = body.prompt
         if isinstance(given, str) or not given or isinstance(given[0], int):
             given = [given]

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from whet.checkpoints import checkpoint
 from whet.checkpoints.export import find_model, model_folder
-from whet.config.schema import ModelConfig, RolloutConfig, RolloutEngineConfig
+from whet.config.schema import Dtype, ModelConfig, RolloutConfig, RolloutEngineConfig
 from whet.errors import ConfigError, describe
 from whet.evaluation.evaluate import open_engine
 from whet.guard import LOCAL, with_deadline
@@ -55,24 +55,34 @@ def serve(settings: Settings) -> None:
             if is_classifier(load_config(folder, trust_remote_code=trusted)):
                 _serve_scores(settings, ScoreApp(settings, folder, dtype), bound)
                 return
-            model = ModelConfig(path=folder, dtype=dtype, trust_remote_code=trusted)
-            chosen = RolloutEngineConfig(name=settings.engine, options=dict(settings.option))
-            rollout = RolloutConfig(engine=chosen, dtype=dtype, max_batch_size=settings.max_running)
-            tokenizer = load_tokenizer(folder, folder, trust_remote_code=trusted)
-            reader = BodyReader(
-                name=settings.name or Path(settings.model).expanduser().resolve().name,
-                tokenizer=tokenizer,
-                stop_ids=stop_token_ids(folder, tokenizer, {}),
-                context=context_length(folder, trust_remote_code=trusted),
-                vocab_size=load_config(folder, trust_remote_code=trusted).get_text_config().vocab_size,
-                max_tokens=settings.max_tokens,
-                tool_parser=settings.tool_parser,
-                most_samples=settings.max_running + settings.max_waiting,
-            )
-            step = _step(source)
+            reader = reader_of(settings, folder, Path(settings.model).expanduser().resolve().name)
+            (rollout, model), step = sampling_of(settings, folder, dtype), _step(source)
             engine = open_engine(rollout, model, folder, version=0 if step is None else step)
             server = _Server(settings, reader, engine, source, dtype)
         server.run(bound)
+
+
+def sampling_of(settings: Settings, folder: str, dtype: Dtype) -> tuple[RolloutConfig, ModelConfig]:
+    """The config of the engine that samples, and of its model."""
+    chosen = RolloutEngineConfig(name=settings.engine, options=dict(settings.option))
+    rollout = RolloutConfig(engine=chosen, dtype=dtype, max_batch_size=settings.max_running)
+    return rollout, ModelConfig(path=folder, dtype=dtype, trust_remote_code=settings.trust_remote_code)
+
+
+def reader_of(settings: Settings, folder: str, name: str) -> BodyReader:
+    """The reader of requests for the model in a folder, which has this name unless the settings have one."""
+    trusted = settings.trust_remote_code
+    tokenizer = load_tokenizer(folder, folder, trust_remote_code=trusted)
+    return BodyReader(
+        name=settings.name or name,
+        tokenizer=tokenizer,
+        stop_ids=stop_token_ids(folder, tokenizer, {}),
+        context=context_length(folder, trust_remote_code=trusted),
+        vocab_size=load_config(folder, trust_remote_code=trusted).get_text_config().vocab_size,
+        max_tokens=settings.max_tokens,
+        tool_parser=settings.tool_parser,
+        most_samples=settings.max_running + settings.max_waiting,
+    )
 
 
 def _serve_scores(settings: Settings, app: ScoreApp, bound: socket.socket) -> None:

@@ -230,6 +230,13 @@ def test_keys_sizes_and_what_cannot_be_read(server: Server) -> None:
         [log_probs], _ = own.answer(client.post("retrieve_future", json=reply.json()).content)
         assert log_probs.shape == (2,) and np.isfinite(log_probs).all()
         js = {"content-type": "application/json"}
+        inflight = {"model_id": name, "seq_id": 2, "sampling_session_seq_id": 1, "kind": "inflight"}
+        assert client.post("save_weights_for_sampler", json=inflight).status_code == 400
+        assert client.post("save_weights", json={"model_id": name, "seq_id": 2, "path": "one"}).status_code == 200
+        new = {"session_id": session, "model_seq_id": 1, "path": f"tinker://{name}/weights/one", "optimizer": False}
+        client.post("retrieve_future", json={"request_id": f"{name}:2"})
+        for bad_model in ({"base_model": "x"}, {"optimizer_config": {"type": "dimuon"}}):
+            assert client.post("load_weights", json={**new, **bad_model}).status_code == 400
         asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "nano"}
         sampler = client.post("create_sampling_session", json=asked).json()["sampling_session_id"]
         wrong = [

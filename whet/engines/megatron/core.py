@@ -69,7 +69,7 @@ _set_state = DistributedOptimizer._set_main_param_and_optimizer_states
 
 
 def _set_all(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-    """Leaves what a state has not as it is: 0.16.1 asks for the step that torch's AdamW counts for each weight."""
+    """Keeps the values that a state lacks: 0.16.1 asks for the step that torch's AdamW counts for each weight."""
     _set_state(self, model_param, {**self._get_main_param_and_optimizer_states(model_param), **tensors})
 
 

@@ -281,7 +281,7 @@ class Steps:
             self._count(each, steps)
 
     def _count(self, each: Any, steps: int) -> None:
-        """Sets the number of steps, with moments for those to come."""
+        """Sets the number of steps, with moments for the next ones."""
         each.init_state_fn(each.optimizer, each.config)
         for group in each.optimizer.param_groups:
             group["step"] = steps  # Apex reads it here, torch in each weight's state

@@ -205,7 +205,7 @@ def pack(body: PreTrainedModel, where: Layout, size: int, ranks: Ranks) -> tuple
 
 def in_halves(where: Layout, sizes: Sizes, size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """The order of Megatron-Core's context parallelism: rows have padding, and are cut into 2 `context` chunks; first
-    come those of rank 0, of each row the first and the last, then those of rank 1, the second and the last but one.
+    come the chunks of rank 0, of each row the first and the last, then of rank 1, the second and the last but one.
 
     Returns: places [T] of the tokens; begins [rows + 1] of the rows with padding, the last one's up to `size`."""
     ranks, step = sizes.context, 2 * sizes.context * sizes.tensor

@@ -303,8 +303,7 @@ class BoundedCache(Generic[Value]):
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
-                return self._values[key]
-            return None
+            return self._values.get(key)
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
         """The value of `key`, which `make` gives where it is neither held nor on its way.  Raises: what `make` does."""
@@ -413,15 +412,11 @@ class BoundedCache(Generic[Value]):
         self._trim()
 
     def _trim(self) -> None:
-        gone, over = [], self.held_bytes - self.limit_bytes
-        for key, value in self._values.items():
-            if over <= 0:
-                break
-            if key not in self._ahead:
-                gone.append(key)
-                over -= self._size(value)
-        for key in gone:
-            self.held_bytes -= self._size(self._values.pop(key))
+        while self.held_bytes > self.limit_bytes:
+            oldest = next((key for key in self._values if key not in self._ahead), None)
+            if oldest is None:
+                return
+            self.held_bytes -= self._size(self._values.pop(oldest))
 
 
 PREPARED: BoundedCache[Prepared] = BoundedCache(

@@ -94,7 +94,7 @@ class ServerEngine(ServerWords):
         variables: Mapping[str, str],
     ) -> None:
         """Starts the server: `command` gives its command line from an interpreter, a port and its arguments, which
-        are `arguments` and those of the user.  Raises: ConfigError."""
+        are `arguments` and the option `server`.  Raises: ConfigError."""
         own = self.shared.server or {}
         found = find_environment(self.package, self.shared.python)
         found.check_arguments(own, arguments)

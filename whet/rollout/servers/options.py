@@ -13,7 +13,7 @@ OnNewWeights = Literal["recompute", "keep", "wait", "abort"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """The options by name; their text follows that of an engine's own.
+    """The options by name; their text follows the text of an engine's own options.
 
     python: interpreter of the environment; unset: $WHET_VLLM_PYTHON or $WHET_SGLANG_PYTHON, else .venv-vllm or
         .venv-sglang of the checkout.

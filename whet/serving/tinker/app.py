@@ -25,7 +25,7 @@ from starlette.routing import Route
 from whet.errors import WhetError, WorkerError
 from whet.guard import RefusedError, check_client, read_body
 from whet.serving.app import BODY_SECONDS, Settings
-from whet.serving.bodies import BodyReader
+from whet.serving.bodies import BodyReader, Raw
 from whet.serving.engine_thread import EngineThread
 from whet.serving.tinker.desk import Bounds, Desk, Failure, Request, Result, Session, Work
 from whet.serving.tinker.models import Models
@@ -35,7 +35,6 @@ from whet.serving.tinker.store import PARTS, SAMPLER, SCHEME, WEIGHTS, ModelKind
 from whet.serving.tinker.wire import MOST_ROWS, LossRequest, unpacked
 
 log = logging.getLogger(__name__)
-Raw = dict[str, Any]
 Call = Callable[[str, Raw], Awaitable[Raw | Response]]  # of an owner, with the request as JSON
 PROTO, JSON = "application/x-protobuf", "application/json"
 POLL_SECONDS = 25.0  # of a call that waits for a result; the SDK gives up after 45
@@ -46,9 +45,8 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Served:
-    """The model that clients name: its names, its tokenizer, its architecture."""
+    """The model that clients name: other names than its reader's, its tokenizer, its architecture."""
 
-    name: str
     aliases: frozenset[str]
     tokenizer: str  # a folder, or a name on the hub
     arch: str
@@ -62,7 +60,7 @@ class TinkerApp:
         self, served: Served, models: Models, thread: EngineThread, samplers: Samplers, settings: Settings
     ) -> None:
         self._served, self._models, self._thread, self._settings = served, models, thread, settings
-        self._samplers = samplers
+        self._samplers, self._name = samplers, served.reader.name
         self._desk: Desk = Desk(Bounds(), self._wake)
         self._events: dict[str, asyncio.Event] = {}
         self._sampling = Sampling(models, thread, settings, self._desk, served.reader)
@@ -140,7 +138,7 @@ class TinkerApp:
 
     def _told(self) -> dict[str, Raw]:
         """The replies that are always the same; telemetry is not kept."""
-        model = {"model_name": self._served.name, "max_context_length": self._models.context, "trainable": True}
+        model = {"model_name": self._name, "max_context_length": self._models.context, "trainable": True}
         config = {
             "pjwt_auth_enabled": False, "proto_compress_fwdbwd": True, "create_model_via_load_weights": True,
             "parallel_fwdbwd_chunks": True, "fwdbwd_max_chunk_len": MOST_ROWS,
@@ -185,19 +183,20 @@ class TinkerApp:
 
     # Models.
 
-    def _check_base(self, name: str | None) -> None:
-        if name is not None and name not in {self._served.name, *self._served.aliases}:
-            raise RefusedError(400, f"this server has the model {self._served.name!r}, not {name!r}")
-
-    async def _create(self, owner: str, raw: Raw) -> Raw:
-        self._check_base(raw["base_model"])
-        lora = raw.get("lora_config") or {"rank": 0}
+    def _check_asked(self, name: str | None, raw: Raw) -> None:
+        """Raises: RefusedError for another base, or another optimizer."""
+        if name is not None and name not in {self._name, *self._served.aliases}:
+            raise RefusedError(400, f"this server has the model {self._name!r}, not {name!r}")
         if (optimizer := (raw.get("optimizer_config") or {}).get("type", "adamw")) != "adamw":
             raise RefusedError(400, f"models are trained by adamw, not {optimizer!r}")
+
+    async def _create(self, owner: str, raw: Raw) -> Raw:
+        self._check_asked(raw["base_model"], raw)
+        lora = raw.get("lora_config") or {"rank": 0}
         if not 0 <= int(lora["rank"]) <= 1024:
             raise RefusedError(400, f"rank={lora['rank']} is not from 1 to 1024, or 0 to train all weights")
         parts = {name: bool(lora.get(name, True)) for name in PARTS}
-        kind = ModelKind(self._served.name, int(lora["rank"]), int(lora.get("seed") or 0), **parts)
+        kind = ModelKind(self._name, int(lora["rank"]), int(lora.get("seed") or 0), **parts)
         model = self._desk.add_model(owner, raw["session_id"], int(raw["model_seq_id"]), time.monotonic())
 
         def work() -> Result:
@@ -208,9 +207,9 @@ class TinkerApp:
 
     async def _info(self, owner: str, raw: Raw) -> Raw:
         self._desk.owned(owner, model := raw["model_id"])
-        kind, served = self._models.kind_of(model), self._served
-        data = {"arch": served.arch, "model_name": served.name, "tokenizer_id": served.tokenizer}
-        told = {"model_data": data, "model_name": served.name, "is_lora": kind.rank > 0, "lora_rank": kind.rank}
+        kind, data = self._models.kind_of(model), {"arch": self._served.arch, "tokenizer_id": self._served.tokenizer}
+        told = {"model_name": self._name, "is_lora": kind.rank > 0, "lora_rank": kind.rank}
+        told["model_data"] = {**data, "model_name": self._name}
         return {"type": "get_info", "model_id": model, **told}
 
     async def _loss(self, owner: str, raw: Raw) -> Raw:
@@ -234,7 +233,9 @@ class TinkerApp:
 
     async def _snapshot(self, owner: str, raw: Raw) -> Raw:
         """Saves weights to sample from: under a name, or for a sampler of this session alone."""
-        model, number = raw["model_id"], raw.get("sampling_session_seq_id")
+        model, number, kind = raw["model_id"], raw.get("sampling_session_seq_id"), raw.get("kind") or "snapshot"
+        if kind != "snapshot":
+            raise RefusedError(400, f"kind={kind!r} is not supported; leave it out, for a snapshot")
         session = self._desk.owned(owner, model)
         name = raw.get("path") if number is None else f"{SNAPSHOT}{raw['seq_id']}"
         path, work = self._saving(owner, raw, SAMPLER, name)
@@ -261,8 +262,8 @@ class TinkerApp:
         """Loads weights into a model, or into a new one that is made for them."""
         path, seq, model = raw["path"], raw.get("seq_id"), raw.get("model_id")
         self._models.store.find(owner, path)
+        self._check_asked(raw.get("base_model"), raw)
         if model is None:
-            self._check_base(raw.get("base_model"))
             model, seq = self._desk.add_model(owner, raw["session_id"], int(raw["model_seq_id"]), time.monotonic()), 0
 
         def work() -> Result:
@@ -335,7 +336,7 @@ class TinkerApp:
                 return result
 
     async def _sampler(self, owner: str, raw: Raw) -> Raw:
-        self._check_base(raw.get("base_model"))
+        self._check_asked(raw.get("base_model"), raw)
         if (path := raw.get("model_path")) is not None:
             self._models.store.find(owner, path)
         session = self._desk.session(owner, raw["session_id"])
@@ -344,7 +345,7 @@ class TinkerApp:
 
     async def _sampler_info(self, owner: str, raw: Raw) -> Raw:
         session, name = self._desk.owned(owner, raw["sampler"]), raw["sampler"]
-        return {"sampler_id": name, "base_model": self._served.name, "model_path": session.samplers[name]}
+        return {"sampler_id": name, "base_model": self._name, "model_path": session.samplers[name]}
 
     # Checkpoints.
 

@@ -99,7 +99,7 @@ class Desk:
         self.sessions[name] = Session(name, owner, now)
 
     def check_room(self, owner: str, what: str, most: int, held: Callable[[Session], int], number: int = 1) -> None:
-        """Checks that an owner has at most half of what others leave, so that some is always left.  Raises:
+        """Checks that an owner has at most half of the room that others leave, so that some is always left.  Raises:
         RefusedError."""
         own = sum(held(each) for each in self.sessions.values() if each.owner == owner)
         others = sum(map(held, self.sessions.values())) - own

@@ -139,7 +139,7 @@ class Models:
 
 @torch.no_grad()
 def fill(module: nn.Module, weights: Mapping[str, torch.Tensor], path: str) -> None:
-    """Copies whole weights into a module, or those of an adapter into its own.  Raises: EngineError for another's."""
+    """Copies whole weights into a module, or adapter weights into its adapter.  Raises: EngineError for another's."""
     own = dict(adapter_weights(module)) or dict(module.named_parameters())
     if weights.keys() != own.keys() or any(own[name].shape != each.shape for name, each in weights.items()):
         raise EngineError(path, "has the weights of another model", "those of one with the same base and rank")

@@ -9,7 +9,6 @@ import json
 import logging
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from whet.guard import RefusedError
 from whet.keyed import key
 from whet.rollout.protocol import Completion, Event, Failed, Finished, SamplingParams
 from whet.serving.app import Settings
-from whet.serving.bodies import ApiError, BodyReader
+from whet.serving.bodies import ApiError, BodyReader, Raw
 from whet.serving.engine_thread import EngineThread
 from whet.serving.tinker.desk import Desk, Failure, Result, Session
 from whet.serving.tinker.models import Models
@@ -26,7 +25,6 @@ from whet.serving.tinker.samplers import SampleRequest, Source
 from whet.serving.tinker.wire import PromptScores, write_samples
 
 log = logging.getLogger(__name__)
-Raw = dict[str, Any]
 MOST_LIKELIEST = 128  # tokens of a place
 
 
@@ -82,7 +80,7 @@ class Sampling:
         return write_samples(samples, scores, *widths)
 
     def _asked(self, raw: Raw) -> tuple[tuple[int, ...], SamplingParams]:
-        """The prompt and the parameters of sampling, checked as those of /v1/completions.  Raises: RefusedError,
+        """The prompt and the parameters of sampling, with the checks of /v1/completions.  Raises: RefusedError,
         DataError, ApiError."""
         for name in ("prompt_alt_tokens_k", "target_prompt_logprobs"):
             if raw.get(name):

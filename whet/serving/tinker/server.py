@@ -11,16 +11,14 @@ from typing import Literal, cast
 
 from whet import devices
 from whet.checkpoints.export import find_model, model_folder
-from whet.config.schema import ModelConfig, RolloutConfig, RolloutEngineConfig
 from whet.errors import ConfigError
-from whet.models.load import context_length, load_tokenizer, stop_token_ids, torch_dtype
+from whet.models.load import load_tokenizer, torch_dtype
 from whet.planning.dtypes import choose
 from whet.rollout.build import rollout_engine
 from whet.rollout.protocol import RolloutEngine, SharesModule
 from whet.serving.app import Settings
-from whet.serving.bodies import BodyReader
 from whet.serving.engine_thread import EngineThread
-from whet.serving.server import HttpServer, bound_to
+from whet.serving.server import HttpServer, bound_to, reader_of, sampling_of
 from whet.serving.tinker.app import Served, TinkerApp
 from whet.serving.tinker.models import Models
 from whet.serving.tinker.samplers import Samplers, Shared
@@ -40,35 +38,29 @@ def serve(settings: Settings) -> None:
             folder = stack.enter_context(model_folder(source, trust_remote_code=trusted))
             dtype = choose(settings.dtype, "--dtype")
             own = Path(settings.model).expanduser()
-            name = settings.name or (own.resolve().name if own.exists() else settings.model)
-            tokenizer = load_tokenizer(folder, folder, trust_remote_code=trusted)
+            reader = reader_of(settings, folder, own.resolve().name if own.exists() else settings.model)
             base, ranks = Base(folder, trusted), None
             if settings.ranks > 1:
                 ranks = Ranks(base, settings.ranks)
                 stack.callback(ranks.close)
             store = Store(Path(settings.folder).expanduser().resolve())
-            context = context_length(folder, trust_remote_code=trusted)
-            models = Models(base, name, dtype, store, context, devices.here(), settings.train_engine, ranks)
+            given = dtype, store, reader.context, devices.here(), settings.train_engine, ranks
+            models = Models(base, reader.name, *given)
             samplers = Samplers(_engine(settings, folder, dtype), models.module)
         thread = EngineThread(cast(RolloutEngine, samplers), on_death=lambda error: setattr(http, "should_exit", True))
         where = str(Path(folder).resolve()) if own.exists() else settings.model
-        stops, most = stop_token_ids(folder, tokenizer, {}), settings.max_tokens
-        reader = BodyReader(name, tokenizer, tuple(stops), context, models.vocab_size, most)
-        arch = str(models.base.config.model_type)
-        served = Served(name, frozenset({settings.model, where}), where, arch, reader)
+        served = Served(frozenset({settings.model, where}), where, str(models.base.config.model_type), reader)
         app = TinkerApp(served, models, thread, samplers, settings)
         http = HttpServer(app.asgi, settings, thread)
         host, port = bound.getsockname()[:2]
-        log.info("serving %s to the tinker SDK, as %r, on http://%s:%d", source, name, host, port)
+        log.info("serving %s to the tinker SDK, as %r, on http://%s:%d", source, reader.name, host, port)
         log.info("checkpoints are in %s", store.folder)
         http.run_on(bound)
 
 
 def _engine(settings: Settings, folder: str, dtype: Literal["float32", "bfloat16"]) -> Shared:
     """The engine that samples.  Raises: ConfigError for one that cannot sample from a module of this process."""
-    chosen = RolloutEngineConfig(name=settings.engine, options=dict(settings.option))
-    rollout = RolloutConfig(engine=chosen, dtype=dtype, max_batch_size=settings.max_running)
-    model = ModelConfig(path=folder, dtype=dtype, trust_remote_code=settings.trust_remote_code)
+    rollout, model = sampling_of(settings, folder, dtype)
     load = cache(partial(load_tokenizer, folder, trust_remote_code=settings.trust_remote_code))
     engine = rollout_engine(rollout, torch_dtype(dtype), load, devices.here(), model)
     if not isinstance(engine, SharesModule):

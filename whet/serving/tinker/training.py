@@ -156,7 +156,7 @@ class Training:
             engine.save(place / STATE, None)
 
     def load(self, model_id: str, place: Path, optimizer: bool) -> None:
-        """Puts back a state, with that of the optimizer or a new one.  Raises: EngineError for another model's."""
+        """Puts back weights, with the optimizer's state or a new one.  Raises: EngineError for another model's."""
         engine = self.engines[model_id]
         if not (place / STATE).exists():
             raise EngineError(place.name, "has no state to train from", "weights that save_state wrote")

@@ -135,7 +135,7 @@ def read_tensor(tensor: Any, where: str) -> Array:
             raise DataError(where, f"does not fit its shape {shape}", "a matrix in compressed sparse rows") from error
     else:
         whole = _array(tensor.dense, tensor.dtype, where)
-    if shape and (min(shape) < 0 or int(np.prod(shape)) != whole.size):
+    if shape and (min(shape) < 0 or math.prod(shape) != whole.size):
         raise DataError(where, f"has {whole.size} numbers", f"those of shape {shape}")
     if tensor.dtype == BFLOAT16:
         whole = (whole.astype(np.uint32) << 16).view(np.float32)
