@@ -128,7 +128,7 @@ def shipped_recipes() -> list[str]:
 
 @cache
 def folders() -> tuple[Path, ...]:
-    """The folders of shipped recipes: the core's, then those of plugins."""
+    """The folders of shipped recipes: first the core's, then one of each plugin."""
     return (SHIPPED, *recipe_folders())
 
 

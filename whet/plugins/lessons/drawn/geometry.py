@@ -26,8 +26,7 @@ def questions(
     pixels: Count = 224,
     kinds: Sequence[str] = ("triangle", "right_triangle", "rectangle", "inscribed_angle", "chord"),
 ) -> Iterator[DataRow]:
-    """Rows that ask for an angle, a length or an area of a figure; the labels give what is known, and the answer is a
-    whole number. `kinds` are the figures to draw from.
+    """Rows that ask for an angle, a length or an area of a figure with labels; the answer is a whole number. `kinds` are the figures to draw from.
 
     Raises: DataError for an unknown kind."""
     check_room(pixels, 1, 112)
