@@ -54,8 +54,8 @@ def main(options: argparse.Namespace) -> int:
     examples = folder / "sft.jsonl"
     if not examples.exists():
         write_examples(options.train, examples)
-    changes = dict(each.partition("=")[::2] for each in options.set)
-    until = time.monotonic() + 60 * options.minutes
+    changes, until = changed(options, SFT, RL, EVAL), time.monotonic() + 60 * options.minutes
+    test = [f"data.val_files={options.test}", *keys(EVAL, changes)]
     for seed in options.seeds:
         place = folder / f"seed_{seed}"
         trained = {
@@ -74,18 +74,8 @@ def main(options: argparse.Namespace) -> int:
                     ["export", str(at / "run"), model], at / "log", until
                 ):
                     return report(folder, f"{name} of seed {seed} goes on with the next call")
-            summary = at / "eval" / "summary.json"
-            if not summary.exists():
-                words = [
-                    "eval",
-                    "gsm8k",
-                    f"model.path={model}",
-                    f"data.val_files={options.test}",
-                    f"output={at / 'eval'}",
-                ]
-                if not ended([*words, *keys(EVAL, changes)], at / "log", until):
-                    return report(folder, f"the evaluation after {name} of seed {seed} goes on with the next call")
-                note(folder, name, seed, json.loads(summary.read_text()))
+            if not evaluated(folder, name, seed, model, at, test, until):
+                return report(folder, f"the evaluation after {name} of seed {seed} goes on with the next call")
     return report(folder, "")
 
 
@@ -97,6 +87,14 @@ def write_examples(train: Path, examples: Path) -> None:
             solution = CALCULATOR.sub("", row["answer"])
             prompt = form.replace("{{ content }}", row["question"])
             file.write(json.dumps({"prompt": prompt, "response": solution}) + "\n")
+
+
+def changed(options: argparse.Namespace, *settings: Mapping[str, Any]) -> dict[str, str]:
+    """The changes of `--set`.  Raises: SystemExit for a key of no settings."""
+    changes = dict(each.partition("=")[::2] for each in options.set)
+    if unknown := sorted(changes.keys() - {name for each in settings for name in each}):
+        raise SystemExit(f"--set {unknown[0]}: no key of a command's settings")
+    return changes
 
 
 def keys(settings: Mapping[str, Any], changes: Mapping[str, str]) -> list[str]:
@@ -123,18 +121,30 @@ def ended(words: Sequence[str], log: Path, until: float) -> bool:
     return True
 
 
-def note(folder: Path, stage: str, seed: int, summary: Mapping[str, Any]) -> None:
-    """Adds an evaluation to the results."""
+def evaluated(folder: Path, stage: str, seed: int, model: str, at: Path, words: Sequence[str], until: float) -> bool:
+    """Evaluates a model into `at` and adds a line to the results, unless done before; False where the time was over."""
+    file = at / "eval" / "summary.json"
+    if file.exists():
+        return True
+    if not ended(["eval", "gsm8k", f"model.path={model}", f"output={file.parent}", *words], at / "log", until):
+        return False
+    summary = json.loads(file.read_text())
     found = summary["metrics"][f"mean@{summary['n']}"]
     record = {"stage": stage, "seed": seed, "accuracy": found["value"], "low": found["low"], "high": found["high"]}
-    with (folder / "results.jsonl").open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    with (folder / "results.jsonl").open("a") as results_file:
+        results_file.write(json.dumps(record) + "\n")
+    return True
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    """The evaluations that have ended."""
+    file = folder / "results.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def report(folder: Path, left: str) -> int:
     """Prints the table, and what is left."""
-    file = folder / "results.jsonl"
-    found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    found = results(folder)
     print("| stage | seeds | accuracy, mean | accuracy with its 95 % interval, by seed |\n|---|--:|--:|---|")
     for stage in dict.fromkeys(each["stage"] for each in found):
         rows = [each for each in found if each["stage"] == stage]
@@ -144,7 +154,8 @@ def report(folder: Path, left: str) -> int:
     return int(bool(left))
 
 
-if __name__ == "__main__":
+def arguments() -> argparse.ArgumentParser:
+    """The arguments of the command."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", required=True)
@@ -153,4 +164,8 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--minutes", type=float, default=1e6)
     parser.add_argument("--set", action="append", default=[])
-    sys.exit(main(parser.parse_args()))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(arguments().parse_args()))

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.gsm8k import EVAL, SEEDS, ended, keys, note
+from benchmarks.gsm8k import EVAL, arguments, changed, ended, evaluated, keys, results
 from whet.evaluation.answers import read_answers
 from whet.files import shipped_yaml
 from whet.models.load import load_tokenizer
@@ -54,8 +54,10 @@ def main(options: argparse.Namespace) -> int:
     """Runs the stages that have not ended; 0 where all have."""
     folder, until = options.folder.resolve(), time.monotonic() + 60 * options.minutes
     folder.mkdir(parents=True, exist_ok=True)
-    changes = dict(each.partition("=")[::2] for each in options.set)
-    if not evaluated("before", 0, options.model, folder, options, changes, until):
+    changes = changed(options, SAMPLING, DPO)
+    test = [f"data.val_files={options.test}", *keys(TEST, changes)]
+    test += [f"data.val_max_prompts={options.problems}"] if options.problems else []
+    if not evaluated(folder, "before", 0, options.model, folder, test, until):
         return report(folder, "the evaluation before goes on with the next call")
     needed = options.pairs + options.held_out
     pairs = sampled(folder, needed, options, changes, until)
@@ -74,31 +76,9 @@ def main(options: argparse.Namespace) -> int:
             for each in (words, ["export", str(place / "run"), str(place / "model")]):
                 if not ended(each, place / "log", until):
                     return report(folder, f"DPO of seed {seed} goes on with the next call")
-        if not evaluated("dpo", seed, str(place / "model"), place, options, changes, until):
+        if not evaluated(folder, "dpo", seed, str(place / "model"), place, test, until):
             return report(folder, f"the evaluation of seed {seed} goes on with the next call")
     return report(folder, "")
-
-
-def evaluated(
-    stage: str,
-    seed: int,
-    model: str,
-    at: Path,
-    options: argparse.Namespace,
-    changes: Mapping[str, str],
-    until: float,
-) -> bool:
-    """Evaluates a model on the test problems, unless that was done; False where the time was over."""
-    summary = at / "eval" / "summary.json"
-    if summary.exists():
-        return True
-    words = ["eval", "gsm8k", f"model.path={model}", f"data.val_files={options.test}", f"output={at / 'eval'}"]
-    words += [f"data.val_max_prompts={options.problems}"] if options.problems else []
-    if not ended([*words, *keys(TEST, changes)], at / "log", until):
-        return False
-    folder = at if stage == "before" else at.parent
-    note(folder, stage, seed, json.loads(summary.read_text()))
-    return True
 
 
 def sampled(
@@ -143,8 +123,7 @@ def pair_of(answers: list[dict[str, Any]], specials: list[str]) -> dict[str, str
 
 def report(folder: Path, left: str) -> int:
     """Prints the table, and what is left."""
-    file = folder / "results.jsonl"
-    found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    found = results(folder)
     print("| | GSM8K with its 95 % interval | implicit reward | better longer | better shorter | minutes of steps |")
     print("|---|---|--:|--:|--:|--:|")
     for each in found:
@@ -165,15 +144,8 @@ def report(folder: Path, left: str) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--train", type=Path, required=True)
-    parser.add_argument("--test", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser = arguments()
     parser.add_argument("--pairs", type=int, default=500)
     parser.add_argument("--held-out", type=int, default=200)
     parser.add_argument("--problems", type=int, default=0, help="of the test set; 0: all")
-    parser.add_argument("--minutes", type=float, default=1e6)
-    parser.add_argument("--set", action="append", default=[])
     sys.exit(main(parser.parse_args()))

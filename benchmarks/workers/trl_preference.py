@@ -12,7 +12,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer  # type: ignore[imp
 
 from benchmarks.workers.race import Race
 from benchmarks.workers.right_answers import Exam
-from benchmarks.workers.trl_race import AfterStep, read_rows
+from benchmarks.workers.trl_race import AfterStep, of_all, read_rows, train
 from benchmarks.workers.turns import Turns
 
 CONFIGS, TRAINERS = {"dpo": DPOConfig, "kto": KTOConfig}, {"dpo": DPOTrainer, "kto": KTOTrainer}
@@ -34,31 +34,21 @@ def main() -> None:
         processing_class=tokenizer,
         callbacks=[AfterStep(race)],
     )
-    turns.ready("trl", "accelerate")
-    race.start()
-    trainer.train()
+    train(turns, race, trainer)
 
 
 def arguments(settings: dict[str, Any]) -> Any:
     """TRL's defaults, but for what both sides are told, and without what would slow it down."""
     rows = 2 if settings["loss"] == "kto" else 1  # KTO makes a good and a bad row of a pair
     return CONFIGS[settings["loss"]](
-        output_dir=settings["run_dir"],
-        use_cpu=True,
+        **of_all(settings),
         bf16=settings["dtype"] == "bfloat16",
         beta=settings["beta"],
-        learning_rate=settings["lr"],
         lr_scheduler_type="constant",
         adam_beta2=settings["betas"][1],
         max_length=settings["max_length"],
         precompute_ref_log_probs=settings["precomputes"],
         per_device_train_batch_size=settings["batch_size"] * rows,
-        gradient_checkpointing=False,
-        max_steps=settings["max_steps"],
-        seed=settings["seed"],
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
     )
 
 

@@ -45,6 +45,11 @@ def main() -> None:
         processing_class=tokenizer,
         callbacks=[AfterStep(race)],
     )
+    train(turns, race, trainer)
+
+
+def train(turns: Turns, race: Race, trainer: Any) -> None:
+    """Trains when it is this worker's turn."""
     turns.ready("trl", "accelerate")
     race.start()
     trainer.train()
@@ -53,24 +58,31 @@ def main() -> None:
 def arguments(settings: dict[str, Any]) -> GRPOConfig:
     """TRL's defaults, but for batch, learning rate and dtype, and without what would slow it down."""
     return GRPOConfig(
-        output_dir=settings["run_dir"],
-        use_cpu=True,
+        **of_all(settings),
         bf16=settings["bf16"],
         beta=0.0,
-        learning_rate=settings["lr"],
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=10,
         num_generations=settings["n"],
         max_completion_length=MAX_NEW_TOKENS,
         per_device_train_batch_size=settings["prompts"] * settings["n"],
         gradient_accumulation_steps=1,
-        gradient_checkpointing=False,
-        max_steps=settings["max_steps"],
-        seed=settings["seed"],
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
     )
+
+
+def of_all(settings: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of every trainer."""
+    return {
+        "output_dir": settings["run_dir"],
+        "use_cpu": True,
+        "learning_rate": settings["lr"],
+        "gradient_checkpointing": False,
+        "max_steps": settings["max_steps"],
+        "seed": settings["seed"],
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
 
 
 def read_rows(path: str) -> list[dict[str, str]]:

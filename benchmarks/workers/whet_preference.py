@@ -75,7 +75,6 @@ def overrides(settings: dict[str, Any]) -> dict[str, Any]:
         "trainer.logger": ["jsonl"],
         "trainer.save_freq": 0,
         "trainer.run_dir": settings["run_dir"],
-        **settings.get("changes", {}),
     }
 
 

@@ -29,6 +29,15 @@ def test_examples_are_prompts_of_the_recipe_and_solutions_without_marks(tmp_path
     assert lines[1]["prompt"].endswith("where answer is the number alone.")
 
 
+def test_a_change_is_that_of_a_key_of_the_settings() -> None:
+    given = gsm8k.arguments().parse_args(["runs", *(f"--{name}=x" for name in ("model", "train", "test"))])
+    given.set = ["rollout.n=2", "data.train_batch_size=4"]
+    changes = gsm8k.changed(given, gsm8k.SFT, gsm8k.RL)
+    assert gsm8k.keys({"rollout.n": 8, "trainer.seed": 1}, changes) == ["rollout.n=2", "trainer.seed=1"]
+    with pytest.raises(SystemExit, match=r"rollout\.n"):
+        gsm8k.changed(given, gsm8k.SFT)
+
+
 @pytest.mark.slow
 def test_all_stages_of_a_small_model(tmp_path: Path) -> None:
     """The first call has no time for a stage; the next ones end all of them, and the last finds nothing to do."""

@@ -255,3 +255,9 @@ def test_every_field_of_a_config_is_converted_or_told(trainer: str, config: str,
     counted = tuple(beginning for table in of.tables for beginning in table.speed)
     assert len(fields) > 120
     assert [each for each in fields if each not in known and not each.startswith(counted)] == []
+    theirs = {key: fields[key] for key in of.defaults if key in fields}
+    theirs |= {"lora_target_modules": ["q_proj", "v_proj"]}  # None: peft's, by the architecture
+    if trainer == "dpo":
+        [theirs["loss_type"]] = theirs["loss_type"]
+    assert len(theirs) > 10
+    assert {key: of.defaults[key] for key in theirs} == theirs

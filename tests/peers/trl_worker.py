@@ -179,10 +179,11 @@ def overlong(lengths: list[int], options: dict[str, int]) -> list[float]:
     return found
 
 
-def fields(names: list[str]) -> list[str]:
-    """The fields of TRL's config classes of these names."""
-    classes = [getattr(trl, name) for name in names]
-    return sorted({each.name for cls in classes for each in dataclasses.fields(cls)})
+def fields(names: list[str]) -> dict[str, Any]:
+    """The fields of TRL's config classes of these names, with their defaults."""
+    found = [each for name in names for each in dataclasses.fields(getattr(trl, name))]
+    made = {each.name: each.default_factory() for each in found if each.default_factory is not dataclasses.MISSING}
+    return {each.name: each.default for each in found} | made
 
 
 def main() -> None:

@@ -139,7 +139,7 @@ class ClusterConfig(Section):
         return max(devices_of(self.slots()).values())
 
     def needs_device(self, pool: str) -> bool:
-        """Tells whether the processes of a pool compute on devices, as those of the first pool always do."""
+        """Tells whether the processes of a pool compute on devices; the first pool's always do."""
         return pool == next(iter(self.pools)) or not {*self.pools[pool].roles} <= {*WITHOUT_MODEL}
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of verl, EasyR1, ROLL and TRL with their counterparts, from foreign_keys.yaml, which explains its fields."""
+"""The keys of other frameworks with their counterparts, from foreign_keys.yaml, which explains its fields."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _row(row: Mapping[str, Any]) -> KeyRow:
 def trainer_of(system: str, program: str, keys: Mapping[str, object]) -> tuple[str, bool]:
     """The trainer that a program, or keys of its config, name, and whether the program is one of the framework's own.
 
-    Raises: ConfigError for a trainer that whet does not have."""
+    Raises: ConfigError for a trainer that is not converted."""
     rules = [rule for table in tables() if table.system == system for rule in table.trainers]
     has = ", ".join(dict.fromkeys(str(rule["of"]) for rule in rules if "of" in rule))
     given = [f"{key}={value}" for key, value in keys.items()]
@@ -105,7 +105,7 @@ def trainer_of(system: str, program: str, keys: Mapping[str, object]) -> tuple[s
     for rule, is_named in zip(rules, named, strict=True):
         if is_named or any(key.startswith(each) for each in rule.get("keys", ()) for key in given):
             if "refused" in rule:
-                raise ConfigError(system, rule["refused"], f"a trainer that whet has: {has}")
+                raise ConfigError(system, rule["refused"], f"a trainer that is converted: {has}")
             return str(rule["trainer"]), any(named) or " " not in program
     if program and rules:
         raise ConfigError(system, f"no trainer that whet knows: `{program[:200]}`", has, "name another program")

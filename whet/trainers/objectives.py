@@ -260,7 +260,8 @@ class TokenObjective(Objective):
         """Returns these rows' share of the mean of `values` [B, R], which is logged as the loss."""
         total = (row_sums(values, batch["response_mask"]) * batch.get("example_weights", 1)).sum()
         metrics, own = Metrics(), self.counts(batch)["num_tokens"]
-        metrics.mean(f"{self.name}/loss", total.detach() / own, own)
+        shown = (values.detach() * batch["response_mask"]).sum() if "example_weights" not in batch else total.detach()
+        metrics.mean(f"{self.name}/loss", shown / (own + (own == 0)), own)
         metrics.sum(f"{self.name}/tokens", batch["response_mask"].bool().sum())
         return total / counts["num_tokens"], metrics
 
