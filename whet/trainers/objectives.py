@@ -56,6 +56,9 @@ class Objective:
         trained = loss_mask(columns)
         if trained is columns["response_mask"]:
             return policy_loss(self.function, columns, supplied)
+        return self._call_on(trained, columns, supplied)
+
+    def _call_on(self, trained: torch.Tensor, columns: Columns, supplied: Mapping[str, Any] | None) -> PolicyLoss:
         output = "log_probs" if "log_probs" in self.function.columns else "values"
         held = torch.where(trained != 0, columns[output], columns[output].detach())
         result = policy_loss(self.function, {**columns, output: held}, supplied)
@@ -85,6 +88,9 @@ class Objective:
         size.  Raises: RegistryError for such a loss with weights."""
         if loss.per_token is not None:
             return self.aggregate(loss.per_token * batch.get("token_weights", 1.0), batch, counts)
+        return self._share(loss, batch, counts)
+
+    def _share(self, loss: PolicyLoss, batch: Columns, counts: Columns) -> torch.Tensor:
         assert loss.aggregated is not None
         if "token_weights" in batch:
             found, expected = "returns a sum, whose tokens cannot be weighed", "a loss per token [B, R]"
