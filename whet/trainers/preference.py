@@ -165,8 +165,8 @@ class PreferenceRun(ExamplesRun):
             )
 
     def with_baseline(self, batch: Batch, examples: Sequence[Comparison], *, counts: bool = True) -> Batch:
-        """The batch with the mean log-ratio of all rows so far, if the loss reads it; `counts` adds these rows to the
-        mean."""
+        """The batch with the mean log-ratio of all rows so far, if the loss reads it; `counts` adds these rows to
+        it."""
         if "mean_log_ratio" in self.config.entry.columns:
             found = self._log_ratios(batch)
             total, number = self.log_ratios[0] + found.double().sum().item(), self.log_ratios[1] + len(found)

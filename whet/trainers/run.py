@@ -143,8 +143,8 @@ class Run(Frame):
 
     def interruptible(self) -> AbstractContextManager[None]:
         """Marks a block at the start of a step that changes no weights: a stop request ends the run in it, with the
-        checkpoint of the step before. Workers in other processes finish their call first, unless there is nothing to
-        save."""
+        checkpoint of the step before. Workers in other processes finish their call first, unless nothing is saved yet.
+        """
         if self.step == 0 or self.stays_here:
             return self.signals.at_once()
         self.signals.here()
