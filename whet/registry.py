@@ -101,8 +101,8 @@ class Entry:
         return found if callable(found := self.marks[mark]) else load_target(found)
 
     def check_row(self, *row: Any) -> None:
-        """Checks a row (ground truth, extra_info, data_source) with the function named by the mark `rows_checked_by`, if
-        any.  Raises: the errors of this function."""
+        """Checks a row (ground truth, extra_info, data_source) with the function that `rows_checked_by`, a mark, names.
+        Raises: the errors of this function."""
         if "rows_checked_by" in self.marks:
             self.marked("rows_checked_by")(*row)
 

@@ -3,7 +3,7 @@
 
 A model loaded with `attn_implementation="whet"` gets no mask from transformers. A keyword of the model's forward
 selects the form: `packed=Layout` (concatenated rows), `paged=PagedContext` (a block KV cache), or neither (each row
-from the left edge, padding on its right). All three are causal, but for runs of a packed layout, and without dropout.
+from the left edge, padding on its right). All three are causal, except in runs of a packed layout, and without dropout.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HOPPER = 9  # of NVIDIA's compute capabilities, the number before the point
 
 
 def implementation(config: Any) -> str | dict[str, str]:
-    """The argument `attn_implementation` for a model with this transformers config: whet's attention for the text, and
+    """The value of `attn_implementation` for a model with this transformers config: whet's attention for the text, and
     torch's for a vision tower, whose tokens attend in both directions."""
     if config.get_text_config() is config:
         return NAME
@@ -40,19 +40,19 @@ def implementation(config: Any) -> str | dict[str, str]:
 
 
 def takes_one_call(config: Any, device: torch.device, dtype: torch.dtype) -> bool:
-    """True where one call of FlashAttention computes a layer's attention over packed rows of a model with this text
+    """True if one call of FlashAttention computes a layer's attention over packed rows of a model with this text
     config."""
     return fits_one_call(config, dtype) and has_kernel(device)
 
 
 def fits_one_call(config: Any, dtype: torch.dtype) -> bool:
-    """True where FlashAttention takes a model: bfloat16, heads of at most 256 numbers, no cap on scores."""
+    """True if FlashAttention supports a model: bfloat16, heads of at most 256 numbers, no cap on scores."""
     size, cap = head_size(config), config.to_dict().get("attn_logit_softcapping")
     return dtype == torch.bfloat16 and not cap and size <= LONGEST_HEAD and size % 8 == 0
 
 
 class Scores(NamedTuple):
-    """The form of attention: softmax(s) value, s = scale query key^T, or with a cap cap tanh(s / cap)."""
+    """The form of attention: softmax(s) value, with s = scale query key^T, or with a cap, cap tanh(s / cap)."""
 
     scale: float
     window: int = 0  # newest keys that a query attends to, its own included; 0: all
@@ -67,11 +67,11 @@ class PagedContext(Protocol):
 
     @property
     def compiles(self) -> bool:
-        """True where `layer` gives what a compiled layer can read."""
+        """True if `layer` returns an object that a compiled layer can read."""
         ...
 
     def layer(self, number: int) -> PagedContext:
-        """The part for one layer."""
+        """The context for one layer."""
         ...
 
     def attend(
@@ -140,7 +140,7 @@ def _in_one_call(
 def _bunches(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores, packed: Layout
 ) -> torch.Tensor:
-    """[n, H, D], [K, KV, D], [K, KV, V] -> [n, H, V], of the n tokens of the bunches."""
+    """[n, H, D], [K, KV, D], [K, KV, D] -> [n, H, V], for the n tokens of the bunches."""
     parts = ((queries, False), (keys, True), (values, True))
     spread = [Spread.apply(flat, packed.bunches, with_prompts) for flat, with_prompts in parts]
     grids = zip(packed.bunches, *spread, strict=True)
@@ -177,7 +177,7 @@ def _in_ring(
 def _causal(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, bunch: Bunch | None
 ) -> torch.Tensor:
-    """[b, H, Q, D], [b, KV, K, D], [b, KV, K, V] -> [b, H, Q, V]; the queries are the last Q of the keys' tokens."""
+    """[b, H, Q, D], [b, KV, K, D], [b, KV, K, V] -> [b, H, Q, V]; the queries are the last Q tokens of the keys."""
     length, head_dim = query.shape[2:]
     scale, window, cap, sinks = scores
     window = window if window < key.shape[2] else 0
@@ -191,7 +191,7 @@ def _causal(
 def _fused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, seen: torch.Tensor | None
 ) -> torch.Tensor:
-    """The kernel of torch, causal where no mask says which keys are `seen`."""
+    """torch's kernel; causal unless a mask tells which keys are `seen`."""
     grouped = query.shape[1] != key.shape[1]
     if grouped and _writes_scores(query, is_masked=seen is not None):
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
@@ -202,13 +202,14 @@ def _fused(
 
 
 def _widened(value: torch.Tensor, size: int) -> torch.Tensor:
-    """Values with heads of the size of the keys', as torch's kernels need them, with zeros."""
+    """Values padded with zeros to the head size of the keys, which torch's kernels need."""
     return value if value.shape[-1] == size else F.pad(value, (0, size - value.shape[-1]))
 
 
 def _writes_scores(query: torch.Tensor, *, is_masked: bool) -> bool:
-    """True where torch would take the kernel that writes all scores for heads in groups: on an accelerator its others
-    know none in float32, nor with a mask before Hopper, from which on it prefers cuDNN's (its sdp_utils.cpp, 2.11)."""
+    """True if torch would choose the kernel that materialises all scores for grouped heads: on an accelerator its other
+    kernels support them neither in float32, nor with a mask before Hopper, where it prefers cuDNN's (sdp_utils.cpp,
+    2.11)."""
     if query.device.type == "cpu":  # its fused kernel knows groups; a plan for an accelerator has SHORT at 0
         return not SHORT and (query.dtype == torch.float32 or is_masked)
     return query.dtype == torch.float32 or (is_masked and _generation(query.device) < HOPPER)
@@ -222,7 +223,8 @@ def _generation(device: torch.device) -> int:
 def _unfused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: Scores, hidden: torch.Tensor
 ) -> torch.Tensor:
-    """softmax(query key^T) value, one product for the heads of a key: for short rows on a CPU faster than fused."""
+    """softmax(query key^T) value, with one product for the heads of a key: faster than fused for short rows on a
+    CPU."""
     (rows, heads, length, dim), kv_heads, sinks = query.shape, key.shape[1], form.sinks
     group = heads // kv_heads
     bias = query.new_zeros(hidden.shape).masked_fill(hidden, float("-inf"))[:, None, None]
@@ -249,7 +251,7 @@ def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
 
 
 def _hidden(query: torch.Tensor, key: torch.Tensor, window: int, bunch: Bunch | None) -> torch.Tensor:
-    """[b or 1, Q, K]: True where the key is padding, or after the query, or before its `window`."""
+    """[b or 1, Q, K]: True where the key is padding, after the query, or before its `window`."""
     if bunch is not None and not window:
         return bunch.hidden
     length, seen = query.shape[2], key.shape[2]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model whose numbers for a token do not depend on the batch: products, norms, attention and head by kernels with
+"""A model whose results for a token do not depend on the batch: products, norms, attention and head run in kernels with
 tiles of one shape, the same for sampling and training, with weights in bfloat16 and a residual stream in float32.
 
-What is left to torch works on each number alone. It is not compiled: fused, numbers would be rounded elsewhere.
-"""
+The remaining operations of torch work on each number alone. They are not compiled, since fusion would change the
+rounding."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FixedRMSNorm(RMSNorm):
 
 
 class FixedEmbedding(nn.Embedding):
-    """An embedding whose rows are rounded to bfloat16."""
+    """An embedding that rounds its rows to bfloat16."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         """[...] -> [..., H] float32."""
@@ -92,8 +92,8 @@ FIXED |= dict.fromkeys((nn.Linear, FastLinear, NarrowLinear), FixedLinear)
 
 
 def fix_tiles(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> int:
-    """Gives the modules of a model with weights their counterparts here; its weights and names stay.  Returns the
-    tokens of a tile of attention.  Raises: EngineError naming what has no counterpart."""
+    """Replaces the modules of a model that have weights by their counterparts in this file; weights and names stay.
+    Returns the tokens of a tile of attention.  Raises: EngineError naming a part without a counterpart."""
     if problem := _problem(model, device, dtype):
         raise EngineError(f"{KEY}=true", problem, "", "unset it")
     for module in model.modules():
@@ -103,7 +103,7 @@ def fix_tiles(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) 
 
 
 def _problem(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> str:
-    """Names the property that keeps a model from it; empty where none does."""
+    """Names the property that excludes a model from this form; empty if there is none."""
     config, kind = model.config.get_text_config(), type(model).__name__
     if os.environ.get("TRITON_INTERPRET") != "1" and not runs_triton(device, f"{KEY} cannot be"):
         return f"needs an accelerator for which Triton compiles, and the model is on {device}"

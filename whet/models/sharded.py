@@ -34,8 +34,8 @@ from whet.models.lora import ADAPTER, HEAD, TRAINED_PARTS, adapted_layers, new_a
 
 
 def empty_model(path: str | Path, device: torch.device, **options: bool) -> TrainedModel:
-    """Makes the module of `outline`, which gets the `options`, with its weights on `meta` and its buffers, such as the
-    frequencies of rotary positions, on `device`.  Raises: ModelError."""
+    """Makes the module of `outline` (with `options`), with its weights on `meta` and its buffers, such as rotary
+    frequencies, on `device`.  Raises: ModelError."""
     with torch.device("meta"):
         model = outline(path, **options)
     for weight in model.parameters():
@@ -94,7 +94,7 @@ def fill(
 
 @torch.no_grad()
 def copy_part(weight: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copies `whole` into `weight`; where it is sharded, the local part."""
+    """Copies `whole` into `weight`, or the local part if it is sharded."""
     if not isinstance(weight, DTensor):
         weight.copy_(whole)
         return

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of packed rows in one call a layer: FlashAttention on an accelerator, whose versions differ only here.
+"""Attention of packed rows in one call a layer: FlashAttention on an accelerator; only this file handles its versions.
 
-Queries are the tokens of all rows, one row after the other; the keys of a row are those of its shared prompt and its
-own, gathered by index. Heads come in groups as they are.
-"""
+Queries are the tokens of all rows, one row after the other; the keys of a row are its shared prompt's and its own,
+gathered by index. Grouped heads are passed without copies."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ def varlen_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, where: Stretches, scale: float, window: int,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """softmax(scale query key^T) value over each row's keys up to a token's own, or its `window` newest; `sinks` [H] as
-    in `Scores`.
+    """softmax(scale query key^T) value over each row's keys up to the token itself, or its `window` newest; `sinks` [H]
+    as in `Scores`.
 
     [T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; differentiable."""
     out: torch.Tensor = _Varlen.apply(query, key, value, sinks, where, scale, window)
@@ -98,7 +97,8 @@ def _backward(grad: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
 def _to_tokens(
     grad: torch.Tensor, own: torch.Tensor | None, shared: torch.Tensor | None, users: torch.Tensor | None
 ) -> torch.Tensor:
-    """The gradients of K keys as those of T tokens. A shared token's are summed in one order, in float32."""
+    """Converts the gradient of K keys to the gradient of T tokens. A shared token's gradients are summed in one order,
+    in float32."""
     if own is None or shared is None or users is None:
         return grad
     found = grad.index_select(0, own)
@@ -108,7 +108,7 @@ def _to_tokens(
 
 
 def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *layout: Any) -> Any:
-    """The same row by row in plain torch; differentiable."""
+    """The attention row by row in plain torch; differentiable."""
     queries, keys, source, _, _, scale, window = layout
     if source is not None:
         key, value = key.index_select(0, source), value.index_select(0, source)
@@ -155,5 +155,5 @@ torch.library.register_fake("whet_varlen::backward", _grad_shapes, lib=_operator
 
 @cache
 def has_kernel(device: torch.device) -> bool:
-    """True where torch has FlashAttention for the device: NVIDIA's cards from Ampere on."""
+    """True if torch has FlashAttention for the device: NVIDIA's accelerators from Ampere on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that do not go together with FSDP2, found without torch."""
+"""Checks for settings that FSDP2 cannot combine; loads no torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def refuses(use: EngineUse) -> Iterator[ConfigError]:
 
 
 def _pipeline(use: EngineUse, key: str, size: int) -> Iterator[ConfigError]:
-    """Settings that stages of a pipeline do not have."""
+    """Yields the errors for settings that a pipeline does not support."""
     reasons = {
         f"model.lora.rank={use.model.lora.rank}": use.model.lora.rank is not None,
         f"{use.key}.packing=false": use.engine.packing is False,
@@ -47,7 +47,7 @@ def _pipeline(use: EngineUse, key: str, size: int) -> Iterator[ConfigError]:
 
 
 def _sizes(use: EngineUse) -> Iterator[ConfigError]:
-    """Sizes whose product is not the number of processes."""
+    """Yields the errors for sizes whose product differs from the number of processes."""
     key, given = f"{use.key}.options.mesh", use.options["mesh"] or {}
     if uneven := list(uneven_sizes(use, key, given)):
         yield from uneven
@@ -76,7 +76,7 @@ def uneven_sizes(use: EngineUse, key: str, given: Mapping[str, int]) -> Iterator
 
 
 def uneven_experts(key: str, size: int, holders: int, product: str) -> Iterator[ConfigError]:
-    """Yields an error where `holders` ranks, the `product` in words, do not share out the experts."""
+    """Yields an error if the experts do not divide over `holders` ranks, the `product` in words."""
     if holders % size:
         near = " or ".join(str(each) for each in nearest_divisors(holders, size))
         yield ConfigError(f"{key}.expert", size, f"a divisor of {product}", f"try {near}")
