@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of the native engine on an accelerator: attention of one token a row over the block table, and the
-choice of tokens in one pass over the logits. `paged_attention.reference` and `sampling.sample` say the same in torch.
+"""Triton kernels of the native engine on an accelerator: attention of one token a row over the block table, and
+sampling in one pass over the logits. The references in torch are `paged_attention.reference` and `sampling.sample`.
 
-Triton's interpreter runs them on a CPU too (TRITON_INTERPRET=1). It knows no loop whose bound is a tensor: loops take
-their bound from the host there.
-"""
+Triton's interpreter runs them on a CPU too (TRITON_INTERPRET=1). It supports no loop with a tensor as bound: there
+loops take their bound from the host."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def _attend(
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
     N: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Attends one row by one head of keys to one part of its context: softmax(query keys^T) values."""
+    """Computes the attention of one row, for one key head, over a part of its context: softmax(query keys^T) values."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot, at = tl.load(slots + row).to(tl.int64), tl.load(positions + row).to(tl.int32)
     g, d, j = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, N)
@@ -90,7 +89,7 @@ def _attend(
 
 @triton.jit
 def _begin(own, sinks, heads, inside, split):
-    """The largest score, the sum of exp(. - largest), and the own key's share of it, of this key and the sink, which
+    """The largest score, the sum of exp(. - largest), and the own key's part of it, over this key and the sink, which
     belong to the first part of a context."""
     most = tl.where(split == 0, own, -1e30)
     share = tl.where(split == 0, 1.0, 0.0) + tl.zeros_like(own)
@@ -106,7 +105,7 @@ def _begin(own, sinks, heads, inside, split):
 
 @triton.jit
 def _join(parts, sums, out, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr):
-    """Joins the results of one head of one row over parts of its context."""
+    """Combines the results of one head of one row over the parts of its context."""
     head, s, d = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, DP)
     most, total = tl.load(sums + (head * SPLITS + s) * 2), tl.load(sums + (head * SPLITS + s) * 2 + 1)
     share = tl.exp(most - tl.max(most, 0))
@@ -121,7 +120,7 @@ def decode_attention(
     tables: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, scale: float, window: int, cap: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Writes the key and value of one token a row into its block, and attends it to positions 0..its own.
+    """Writes the key and value of one token a row into its block, and computes its attention to positions 0..its own.
 
     query [B, H, D], key and value [B, KV, D]; keys and values [KV, blocks, 16, D] of a layer, written in place; tables
     [S, W] int32; slots [B] the row of the table; positions [B]; scale, window, cap and sinks as in `Scores`.
@@ -161,8 +160,8 @@ def tile_attention(
     tables: torch.Tensor, slots: torch.Tensor, tiles: torch.Tensor, scale: float, window: int, cap: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`decode_attention` for tokens of which several follow each other: slots [T] is where the key of each goes among
-    those of the cache, tiles [n, 4] as `packing.tiles_of` makes them, and a sequence's row is that of tables [S, W]."""
+    """`decode_attention` for several consecutive tokens of a sequence: slots [T] has the place of each key in the
+    cache, tiles [n, 4] come from `packing.tiles_of`, and tables [S, W] has a row for each sequence."""
     kept = [each.flatten(1, 2) for each in (keys, values)]
     for there, new in zip(kept, (key, value), strict=True):
         there.index_copy_(1, slots, new.transpose(0, 1).to(there.dtype))
@@ -180,7 +179,7 @@ def _(query: torch.Tensor, *_: object) -> torch.Tensor:
 
 @triton.jit
 def _tile(logits, slots, temperature, maxima, sums, likeliest, V, stride, tiles, TILE: tl.constexpr):
-    """The largest of a tile of logits / temperature, its place, and the sum of exp(. - largest)."""
+    """Reduces a tile of logits / temperature: the largest, its index, and the sum of exp(. - largest)."""
     row, tile = tl.program_id(0), tl.program_id(1)
     at = tile * TILE + tl.arange(0, TILE)
     heat = tl.load(temperature + tl.load(slots + row))
@@ -193,7 +192,7 @@ def _tile(logits, slots, temperature, maxima, sums, likeliest, V, stride, tiles,
 
 @triton.jit
 def _uniform(key, count):
-    """The number of `sampling.uniforms`."""
+    """The random number of `sampling.uniforms`."""
     x = key.to(tl.uint64) + (count + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -206,7 +205,8 @@ def _pick(
     logits, slots, counts, keys, temperature, greedy, maxima, sums, likeliest, newest, tokens, log_probs,
     V, stride, tiles, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The token of one row: the tile in which the cumulated probability passes the uniform number, then the token."""
+    """Chooses the token of one row: first the tile, then the token, at which the cumulated probability passes the
+    uniform number."""
     row, t = tl.program_id(0), tl.arange(0, TILES)
     slot = tl.load(slots + row)
     heat = tl.load(temperature + slot)
@@ -236,7 +236,7 @@ def pick(
     logits: torch.Tensor, sampling: SamplingState, slots: torch.Tensor, counts: torch.Tensor, newest: torch.Tensor,
     results: torch.Tensor,
 ) -> None:  # fmt: skip
-    """`sampling.sample` for rows without cuts and constraints; parameters and `newest` token stand at `slots` [B].
+    """`sampling.sample` for rows without cuts and constraints; parameters and the `newest` token are at `slots` [B].
 
     logits [B, V]; counts [B] tokens sampled before; results [2, B] int32 gets the tokens, and the bits of their
     log-probs. Sums are of float32, by tiles: within 1e-5 of a boundary the token may be the next one.
