@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks whether a run fits into memory and onto the disk, and finds settings that reduce what it needs."""
+"""Checks whether a run fits into memory and onto the disk, and finds settings that reduce its needs."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ class Room:
 
     @property
     def fits(self) -> bool:
-        """Tells whether the run fits, as far as that is known."""
+        """Tells whether the run fits, as far as known."""
         return self.free is None or self.needed <= self.free
 
     @property
     def used(self) -> float:
-        """The needed bytes as a fraction of the free ones."""
+        """The needed bytes as a fraction of the free bytes."""
         return 0.0 if self.free is None else self.needed / max(1, self.free)
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that reduces memory: the bytes that the run then needs, and the bytes that it saves."""
+    """A setting that reduces memory: the bytes that the run then needs, and the bytes saved."""
 
     override: str  # in command line syntax
     needed_bytes: int
@@ -88,12 +88,11 @@ def rooms(setup: Setup) -> list[Room]:
 
 def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], reclaimed_bytes: int = 0) -> int:
     """Checks that a run fits into memory and onto the disk, before its models are loaded.  Returns the bytes of a
-    checkpoint; 0 where they are not estimated.
+    checkpoint, or 0 if unknown.
 
-    `reclaimed_bytes` of the disk become free at the start of the run. A run that an upper bound, which is fast to
-    compute, shows to be small is not planned in detail.
-    Raises: ConfigError with the numbers, the settings that reduce them, and how to start anyway.
-    """
+    `reclaimed_bytes` of the disk become free at the start of the run. If an upper bound, which is fast to compute,
+    shows a small run, there is no detailed plan. Raises: ConfigError with the numbers, the settings that reduce them,
+    and the way to start anyway."""
     if os.environ.get(ANYWAY, "0") not in ("", "0"):
         return 0
     free, cluster = setup.host or free_memory(), setup.config.cluster
@@ -152,7 +151,7 @@ def upper_bound(setup: Setup) -> int:
 
 def changes(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> list[Change]:
     """Settings that save at least 2 % of a room, largest saving first, then a combination in which each setting saves
-    more. The saving is that of a new plan with the settings."""
+    more. Savings come from a new plan with the settings."""
     candidates = _candidates(setup, room)
 
     def planned(*overrides: str) -> Change:
@@ -234,7 +233,7 @@ def _too_much_memory(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -
 
 
 def advice(found: list[Change], free: int) -> list[str]:
-    """A line for each change, and advice if none of them is enough."""
+    """A line for each change, and advice if no change is enough."""
     lines = [
         f"- {each.override} saves {size(each.saved_bytes)}" + (": it fits" if each.needed_bytes <= free else "")
         for each in found

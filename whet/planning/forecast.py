@@ -70,12 +70,12 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Tells whether the run fits into every memory, as far as that is known."""
+        """Tells whether the run fits into every memory, as far as known."""
         return all(room.fits for room in self.rooms)
 
     @property
     def fits_on_disk(self) -> bool:
-        """Tells whether the checkpoints fit onto the disk of run_dir, as far as that is known."""
+        """Tells whether the checkpoints fit onto the disk of run_dir, as far as known."""
         return self.free_disk_bytes is None or self.disk_bytes <= self.free_disk_bytes
 
     @property
@@ -85,7 +85,7 @@ class Forecast:
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a step, measured in run_dir, else estimated."""
+        """Seconds of a step, measured in run_dir or else estimated."""
         estimated = self.estimated_seconds
         return self.measured.get("time/step", None if estimated is None else sum(estimated.values()))
 
@@ -147,8 +147,8 @@ def forecast(
 
 
 def row_lengths(config: RunConfig) -> tuple[list[int], str, float]:
-    """Returns the lengths of the prompts or examples, empty if the data cannot be read, a note about them, and the
-    share of images and videos in their tokens (1.0 where that is unknown, which counts for models that see)."""
+    """Returns the lengths of the prompts or examples (empty if the data cannot be read), a note about them, and the
+    share of images and videos in their tokens (1.0 if unknown, used for models with vision)."""
     limit = config.data.max_length if isinstance(config, ExamplesConfig) else config.data.max_prompt_length
     if not config.data.train_files:
         return [], f"data.train_files is empty: the plan assumes {limit} tokens in every row, the limit", 1.0
@@ -176,7 +176,7 @@ def _num_val(config: RunConfig) -> int:
 
 
 def _read(config: RunConfig, key: str) -> list[tuple[int, int]]:
-    """The number of tokens of each prompt or example, and of those the number of its images and videos."""
+    """The number of tokens of each prompt or example, and the number of them that belong to images and videos."""
     model, seed, where = config.model, config.trainer.seed, config.data.filter if key == TRAIN else None
     tokenizer = load_tokenizer(model.tokenizer_path or str(model.path), trust_remote_code=model.trust_remote_code)
     items = load_items(config.data, tokenizer, key, where=where, seed=seed).items
@@ -185,8 +185,8 @@ def _read(config: RunConfig, key: str) -> list[tuple[int, int]]:
 
 
 def _earlier_run(run_dir: Path, config: RunConfig) -> tuple[dict[str, float], float | None, list[str]]:
-    """Median seconds by phase, and the mean response length, in the last steps of an earlier run in `run_dir`; nothing
-    of a run with other values of keys that its speed depends on, but the names of these keys."""
+    """Median seconds by phase, and the mean response length, in the last steps of an earlier run in `run_dir`; empty if
+    keys that affect its speed differ, with the names of these keys."""
     try:
         before = dict(flatten(yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))))
         steps = read_steps(run_dir)[-RECENT:]

@@ -35,7 +35,7 @@ MARGIN = 1.2  # formulas of activations are within a fifth of traced plans
 
 @dataclass(frozen=True)
 class Item:
-    """Bytes of one kind by phase; phases without such bytes are left out."""
+    """Bytes of one kind by phase; phases with none are left out."""
 
     name: str
     by_phase: Mapping[str, int]
@@ -54,7 +54,7 @@ class Memory:
     checkpoint_bytes: int  # on disk
 
     def total(self, phase: str, *, on_device: bool = False) -> int:
-        """Bytes of all tensors of a phase, on the host or on the accelerator."""
+        """Bytes of all tensors in a phase, on the host or on the accelerator."""
         return sum(item.by_phase.get(phase, 0) for item in self.items if item.on_device == on_device)
 
     @property
@@ -64,12 +64,12 @@ class Memory:
 
     @property
     def touched_bytes(self) -> int:
-        """Peak bytes of tensors on the host, without those that are never written."""
+        """Peak bytes of tensors on the host, without tensors that are never written."""
         return self.tensor_bytes - self.untouched_bytes
 
     @property
     def resident_bytes(self) -> int:
-        """Resident bytes of the process, without those of the imports."""
+        """Resident bytes of the process, without the memory of imports."""
         heap = HEAP_WITH_SAMPLING if "rollout" in self.phases else HEAP
         own = PROCESS_BYTES + (DEVICE_PROCESS_BYTES if self.device_tensor_bytes else 0)
         return own + round(heap * self.touched_bytes)
@@ -81,7 +81,7 @@ class Memory:
 
     @property
     def device_bytes(self) -> int:
-        """Peak bytes on the accelerator, with those of allocator and libraries."""
+        """Peak bytes on the accelerator, including the allocator's and libraries' own."""
         tensors = self.device_tensor_bytes
         return needed_for_tensors(tensors) if tensors else 0
 
@@ -100,7 +100,7 @@ class Setup:
     media_share: float = 0.0  # of the tokens of prompts, those of images and videos
 
     def device_of(self, pool: str) -> FreeMemory | None:
-        """The accelerator of each process of a pool, or its share of one; None on the host."""
+        """The accelerator of each process of a pool, or its share of one; None for the host."""
         share, whole = self.config.cluster.pools[pool].share, self.device
         if whole is None or not self.config.cluster.needs_device(pool):
             return None
@@ -110,14 +110,14 @@ class Setup:
 
     @property
     def has_server(self) -> bool:
-        """Tells whether responses come from a program of its own, and not from a module of a rollout process."""
+        """Tells whether a separate server samples responses, not a module in a rollout process."""
         if not isinstance(self.config, TrainConfig):
             return False
         return not isinstance(ROLLOUT_ENGINES[self.config.rollout.engine.name].load(), SharesModule)
 
     @cached_property
     def outlines(self) -> dict[str, Outline]:
-        """The models of the roles, as shapes without numbers.  Raises: ModelError."""
+        """The models of the roles, as shapes without values.  Raises: ModelError."""
         return {name: Outline(role, self.device is not None, self.media_share) for name, role in self.roles.items()}
 
 
@@ -164,7 +164,7 @@ def plan_memory(setup: Setup, pool: str | None = None) -> Memory:
 
 
 def _at_rest(setup: Setup, pool: str) -> tuple[_Kept, RolloutBytes | None]:
-    """Counts all that a process of a pool has beside passes of models, by phase.  Returns the plan of sampling too."""
+    """Counts all memory of a pool's process except model passes, by phase.  Returns the plan of sampling too."""
     config, cluster = setup.config, setup.config.cluster
     outlines = {name: each for name, each in setup.outlines.items() if cluster.pool_of(name) == pool}
     samples = isinstance(config, TrainConfig) and cluster.pool_of("rollout") == pool
@@ -184,8 +184,8 @@ def _at_rest(setup: Setup, pool: str) -> tuple[_Kept, RolloutBytes | None]:
 
 
 def micro_batch_tokens(setup: Setup, name: str) -> int:
-    """The most tokens of a forward pass of a role: the number that is set; else what an accelerator of known memory has
-    room for beside all that is there in an update; else a number for the device."""
+    """The largest number of tokens in a forward pass of a role: the configured number; else the number that fits into
+    the known memory of an accelerator beside other tensors of an update; else the device's default."""
     role, model = setup.roles[name], setup.outlines[name]
     device = setup.device_of(setup.config.cluster.pool_of(name))
     if role.max_tokens_per_micro_batch is not None or device is None or not device.total:
@@ -194,7 +194,7 @@ def micro_batch_tokens(setup: Setup, name: str) -> int:
 
 
 def _pass_bytes(setup: Setup, name: str) -> tuple[int, float]:
-    """Bytes on an accelerator in passes of a role, by formulas: beside activations, and of a token's activations."""
+    """Bytes on an accelerator in passes of a role, by formulas: without activations, and of a token's activations."""
     model, spread, trains = setup.outlines[name], spread_of(setup, name), name in setup.objectives
     kept, _ = _at_rest(setup, setup.config.cluster.pool_of(name))
     phases = [f"{name} update"] if trains else [each for each in kept.phases if each != "rollout"] or kept.phases
@@ -207,7 +207,8 @@ def _pass_bytes(setup: Setup, name: str) -> tuple[int, float]:
 
 
 def sized(settings: RoleSettings, setup: Setup, name: str) -> RoleSettings:
-    """The settings of a role of a run, with the tokens of its micro-batches where an accelerator's memory decides."""
+    """The settings of a role in a run, with the tokens of its micro-batches filled in if an accelerator's memory
+    decides."""
     if setup.device is None or not setup.device.total:
         return settings
     tokens = micro_batch_tokens(setup, name)
@@ -216,8 +217,8 @@ def sized(settings: RoleSettings, setup: Setup, name: str) -> RoleSettings:
 
 
 def cache_room(setup: Setup) -> CacheRoom | None:
-    """The room for the cache of keys and values beside the other tensors of its process on an accelerator; None on a
-    host, and for a cache of a size that is set. By formulas, as a traced plan takes too long for the start of a run."""
+    """The room for the key and value cache beside the other tensors of its process on an accelerator; None on a host,
+    and for a cache of fixed size. Uses formulas, as a traced plan takes too long for the start of a run."""
     config = setup.config
     if not isinstance(config, TrainConfig) or setup.device is None:
         return None
@@ -239,7 +240,7 @@ def cache_room(setup: Setup) -> CacheRoom | None:
 
 
 def _keep_role(kept: _Kept, setup: Setup, name: str, model: Outline, away: tuple[str, ...]) -> None:
-    """Counts weights, moments and gradients of a model; in the phases `away` they are on the host."""
+    """Counts weights, moments and gradients of a model, which are on the host in the phases `away`."""
     spread = spread_of(setup, name)
     here = [phase for phase in kept.phases if phase not in away]
     shared = name == "actor" and _samples_from_the_actor(setup)
@@ -290,7 +291,8 @@ def _keep_rollout(kept: _Kept, setup: Setup, turns: bool) -> RolloutBytes:
 
 
 def _samples_from_the_actor(setup: Setup) -> bool:
-    """Tells whether the rollout uses the actor's module: the engine can, same pool, same dtype, no adapter."""
+    """Tells whether the rollout uses the actor's module: its engine can, and both have the same pool and dtype, with no
+    adapter."""
     config = setup.config
     if not isinstance(config, TrainConfig) or config.cluster.pool_of("rollout") != config.cluster.pool_of("actor"):
         return False
@@ -304,7 +306,7 @@ def _update_bytes(
     model: Outline, split: Sequence[list[RowLength]], needs: frozenset[str], parts: Mapping[str, int]
 ) -> Counter[str]:
     """Returns the peak bytes of an update in a process: of its first micro-batch, or of the largest later one with
-    gradients. `parts`: processes that share the bytes of a kind."""
+    gradients. `parts`: the number of processes that share each kind of bytes."""
 
     def taken(rows: list[RowLength], *, accumulates: bool) -> Counter[str]:
         whole = model.update_bytes(rows, needs, accumulates=accumulates)
@@ -335,7 +337,7 @@ def _micro_batches(setup: Setup, name: str) -> list[list[RowLength]]:
 
 
 def mini_batch(config: RunConfig, name: str, lengths: Lengths, row_ranks: int = 1) -> list[RowLength]:
-    """The rows of an optimizer step in one process, or in `row_ranks` that compute them together."""
+    """The rows of an optimizer step in one process, or in `row_ranks` processes that compute them together."""
     if isinstance(config, ExamplesConfig):
         count = -(-config.data.train_batch_size * row_ranks // config.cluster.processes_of("actor"))
         rows = [RowLength(index, 1, tokens - 1) for index, tokens in enumerate(lengths.spread(count), 1)]
@@ -348,7 +350,7 @@ def mini_batch(config: RunConfig, name: str, lengths: Lengths, row_ranks: int = 
 
 
 def spread_of(setup: Setup, name: str, engine: str | None = None) -> Spread:
-    """The sharding of a model over its role's processes, by the role's engine or another one with default options."""
+    """The sharding of a model over its role's processes, by the role's engine, or by `engine` with default options."""
     settings = setup.roles[name].engine
     entry = ENGINES[settings.name if engine is None else engine]
     options = entry.resolve_options({} if engine is not None else settings.options, "engine.options")

@@ -46,7 +46,7 @@ class Speed:
     validation: float = 0.0  # seconds of one validation; 0 without validation
 
     def whole(self, trainer: TrainerConfig, steps: int, first_step: int = 0, step: float | None = None) -> float:
-        """Seconds of a run from `first_step` on, with validations; `step`: the measured seconds of a step, if any."""
+        """Seconds of a run from `first_step` on, with validations; `step`: the measured seconds of a step, if known."""
         every = trainer.val_freq if trainer.val_freq > 0 else steps
         validations = -(-steps // every) - first_step // every + (trainer.val_before_train and first_step == 0)
         each = sum(self.seconds.values()) if step is None else step
@@ -92,8 +92,8 @@ def plan_speed(
 
 
 def training_flops(model: Outline, batch: Batch) -> float:
-    """Operations of the forward and backward pass of an update on a batch, recomputation left out; 0.0 for a mixture of
-    experts whose config does not say to how many a token is sent."""
+    """Operations of the forward and backward pass of an update on a batch, without recomputation; 0.0 for a mixture of
+    experts whose config lacks the number of experts a token."""
     number, used = model.experts
     if number and not used:
         return 0.0
@@ -127,7 +127,8 @@ def _forward(model: Outline, rows: list[RowLength], rates: Rates) -> float:
 
 
 def _forward_flops(model: Outline, rows: list[RowLength]) -> float:
-    """Operations of a forward pass: two a weight and token, in attention two products of head size a pair of tokens."""
+    """Operations of a forward pass: two a weight and token, and in attention two products of head size a pair of
+    tokens."""
     shares = model.role.forward.packing and model.role.forward.share_prompts
     prompts = {row.prompt: row.prompt_tokens for row in rows}.values() if shares else [r.prompt_tokens for r in rows]
     responses = sum(row.response_tokens for row in rows)

@@ -35,8 +35,7 @@ class Codec(Protocol):
         ...
 
     def read(self, observation: Observation) -> Observation:
-        """The observation as the model reads it: tags replaced by parts, images and videos measured.  Raises:
-        DataError."""
+        """The observation as the model reads it: tags as content parts, media measured.  Raises: DataError."""
         ...
 
     def opening(self, messages: Sequence[Message], media: Sequence[Media]) -> list[int]:
