@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet`: the list of commands, and how errors are printed."""
+"""`whet`: the list of commands, and the output of errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ app = typer.Typer(
 
 
 def _later() -> None:
-    """Stands for the command of a plugin in the list of commands."""
+    """A placeholder for the command of a plugin in the list of commands."""
 
 
 PANELS: dict[str, Sequence[Callable[..., None]]] = {
@@ -113,7 +113,7 @@ CONSOLE = ConsoleHandler()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command in `arguments` (default: those of the process), then exits, with status 2 after a WhetError."""
+    """Runs the command in `arguments` (default: the process's own), then exits, with status 2 after a WhetError."""
     yield_soon()
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words or os.environ.get("WHET_DEBUG", "0") not in ("", "0")
@@ -160,7 +160,7 @@ def _installed_command(name: str) -> Callable[[Sequence[str]], int]:
 
 
 def _is_below(error: SystemExit) -> bool:
-    """Tells whether user code below the library called sys.exit, rather than a command."""
+    """Tells whether user code, not a command, called sys.exit."""
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(name.startswith("whet.") and not name.startswith("whet.cli.") for name in modules)
 

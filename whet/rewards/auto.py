@@ -69,8 +69,8 @@ def score_math_or_code(
     *,
     sandbox: str = "bubblewrap",
 ) -> Any:
-    """The result of `code` or of `math`: chosen by the word code or math in the row's field `ability`, else in
-    `data_source`; else `code` if the ground truth has tests. For rows of Skywork-OR1, whose manager is `yr`.
+    """The result of `code` or `math`, by a word in `ability` or `data_source`, else by tests in the ground truth. For
+    rows of Skywork-OR1, whose manager is `yr`.
 
     Raises: the errors of `code`."""
     kind = str(extra_info.get("ability") or data_source).lower()

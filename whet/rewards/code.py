@@ -87,8 +87,7 @@ def compute_score(
     paths: Sequence[str] = (),
     tolerance: Share = 0.0,
 ) -> dict[str, float | str]:
-    """The share of tests that the last fenced block of code passes: 1 for all and else 0 (`binary`), the share, or its
-    fourth power (`fraction4`).
+    """Tests the last fenced block of code: 1 if all tests pass (`binary`), their share, or its 4th power (`fraction4`).
 
     Tests in the ground truth, or as JSON text: `{"inputs": [...], "outputs": [...]}`, with `fn_name` for calls of a
     function; `[{"input", "output", "testtype"}]` as in LiveCodeBench; `{"test", "entry_point"}` as in HumanEval; a list

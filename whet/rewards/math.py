@@ -103,8 +103,8 @@ def _truths(ground_truth: object) -> list[str]:
 
 @register_reward("math_verify")
 def by_math_verify(solution_str: str, ground_truth: str | int | float) -> dict[str, float | str | None]:
-    """1 if math-verify alone, called as in verl's `math_verify`, finds the answer in a response equal to the ground
-    truth, else 0: the boxed truth read as LaTeX, the response as an expression or LaTeX, six decimal places.
+    """1 if math-verify alone finds the answer in a response equal to the ground truth, else 0. Called as in verl's
+    `math_verify`: the boxed truth read as LaTeX, the response as an expression or LaTeX, six decimal places.
 
     `math` is stricter, and reads more notations. `pred` comes from `math`."""
     seconds = 5 if threading.current_thread() is threading.main_thread() else None  # it needs signals

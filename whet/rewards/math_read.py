@@ -126,7 +126,7 @@ def _split_condition(text: str) -> tuple[str, tuple[str, str] | None]:
 
 
 def _without_words_before(text: str) -> str:
-    """`text` without "The answer is" and similar words before it, and taken out of a \text{} that holds all of it."""
+    """`text` without "The answer is" and similar words before it, and taken out of a \\text{} that holds all of it."""
     text = re.sub(r"^(?:\\(?:approx|Rightarrow|implies|to)(?![a-zA-Z])\s?)+", "", text)
     if whole := re.fullmatch(r"\\text\{((?:[^{}]|\^\{[^{}]*\})*)\}(\^\{\d\})?", text):
         text = whole[1] + (whole[2] or "")

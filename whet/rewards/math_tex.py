@@ -172,7 +172,7 @@ class _Reader:
         return known
 
     def words(self, inside: str, is_unit: bool) -> str:
-        """The content of a \text{}; without words it is read as mathematics, except letters after a number."""
+        """The content of a \\text{}; without words it is read as mathematics, except letters after a number."""
         inside = re.sub(r"(?<!\\)\$|\\[,;: ]|~", lambda each: "" if each[0] == "$" else " ", inside).strip()
         if inside in _FUNCTIONS:
             return f"\\{inside} "

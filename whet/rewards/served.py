@@ -36,8 +36,8 @@ async def compute_score(
     request_seconds: Positive = 20.0,
     deadline_seconds: Positive = 25.0,
 ) -> dict[str, float]:
-    """The score that a reward model at `endpoint` (http://127.0.0.1:8000) gives the conversation, that is the prompt
-    and the messages after it; it is sent as text, so that the model may have any vocabulary.
+    """The score of a reward model at `endpoint` (http://127.0.0.1:8000) for the conversation, prompt and response,
+    which is sent as text, so that the model may have any vocabulary.
 
     `api` is the path and its form: pooling and classify of vLLM and `whet serve`, sglang (/classify with a text), or
     score (vLLM's /v1/score: a cross-encoder reads the last message of the prompt and the response). The server renders

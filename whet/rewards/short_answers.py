@@ -157,7 +157,7 @@ def crossthinkqa(
     longest: Count | None = None,
     length_weight: Share = 0.5,
 ) -> dict[str, float | str | None]:
-    """A number by the correctness of the letter and a `\boxed{}` around it (Nemotron-CrossThink, arXiv:2504.13941).
+    """A number by the correctness of the letter and a `\\boxed{}` around it (Nemotron-CrossThink, arXiv:2504.13941).
 
     For right and boxed, right, wrong and boxed, wrong: loose 1, 1, -1, -1; soft 1, 0.5, -0.5, -1; strict 1, -1, -1, -1.
     With `longest`, a positive reward is multiplied by 1 - length_weight * min(1, words / longest). `multiple_choice`

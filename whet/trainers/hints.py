@@ -41,8 +41,7 @@ log = logging.getLogger(__name__)
 def teacher_log_probs(
     batch: Batch, sources: Sources, *, teacher: TeacherConfig, data: DataConfig, environment: ToolsConfig
 ) -> Values:
-    """Log-probs of the responses under the teacher of each row's data source, or under the policy with a hint in the
-    prompt.
+    """Log-probs of responses under a teacher by data source, or under the policy with a hint in the prompt.
 
     Raises: ConfigError for a row without a teacher."""
     asked = batch
