@@ -178,7 +178,7 @@ def test_no_file_names_cuda_where_it_means_the_accelerator() -> None:
     what Megatron-Core writes out."""
     inside, own = "rollout/servers/inside", {"planning/doctor.py", "tracking/profile.py", "models/attention.py"}
     own |= {"models/varlen.py", "models/log_probs.py", "rollout/native/columns.py"}
-    own |= {"devices.py", "engines/megatron/core.py"}
+    own |= {"devices.py", "plugins/megatron/core.py"}
     allowed = own | {f"{inside}/sitecustomize.py", f"{inside}/whet_parts.py"}
     named = {
         str(path.relative_to(ROOT / "whet"))

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import engine_conformance as suite
 
 from whet.controller.dispatch import register
-from whet.engines.megatron import core
+from whet.plugins.megatron import core
 from whet.models.sequence_parallel import TokenShare
 from whet.protocol import DataProto
 

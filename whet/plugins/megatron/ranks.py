@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from whet.devices import backends
-from whet.engines.megatron.core import (
+from whet.plugins.megatron.core import (
     ProcessGroupCollection,
     model_parallel_cuda_manual_seed,
     on_device,
     parallel_state,
 )
-from whet.engines.megatron.sizes import Sizes
+from whet.plugins.megatron.sizes import Sizes
 from whet.errors import EngineError
 from whet.models.sequence_parallel import TokenShare
 

@@ -23,7 +23,7 @@ from whet.controller.launch import launch
 from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 
-sizes = pytest.importorskip("whet.engines.megatron.sizes")
+sizes = pytest.importorskip("whet.plugins.megatron.sizes")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not sizes.is_installed(), reason="no megatron-core: make megatron"),
@@ -156,7 +156,7 @@ def test_interleaved_stages_never_send_in_batches(virtual: int, folders: dict[st
     """Their gradients would be those of other micro-batches, without an error."""
     from transformers import AutoConfig
 
-    from whet.engines.megatron.model import config_of
+    from whet.plugins.megatron.model import config_of
 
     own = config_of(
         AutoConfig.from_pretrained(folders["qwen2"]),

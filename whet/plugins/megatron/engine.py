@@ -17,12 +17,12 @@ from torch import nn
 from whet.devices import HOST
 from whet.engines.engine import Engine, rows_of
 from whet.engines.fsdp.pipeline import everywhere, run_forward
-from whet.engines.megatron import checkpoint, core, sizes as checks
-from whet.engines.megatron.model import Packed, config_of, in_halves, outputs_of, pack, stage_of
-from whet.engines.megatron.names import check_family
-from whet.engines.megatron.ranks import arrange, join
-from whet.engines.megatron.sizes import Sizes
-from whet.engines.megatron.weights import fill, named
+from whet.plugins.megatron import checkpoint, core, sizes as checks
+from whet.plugins.megatron.model import Packed, config_of, in_halves, outputs_of, pack, stage_of
+from whet.plugins.megatron.names import check_family
+from whet.plugins.megatron.ranks import arrange, join
+from whet.plugins.megatron.sizes import Sizes
+from whet.plugins.megatron.weights import fill, named
 from whet.engines.protocol import Columns, Objective, Spread
 from whet.engines.role import RoleSettings
 from whet.errors import ConfigError, EngineError
@@ -37,9 +37,9 @@ from whet.registry import register_engine
 
 @register_engine(
     "megatron",
-    refuses="whet.engines.megatron.sizes:refuses",
-    writes="whet.engines.megatron.folders:write",
-    reads="whet.engines.megatron.folders:read",
+    refuses="whet.plugins.megatron.sizes:refuses",
+    writes="whet.plugins.megatron.folders:write",
+    reads="whet.plugins.megatron.folders:read",
 )
 class MegatronEngine(Engine):
     """Megatron-Core's GPTModel of its local layers, for Llama, Qwen 2.5 and 3, Qwen3-MoE and Mixtral.

@@ -28,7 +28,7 @@ from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.errors import EngineError, WorkerError
 from whet.trainers.objectives import ValueObjective
 
-sizes = pytest.importorskip("whet.engines.megatron.sizes")
+sizes = pytest.importorskip("whet.plugins.megatron.sizes")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not sizes.is_installed(), reason="no megatron-core: make megatron"),
@@ -87,7 +87,7 @@ def test_a_value_model_in_stages_with_shared_heads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_state_goes_into_shards_of_the_optimizer_and_back(dtype: str, tmp_path: Path) -> None:
-    from whet.engines.megatron.engine import MegatronEngine
+    from whet.plugins.megatron.engine import MegatronEngine
 
     role = suite.settings(folder_of("qwen3_moe", tmp_path), dtype=dtype)
     first, *others = (MegatronEngine(role, **options) for options in ({}, SHARDED, {}))

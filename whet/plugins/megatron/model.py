@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from whet.devices import HOST
-from whet.engines.megatron import core
-from whet.engines.megatron.ranks import Ranks
-from whet.engines.megatron.sizes import Sizes
+from whet.plugins.megatron import core
+from whet.plugins.megatron.ranks import Ranks
+from whet.plugins.megatron.sizes import Sizes
 from whet.engines.role import RoleSettings
 from whet.errors import ConfigError
 from whet.models.attention import attention

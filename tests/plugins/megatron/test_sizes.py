@@ -10,7 +10,7 @@ import pytest
 
 from whet.errors import ConfigError
 
-pytest.importorskip("whet.engines.megatron.sizes")
+pytest.importorskip("whet.plugins.megatron.sizes")
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_what_does_not_go_together(
     train_config: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("whet.engines.megatron.sizes.is_installed", lambda: True)
+    monkeypatch.setattr("whet.plugins.megatron.sizes.is_installed", lambda: True)
     given = {"cluster.processes": 4, "actor.engine.name": "megatron"}
     with pytest.raises(ConfigError) as caught:
         train_config({**given, **{f"actor.{name}": value for name, value in overrides.items()}})

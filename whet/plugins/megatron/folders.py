@@ -11,8 +11,8 @@ import torch
 
 from whet.config.schema import EngineConfig
 from whet.devices import HOST
-from whet.engines.megatron import checkpoint
-from whet.engines.megatron.engine import MegatronEngine
+from whet.plugins.megatron import checkpoint
+from whet.plugins.megatron.engine import MegatronEngine
 from whet.engines.role import RoleSettings
 from whet.errors import ModelError
 
