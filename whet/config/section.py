@@ -73,7 +73,7 @@ class Section(BaseModel):
         """Pairs of name and value, in order of declaration."""
         return list(self.__dict__.items())
 
-    def problems(self, at: Place) -> Iterable[ConfigError]:
+    def problems(self, at: SectionPlace) -> Iterable[ConfigError]:
         """Yields errors for values that contradict each other or other sections; a trainer's sections override it."""
         return ()
 
@@ -88,7 +88,7 @@ class Section(BaseModel):
 
 
 @dataclass(frozen=True)
-class Place:
+class SectionPlace:
     """The position of a section: its dotted key and the whole config; `given` names arguments passed as objects."""
 
     key: str

@@ -84,8 +84,8 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The data-parallel position of a worker, and whether it reports results."""
+class RankLayout:
+    """The data-parallel position of a worker."""
 
     dp_rank: int
     dp_size: int

@@ -53,8 +53,8 @@ def pack(number: int, content: Frame, sizes: Sequence[int] = ()) -> bytes:
     return fields + _CHECKSUM.pack(crc32(fields)) + body
 
 
-class Reader:
-    """Splits a stream of bytes into messages; these have no buffers."""
+class FrameReader:
+    """Splits a stream of bytes into messages without buffers."""
 
     def __init__(self) -> None:
         self._arrived = bytearray()

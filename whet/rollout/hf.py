@@ -24,8 +24,8 @@ from whet.types import FinishReason
 
 
 @dataclass
-class Batch:
-    """Rows that are sampled together, padded on the left; tokens after a row's end are ignored."""
+class PaddedRows:
+    """Rows that are sampled together, with padding on the left; a row that has ended goes on unread."""
 
     rows: list[LiveRequest]
     sampling: SamplingState
@@ -41,8 +41,8 @@ class Batch:
     found: dict[int, str] = field(default_factory=dict)  # the stop string that ended a row
 
     @classmethod
-    def of(cls, rows: list[LiveRequest], module: PreTrainedModel) -> Batch:
-        """A batch of rows that start, or continue after their tokens."""
+    def of(cls, rows: list[LiveRequest], module: PreTrainedModel) -> PaddedRows:
+        """Rows that start, or go on behind their tokens."""
         device, requests = module.device, [each.request for each in rows]
         fed = [[*each.request.prompt_ids, *each.tokens] for each in rows]
         width, media = max(map(len, fed)), [each for request in requests for each in request.media]
@@ -71,7 +71,7 @@ class Batch:
         )
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
-        """Appends the next token of every row.  Returns [S] bool, True for a stop token."""
+        """Appends the next token of every row.  Returns [S] bool: the row's token is a stop token."""
         rows = torch.arange(len(self.rows), device=logits.device)
         generated = self.tokens[:, : max(1, int(self.counts.max()))]
         chosen, log_probs = sample(logits, self.sampling, self.counts, generated)
@@ -92,7 +92,7 @@ class Batch:
         return is_stop(chosen, self.sampling.stop_ids)
 
     def read(self) -> None:
-        """Copies the tokens and log-probs so far into every unfinished row."""
+        """Copies the tokens and log-probs so far into every row that goes on."""
         columns = self.going_on.tolist(), self.counts.tolist(), self.tokens.tolist(), self.log_probs.tolist()
         for each, going_on, count, tokens, log_probs in zip(self.rows, *columns, strict=True):
             if going_on:
@@ -120,7 +120,7 @@ class HFEngine(InProcessEngine[LiveRequest]):
     ) -> None:
         super().__init__(dtype, max_batch_size, load_tokenizer, on_new_weights == "keep")
         self.takes_delta = weight_delta
-        self._batch: Batch | None = None
+        self._batch: PaddedRows | None = None
 
     @classmethod
     def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
@@ -144,7 +144,7 @@ class HFEngine(InProcessEngine[LiveRequest]):
 
     def _step(self, module: PreTrainedModel) -> list[Done[LiveRequest]]:
         """Samples a token of the batch, or starts a new batch with the oldest requests."""
-        batch = self._batch = self._batch or Batch.of(self._next(module), module)
+        batch = self._batch = self._batch or PaddedRows.of(self._next(module), module)
         text = module.config.get_text_config()
         if text._attn_implementation == NAME:  # which works with whet's cache alone
             text._attn_implementation = "sdpa" if module._supports_sdpa else "eager"

@@ -27,10 +27,10 @@ RESTARTS = 3  # of a rank's process: what ends it again and again would end the 
 GATHER_SECONDS = 0.02  # a rank in another process gathers results for this time: a call costs a fraction of it
 
 
-class Ranks:
+class RankDriver:
     """The driver of a fleet of ranks whose worker has the method `serve(tasks, ended, timeout_seconds, ...) -> events`:
-    it takes tasks, ends others by uid, and waits for the first events. A rank serves one such call at a time, or
-    several with `concurrent`."""
+    it takes tasks, ends others by their uids, and waits for first events. A rank serves one such call at a time, or
+    several where it is `concurrent`."""
 
     def __init__(self, group: WorkerGroup, fleet: Fleet, *options: bool, concurrent: bool = False) -> None:
         """`options` are further arguments of `serve`."""
@@ -44,25 +44,25 @@ class Ranks:
         self._is_syncing = False
 
     def submit(self, task: AnyTask) -> bool:
-        """Takes a task; the next turn gives it to a rank."""
+        """Takes a task, for the next turn to give to a rank."""
         with self._turn:
             self.fleet.submit(task)
         return True
 
     def abort(self, uids: Collection[str], *, silently: bool = False) -> None:
-        """Ends tasks; the end of a task on a rank is an event of a later turn, unless they end `silently`."""
+        """Ends tasks; the end of one on a rank is an event of a later turn, unless tasks end `silently`."""
         with self._turn:
             self._events += self.fleet.abort(uids, silently=silently)
 
     def join(self, ranks: Iterable[int], version: int | None = 0) -> None:
-        """Connects ranks that already have weights of a version."""
+        """Connects ranks that have weights of a version already."""
         for rank in ranks:
             self._events += self.fleet.on_join(rank, version)
 
     def turn(self, timeout_seconds: float, rank_seconds: float = GATHER_SECONDS) -> list[AnyEvent]:
-        """Gives tasks to free ranks, which wait at most `rank_seconds`, and returns the first events.
+        """Gives tasks to the ranks that are free, which wait for `rank_seconds`, and returns the first events.
 
-        Raises: errors of workers; the error of a lost rank that the others need."""
+        Raises: what a worker raises; the error of a lost rank without which the others cannot go on."""
         with self._turn:
             self._call(rank_seconds)
             awaited = [call for call in self._calls if call.method != "start"]
@@ -82,7 +82,7 @@ class Ranks:
         return events
 
     def _call(self, seconds: float) -> None:
-        """Calls every rank that has work and no open call."""
+        """Asks every rank that has work and is not asked yet."""
         busy = () if self._concurrent else [*self._calls.values()]
         free = [rank for rank in self.fleet.ranks if rank not in busy]
         given = {each.rank: (each.tasks, each.ended) for each in self.fleet.give(free)}
@@ -94,7 +94,7 @@ class Ranks:
         self._calls[self._group.start_on(rank, method, *arguments)] = rank
 
     def _take(self, call: PendingCall) -> None:
-        """Waits for a call, and takes its result."""
+        """Takes the result of a call, and waits for it."""
         rank = self._calls.pop(call)
         try:
             found = call.result()
@@ -110,14 +110,14 @@ class Ranks:
         self._events += self.fleet.on_events(rank, self.fleet.ranks[rank].generation, found)
 
     def _lose(self, rank: int) -> None:
-        """Moves the tasks of a rank to the others."""
+        """Lets the others go on with the tasks of a rank."""
         self.num_lost += 1
         self._calls = {call: each for call, each in self._calls.items() if each != rank}
         if rank in self.fleet.ranks:
             self._events += self.fleet.on_lost(rank, self.fleet.ranks[rank].generation)
 
     def _replace(self, rank: int, error: LostWorkerError | DeadlineError) -> None:
-        """Continues without a lost process, or starts another in its place.  Raises: `error` if neither is possible."""
+        """Lets the others go on without a process, or another take its place.  Raises: `error` where neither can be."""
         tasks = len(self.fleet.ranks[rank].given) if rank in self.fleet.ranks else 0
         self._lose(rank)
         is_last = "restart" not in [call.method for call in self._calls]
@@ -135,7 +135,7 @@ class Ranks:
             self._calls[self._group.start_again(rank)] = rank
 
 
-class Replicas(Ranks):
+class Replicas(RankDriver):
     """The ranks of a rollout, driven through the methods of RolloutWorker.
 
     A rank in this process returns at its first event; a rank in another process `gathers` several, as a call costs

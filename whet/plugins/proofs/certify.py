@@ -128,7 +128,7 @@ def certify(
 
     `mode` replaces the config's aggregation. The sampling policy is `staleness` away from the updated one, in the
     standard deviation of logits; with `gap` the sampler is still further away."""
-    step = Step.of(algorithm, world, mode)
+    step = CertifiedStep.of(algorithm, world, mode)
     penalised = algorithm.kl.coef if algorithm.kl.where != "none" else 0.0
     target = objective_gradient(world, step.scores, world.table(1).requires_grad_(), penalised)
     mean, variance = step.expected_gradient(n, staleness, gap)
@@ -144,7 +144,7 @@ def certify(
 def kl_error(form: str, world: World = World(), *, staleness: float = 0.0) -> float:
     """|g - t| / |t| for a form of the KL as a loss, with t the gradient of each token's KL for fixed states of the
     samples. The sampling policy is `staleness` away; no other term gives a gradient."""
-    step = Step.of(plain(kl=KLConfig(where="loss", form=form, coef=1.0)), world, SUMS)
+    step = CertifiedStep.of(plain(kl=KLConfig(where="loss", form=form, coef=1.0)), world, SUMS)
     mean, _ = step.expected_gradient(1, staleness, 0.0)  # in a group of one RLOO is 0
     now = world.table(1).requires_grad_()
     log_pi, log_ref = now.log_softmax(-1), world.table(4).log_softmax(-1)
@@ -155,7 +155,7 @@ def kl_error(form: str, world: World = World(), *, staleness: float = 0.0) -> fl
 
 
 @dataclass(frozen=True)
-class Step:
+class CertifiedStep:
     """The loop's own parts for a config, and their results on a batch of one group of responses."""
 
     world: World
@@ -165,7 +165,7 @@ class Step:
     objective: PolicyObjective
 
     @classmethod
-    def of(cls, algorithm: AlgorithmConfig, world: World, mode: str | None = None) -> Step:
+    def of(cls, algorithm: AlgorithmConfig, world: World, mode: str | None = None) -> CertifiedStep:
         """Builds the parts of a config; `mode`, if given, replaces its loss aggregation."""
         overlong = algorithm.overlong
         overlong = overlong.model_copy(update={"buffer_length": min(overlong.buffer_length, world.length - 1)})
@@ -182,7 +182,7 @@ class Step:
 
     @cached_property
     def scores(self) -> Tensor:
-        """Scores of the responses minus the penalty for long ones, which is part of the objective.   [K]"""
+        """Scores of the responses, less the penalty for long ones, which is part of the objective.   [K]"""
         overlong, lengths = self.config.algorithm.overlong, self.world.mask.sum(-1).double()
         if not overlong.penalty:
             return self.world.scores
@@ -231,7 +231,7 @@ class Step:
         return loss
 
     def is_kept(self, group: Sequence[int]) -> bool:
-        """Tells whether the config's filter keeps a group, by which of its responses are correct."""
+        """Tells whether the config's filter trains on a group, by which of its responses are correct."""
         settings = self.config.algorithm.filter
         correct = [float(self.world.scores[response] >= 1) for response in group]
         kept: bool = FILTERS[settings.name or ""].load()(correct, **settings.options)

@@ -144,10 +144,10 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 60
     site: Site
     own_host: str
-    server: Server
+    server: ViewerServer
 
     def handle_one_request(self) -> None:
-        """Reads a request and answers it; `Server` closes the connection if its head takes too long."""
+        """Reads a request and answers it; `ViewerServer` closes the connection if its head takes too long."""
         self.server.reading[self.connection] = time.monotonic()
         try:
             super().handle_one_request()
@@ -196,8 +196,8 @@ class Handler(BaseHTTPRequestHandler):
         """Logs nothing."""
 
 
-class Server(ThreadingHTTPServer):
-    """A server with a thread for each connection, which it closes if the head of a request does not arrive in time."""
+class ViewerServer(ThreadingHTTPServer):
+    """A server with a thread for each connection, which it ends where no head of a request comes in time."""
 
     daemon_threads = True
 
@@ -206,7 +206,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(*arguments)
 
     def service_actions(self) -> None:
-        """Closes connections whose request takes too long; called after each poll."""
+        """Ends connections whose request takes too long; called after each poll."""
         late = time.monotonic() - HEAD_SECONDS
         for connection in [each for each, since in self.reading.copy().items() if since < late]:
             with suppress(OSError):
@@ -221,7 +221,7 @@ def open_server(root: Path, host: str = "127.0.0.1", port: int = 0) -> Threading
         raise ConfigError(str(root), state, expected)
     handler = type("SiteHandler", (Handler,), {"site": Site(root), "own_host": host})
     try:
-        return Server((host, port), handler)
+        return ViewerServer((host, port), handler)
     except OSError as error:
         change = "choose another port, or 0 for any"
         raise ConfigError(f"--host {host} --port {port}", str(error.strerror), "a free port", change) from error
