@@ -124,7 +124,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class _RefusedGlobalError(Exception):
-    """A pickle names a function or class that is not among `_PLAIN`."""
+    """Raised for a pickle with a function or class that is not in `_PLAIN`."""
 
 
 class _Inert:

@@ -46,10 +46,10 @@ class Command(_Plain, TyperCommand):
 
 
 class CommandGroup(_Plain, TyperGroup):
-    """A command with subcommands. Those of plugins are loaded when they are called; help lists them without."""
+    """A command with subcommands. Plugins' subcommands are imported when called; help lists them without import."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Returns the name, the command and its arguments.  Raises: RegistryError where its plugin was deleted."""
+        """Returns the name, the command and its arguments.  Raises: RegistryError if its plugin was deleted."""
         whole = args[0] if ctx.parent is None else f"{ctx.info_name} {args[0]}"
         if self.get_command(ctx, args[0]) is None and (plugin := missing_plugin("command", whole)):
             raise absent(f"whet {whole}", plugin)

@@ -85,7 +85,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The data-parallel position of a worker."""
+    """The data-parallel position of a worker, and whether it reports results."""
 
     dp_rank: int
     dp_size: int

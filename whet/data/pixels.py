@@ -36,7 +36,7 @@ REPLACE = "replace it, or drop the row"
 
 @dataclass(frozen=True)
 class MediaHeader:
-    """The size of a picture as it is shown, and the second at which each frame of a video begins."""
+    """The size of a picture as displayed, and the time in seconds at which each frame of a video begins."""
 
     height: int
     width: int

@@ -32,7 +32,7 @@ Item = Prompt | Example
 
 @dataclass(frozen=True)
 class PreviewRow:
-    """A row as `whet data` prints it. `mask` is the loss mask; None for a prompt."""
+    """A row as `whet data` prints it. `mask` is the loss mask, None for a prompt."""
 
     title: str
     token_ids: tuple[int, ...]

@@ -166,8 +166,8 @@ def _widened_tail(num_prompts: int) -> float:
 
 @dataclass(frozen=True)
 class ScoreComparison:
-    """B compared with A. `difference` is the mean over prompts of B's mean score minus A's, with an interval by
-    resampling prompts; `p_value` is from random swaps of A and B within prompts."""
+    """The comparison of model B with model A. `difference` is the mean over prompts of B's mean score minus A's, with
+    an interval by resampling prompts; `p_value` comes from random swaps of A and B within prompts."""
 
     metric: str
     num_prompts: int

@@ -195,7 +195,8 @@ def _of_routers(
 
 @dataclass(frozen=True)
 class SampledPlaces:
-    """The sampled tokens that this rank computes: all, or with split tokens the ones whose preceding token it has."""
+    """The sampled tokens that this rank computes: all, or with split tokens the ones whose preceding token is on this
+    rank."""
 
     states: torch.Tensor  # [n] index into the tokens that this rank has, padded
     targets: torch.Tensor  # [n]
@@ -206,7 +207,8 @@ class SampledPlaces:
 
     @classmethod
     def of(cls, where: Layout, settings: ForwardSettings, total: int | None = None) -> SampledPlaces:
-        """Finds them in a batch; split tokens are `total` with padding, by default as many as `share.padded` gives."""
+        """Finds the sampled tokens of a batch; split tokens are `total` with padding, by default as many as
+        `share.padded` gives."""
         states, targets, share, owner = where.states, where.targets, settings.token_share, None
         if share is not None:
             total = total or share.padded(where.size)

@@ -54,7 +54,7 @@ def pack(number: int, content: Frame, sizes: Sequence[int] = ()) -> bytes:
 
 
 class FrameReader:
-    """Splits a stream of bytes into messages without buffers."""
+    """Splits a stream of bytes into messages; these have no buffers."""
 
     def __init__(self) -> None:
         self._arrived = bytearray()

@@ -327,7 +327,7 @@ def _read(episode: Episode, result: Observation | Failure) -> Observation | Fail
 
 
 class BackgroundDriver(Driver):
-    """Makes turns in a thread all the time, from the first call on. What fails there fails whoever waits."""
+    """Makes turns in a thread all the time, from the first call on. Its errors are raised in waiting callers."""
 
     blocks = False
     turn_seconds = TURN_SECONDS
@@ -340,7 +340,7 @@ class BackgroundDriver(Driver):
         self._switch_seconds = sys.getswitchinterval()
 
     def promise(self) -> Future[Any]:
-        """A future that the thread fulfils; it fails with the thread."""
+        """A future that the thread fulfils, or that fails with the thread."""
         return self._calls.promise()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -357,7 +357,7 @@ class BackgroundDriver(Driver):
         wait([future], TURN_SECONDS)
 
     def leave(self) -> None:
-        """Lets the thread go on, after an error of a caller."""
+        """Lets the thread continue after an error of a caller."""
 
     def close(self) -> None:
         """Ends the thread."""
@@ -370,7 +370,7 @@ class BackgroundDriver(Driver):
         self._calls.fail(WorkerError("rollouts", "they are closed", change="build the run again"))
 
     def _go(self) -> None:
-        """The thread: calls and turns of the driver, until it is closed."""
+        """Main function of the thread: runs calls and turns until the driver is closed."""
         never = Future[None]()
         try:
             while not self._is_closing:

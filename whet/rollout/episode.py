@@ -54,7 +54,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """The limits of an episode; of None there is none."""
+    """The limits of an episode; None means no limit."""
 
     max_turns: int = 8
     max_turn_tokens: int | None = None

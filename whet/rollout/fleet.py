@@ -40,7 +40,7 @@ class Give:
 
 @dataclass(frozen=True)
 class FleetTask:
-    """A task, or a later part of one, that is not a Request."""
+    """A task that is not a Request, or a later part of such a task."""
 
     uid: str
     what: Any
@@ -276,7 +276,7 @@ class Fleet:
 
 @dataclass
 class PartlySampled(Flight):
-    """A request that is not finished. Another rank goes on behind the tokens that were heard of."""
+    """An unfinished request. Another rank continues after the tokens that were received."""
 
     task: Request
     so_far: Completion | None = None  # tokens that are known, behind those of `task`
@@ -292,8 +292,8 @@ class PartlySampled(Flight):
         return replace(self.task, attempt=self.attempt, sampled_ids=self.task.sampled_ids + kept)
 
     def note(self, partial: Partial) -> Completion | None:
-        """Notes tokens of the attempt that runs; those behind a gap come again later, or with its end.  Returns those
-        that are new; None without any."""
+        """Records tokens of the running attempt; tokens after a gap come again later, or with the end.  Returns the new
+        tokens; None without any."""
         held = len(self.task.sampled_ids) + (0 if self.so_far is None else len(self.so_far.token_ids))
         tokens, log_probs, versions = partial.token_ids, partial.log_probs, partial.versions
         chunk = Completion(tokens, log_probs, "abort", versions, None, partial.likeliest, partial.routed)
@@ -303,8 +303,8 @@ class PartlySampled(Flight):
         return new
 
     def hear(self, event: Event) -> list[Event]:
-        """Returns an event as the caller knows the request: its tokens of all attempts; where it streams, those that
-        are new until it ends."""
+        """Converts an event for the caller: with the request's tokens of all attempts; while it streams, only with the
+        new tokens."""
         uid, attempt, offset = self.task.uid, self.task.attempt, len(self.task.sampled_ids)
         if isinstance(event, Partial):
             new = self.note(event)
@@ -319,13 +319,13 @@ class PartlySampled(Flight):
         return [Finished(uid, attempt, event.completion if kept is None else joined(kept, event.completion))]
 
     def retry(self) -> None:
-        """Goes on where the attempt got to. A token that may have ended the response is sampled again."""
+        """Keeps the tokens of the lost attempt. A token that may have ended the response is sampled again."""
         super().retry()
         self.so_far = self.so_far and unfinished(self.so_far, self.task)
         self.kept = 0 if self.so_far is None else len(self.so_far.token_ids)
 
     def last(self) -> list[Event]:
-        """Returns a failure where it was lost too often, else the tokens that are known."""
+        """Returns a failure if it was lost too often, else the known tokens."""
         uid, attempt = self.task.uid, self.task.attempt
         if self.retries <= self.most_retries:
             known = self.so_far or Completion((), (), "abort", ())

@@ -110,7 +110,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class RunEpisodes:
-    """Run episodes, and tell `on_sampled` the trajectory of each."""
+    """Command: run episodes, and pass the trajectory of each to `on_sampled`."""
 
     episodes: list[Episode]
 

@@ -25,7 +25,7 @@ from whet.types import FinishReason
 
 @dataclass
 class PaddedRows:
-    """Rows that are sampled together, with padding on the left; a row that has ended goes on unread."""
+    """Rows that are sampled together, padded on the left; tokens after a row's end are ignored."""
 
     rows: list[LiveRequest]
     sampling: SamplingState
@@ -42,7 +42,7 @@ class PaddedRows:
 
     @classmethod
     def of(cls, rows: list[LiveRequest], module: PreTrainedModel) -> PaddedRows:
-        """Rows that start, or go on behind their tokens."""
+        """A batch of rows that start, or continue after their tokens."""
         device, requests = module.device, [each.request for each in rows]
         fed = [[*each.request.prompt_ids, *each.tokens] for each in rows]
         width, media = max(map(len, fed)), [each for request in requests for each in request.media]
@@ -71,7 +71,7 @@ class PaddedRows:
         )
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
-        """Appends the next token of every row.  Returns [S] bool: the row's token is a stop token."""
+        """Appends the next token of every row.  Returns [S] bool, True for a stop token."""
         rows = torch.arange(len(self.rows), device=logits.device)
         generated = self.tokens[:, : max(1, int(self.counts.max()))]
         chosen, log_probs = sample(logits, self.sampling, self.counts, generated)
@@ -92,7 +92,7 @@ class PaddedRows:
         return is_stop(chosen, self.sampling.stop_ids)
 
     def read(self) -> None:
-        """Copies the tokens and log-probs so far into every row that goes on."""
+        """Copies the tokens and log-probs so far into every unfinished row."""
         columns = self.going_on.tolist(), self.counts.tolist(), self.tokens.tolist(), self.log_probs.tolist()
         for each, going_on, count, tokens, log_probs in zip(self.rows, *columns, strict=True):
             if going_on:

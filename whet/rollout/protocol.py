@@ -27,7 +27,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]  # under their Hugging Face names
 
 @dataclass(frozen=True)
 class Span:
-    """The part of a server that one of several nodes has."""
+    """The part of a server on one of several nodes."""
 
     nodes: int
     number: int  # of the node; the server answers on node 0

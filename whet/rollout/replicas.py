@@ -29,8 +29,8 @@ GATHER_SECONDS = 0.02  # a rank in another process gathers results for this time
 
 class RankDriver:
     """The driver of a fleet of ranks whose worker has the method `serve(tasks, ended, timeout_seconds, ...) -> events`:
-    it takes tasks, ends others by their uids, and waits for first events. A rank serves one such call at a time, or
-    several where it is `concurrent`."""
+    it takes tasks, ends others by uid, and waits for the first events. A rank serves one such call at a time, or
+    several with `concurrent`."""
 
     def __init__(self, group: WorkerGroup, fleet: Fleet, *options: bool, concurrent: bool = False) -> None:
         """`options` are further arguments of `serve`."""
@@ -44,25 +44,25 @@ class RankDriver:
         self._is_syncing = False
 
     def submit(self, task: AnyTask) -> bool:
-        """Takes a task, for the next turn to give to a rank."""
+        """Takes a task; the next turn gives it to a rank."""
         with self._turn:
             self.fleet.submit(task)
         return True
 
     def abort(self, uids: Collection[str], *, silently: bool = False) -> None:
-        """Ends tasks; the end of one on a rank is an event of a later turn, unless tasks end `silently`."""
+        """Ends tasks; the end of a task on a rank is an event of a later turn, unless they end `silently`."""
         with self._turn:
             self._events += self.fleet.abort(uids, silently=silently)
 
     def join(self, ranks: Iterable[int], version: int | None = 0) -> None:
-        """Connects ranks that have weights of a version already."""
+        """Connects ranks that already have weights of a version."""
         for rank in ranks:
             self._events += self.fleet.on_join(rank, version)
 
     def turn(self, timeout_seconds: float, rank_seconds: float = GATHER_SECONDS) -> list[AnyEvent]:
-        """Gives tasks to the ranks that are free, which wait for `rank_seconds`, and returns the first events.
+        """Gives tasks to free ranks, which wait at most `rank_seconds`, and returns the first events.
 
-        Raises: what a worker raises; the error of a lost rank without which the others cannot go on."""
+        Raises: errors of workers; the error of a lost rank that the others need."""
         with self._turn:
             self._call(rank_seconds)
             awaited = [call for call in self._calls if call.method != "start"]
@@ -82,7 +82,7 @@ class RankDriver:
         return events
 
     def _call(self, seconds: float) -> None:
-        """Asks every rank that has work and is not asked yet."""
+        """Calls every rank that has work and no open call."""
         busy = () if self._concurrent else [*self._calls.values()]
         free = [rank for rank in self.fleet.ranks if rank not in busy]
         given = {each.rank: (each.tasks, each.ended) for each in self.fleet.give(free)}
@@ -94,7 +94,7 @@ class RankDriver:
         self._calls[self._group.start_on(rank, method, *arguments)] = rank
 
     def _take(self, call: PendingCall) -> None:
-        """Takes the result of a call, and waits for it."""
+        """Waits for a call, and takes its result."""
         rank = self._calls.pop(call)
         try:
             found = call.result()
@@ -110,14 +110,14 @@ class RankDriver:
         self._events += self.fleet.on_events(rank, self.fleet.ranks[rank].generation, found)
 
     def _lose(self, rank: int) -> None:
-        """Lets the others go on with the tasks of a rank."""
+        """Moves the tasks of a rank to the others."""
         self.num_lost += 1
         self._calls = {call: each for call, each in self._calls.items() if each != rank}
         if rank in self.fleet.ranks:
             self._events += self.fleet.on_lost(rank, self.fleet.ranks[rank].generation)
 
     def _replace(self, rank: int, error: LostWorkerError | DeadlineError) -> None:
-        """Lets the others go on without a process, or another take its place.  Raises: `error` where neither can be."""
+        """Continues without a lost process, or starts another in its place.  Raises: `error` if neither is possible."""
         tasks = len(self.fleet.ranks[rank].given) if rank in self.fleet.ranks else 0
         self._lose(rank)
         is_last = "restart" not in [call.method for call in self._calls]

@@ -64,7 +64,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class SampledTrajectories(Generic[T]):
-    """Sampled trajectories whose scores may still come."""
+    """Sampled trajectories whose scores may still be pending."""
 
     groups: list[Group]  # without rewards, unless they are known
     result: Callable[[], T]  # waits for the scores and returns the same trajectories with them; to be called once

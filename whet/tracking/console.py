@@ -32,8 +32,8 @@ REFRESH_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class ConsoleColumn:
-    """A column of the step lines: its title, and the metrics that it shows: the first that the step has, of a pattern
-    the `reduce` of all. It stays hidden until its number differs from `unless`: a number, or another column's title."""
+    """A column of the step lines: its title, and its metrics: the first that the step has; for a pattern the `reduce`
+    of all matches. It is hidden until its number differs from `unless`: a number, or another column's title."""
 
     title: str
     metrics: tuple[str, ...]
@@ -43,7 +43,7 @@ class ConsoleColumn:
     width: int = 8  # on a terminal, at least; 13 columns fit 120 characters
 
     def number(self, metrics: Mapping[str, float]) -> float | None:
-        """The number of a step."""
+        """The number of a step in this column."""
         for pattern in self.metrics:
             if found := [value for name, value in metrics.items() if fnmatchcase(name, pattern)]:
                 return self.reduce(found)

@@ -30,7 +30,7 @@ from whet.registry import POLICY_LOSSES, PREFERENCE_LOSSES, VALUE_LOSSES, Regist
 
 @dataclass(frozen=True)
 class LossObjective:
-    """A registered loss, its aggregation, and the counts of a mini-batch."""
+    """A registered loss, its aggregation, and the token and row counts of a mini-batch."""
 
     loss_name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -47,12 +47,12 @@ class LossObjective:
         return self.bound or Bound(self.kind[self.loss_name], self.options)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves the function out: another process finds it by its name."""
+        """Drops the function before pickling; the other process finds it by its name."""
         return {name: each for name, each in vars(self).items() if name != "function"} | {"bound": None}
 
     def call(self, columns: Columns, supplied: Mapping[str, Any] | None = None) -> PolicyLoss:
-        """The loss of whole sequences: their ratios are of all sampled tokens, and only trained tokens have a gradient.
-        A function that aggregates its loss itself reads the trained tokens alone."""
+        """Calls the loss on whole sequences: ratios of sequences use all sampled tokens, and only trained tokens have a
+        gradient. A function with an aggregation of its own gets the trained tokens alone."""
         trained = loss_mask(columns)
         if trained is columns["response_mask"]:
             return policy_loss(self.function, columns, supplied)
@@ -67,16 +67,16 @@ class LossObjective:
         return policy_loss(self.function, {**columns, "response_mask": trained}, supplied)
 
     def counts(self, batch: Columns) -> dict[str, torch.Tensor]:
-        """Tokens that are trained on, and rows that have any."""
+        """The numbers of tokens that are trained on, and of rows with such tokens."""
         return counts(loss_mask(batch))
 
     def aggregate(self, values: torch.Tensor, batch: Columns, counts: Columns) -> torch.Tensor:
-        """Returns this micro-batch's share of the mini-batch's number."""
+        """Returns this micro-batch's share of the mini-batch's aggregate."""
         return aggregate(self.aggregation, values, loss_mask(batch), **counts, fixed_length=self.fixed_length)
 
     def narrowed(self, batch: Batch) -> Batch:
-        """Masks rows without a trained token and, for a loss that takes no mask and so reads each token alone, every
-        rejected token."""
+        """Masks rows without a trained token; also masks every rejected token, if the loss takes no mask and so treats
+        tokens independently."""
         if "loss_mask" not in batch:
             return batch
         trained = batch["loss_mask"]
@@ -84,8 +84,8 @@ class LossObjective:
         return batch.with_columns(response_mask=rows if "response_mask" in self.function.columns else trained)
 
     def total(self, loss: PolicyLoss, batch: Columns, counts: Columns) -> torch.Tensor:
-        """Aggregates a loss per token times `token_weights`; one that is aggregated already counts by its micro-batch's
-        size.  Raises: RegistryError for such a loss with weights."""
+        """Aggregates a loss per token times `token_weights`; a loss that is already aggregated is scaled by the
+        micro-batch's size.  Raises: RegistryError for an aggregated loss with weights."""
         if loss.per_token is not None:
             return self.aggregate(loss.per_token * batch.get("token_weights", 1.0), batch, counts)
         return self._share(loss, batch, counts)

@@ -140,19 +140,19 @@ class WeightRange(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The torch dtype of that name."""
+        """The torch dtype named by `dtype`."""
         dtype = vars(torch)[self.dtype]
         assert isinstance(dtype, torch.dtype)
         return dtype
 
     @property
     def whole_size(self) -> int:
-        """Bytes of the whole weight."""
+        """The number of bytes of the whole weight."""
         return torch.Size(self.shape).numel() * self.torch_dtype.itemsize
 
     @property
     def sent_size(self) -> int:
-        """Bytes in all buckets."""
+        """The number of bytes sent in all buckets."""
         return self.whole_size if self.delta_size is None else self.delta_size
 
 
@@ -351,7 +351,7 @@ class LinkEnd(ABC):
 
     @contextmanager
     def waiting(self, doing: str) -> Iterator[None]:
-        """Converts errors of the connection to DeadlineError or LinkClosedError; `doing` names the wait in them."""
+        """Converts errors of the connection to DeadlineError or LinkClosedError, which name the wait `doing`."""
         try:
             yield
         except (OSError, EOFError, ValueError, RuntimeError) as error:  # gloo raises RuntimeError for everything

@@ -16,14 +16,14 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by b
 
 
 class DeltaBase:
-    """The weights of a version in the host's memory, at an end of a link: the next version may come as its delta."""
+    """The weights of a version in host memory, at one end of a link: the next version may then be sent as a delta."""
 
     def __init__(self) -> None:
         self.version: int | None = None  # None before the first one, and while one is on its way
         self.weights: dict[str, torch.Tensor] = {}
 
     def begin(self) -> int | None:
-        """Begins the next version.  Returns the one that is here."""
+        """Begins the next version.  Returns the version that the base has."""
         before, self.version = self.version, None
         return before
 
@@ -34,14 +34,14 @@ class DeltaBase:
         self.weights[name].copy_(weight)
 
     def replace(self, name: str, weight: torch.Tensor) -> torch.Tensor | None:
-        """Keeps a weight, and returns the bytes of its delta; None where the whole weight has fewer."""
+        """Replaces a weight.  Returns the bytes of its delta; None where the whole weight has fewer."""
         before = self.weights.get(name)
         found = None if before is None else delta(before.to(weight.device), weight)
         self.keep(name, weight)
         return found if found is not None and len(found) < weight.nbytes else None
 
     def changed(self, name: str, octets: torch.Tensor) -> torch.Tensor:
-        """Applies a delta to the weight that is here.  Returns it, on the device of the delta."""
+        """Applies a delta to the stored weight.  Returns it, on the device of the delta."""
         weight = self.weights[name].to(octets.device)
         apply(weight, octets)
         self.keep(name, weight)

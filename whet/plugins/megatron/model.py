@@ -89,7 +89,7 @@ class Norm(nn.RMSNorm):
 
 
 class MegatronStage(core.GPTModel):  # type: ignore[misc]
-    """Some of the layers. Gives hidden states, after the last layer too; a `head` takes the place of the output."""
+    """Some of the layers. Returns hidden states, also after the last layer; a `head` replaces the output layer."""
 
     head: nn.Linear | None
     pad_token_id: int | None
@@ -99,7 +99,7 @@ class MegatronStage(core.GPTModel):  # type: ignore[misc]
 
     @property
     def layers_before(self) -> int:
-        """Layers of earlier stages."""
+        """The number of layers in earlier stages."""
         first: int = self.decoder.layers[0].layer_number
         return first - 1
 

@@ -182,7 +182,7 @@ class CertifiedStep:
 
     @cached_property
     def scores(self) -> Tensor:
-        """Scores of the responses, less the penalty for long ones, which is part of the objective.   [K]"""
+        """Scores of the responses minus the penalty for long ones, which is part of the objective.   [K]"""
         overlong, lengths = self.config.algorithm.overlong, self.world.mask.sum(-1).double()
         if not overlong.penalty:
             return self.world.scores
@@ -231,7 +231,7 @@ class CertifiedStep:
         return loss
 
     def is_kept(self, group: Sequence[int]) -> bool:
-        """Tells whether the config's filter trains on a group, by which of its responses are correct."""
+        """Tells whether the config's filter keeps a group, by which of its responses are correct."""
         settings = self.config.algorithm.filter
         correct = [float(self.world.scores[response] >= 1) for response in group]
         kept: bool = FILTERS[settings.name or ""].load()(correct, **settings.options)

@@ -172,7 +172,7 @@ class Piece:
 
 
 class ResponseChoice:
-    """A choice of a response, whose tokens come in parts."""
+    """One choice of a response, whose tokens arrive in parts."""
 
     def __init__(self, index: int, asked: ClientRequest, tokenizer: PreTrainedTokenizerBase) -> None:
         number, special = index // asked.body.n, special_tokens(tokenizer) if asked.tools else {}
@@ -194,7 +194,7 @@ class ResponseChoice:
         finish_reason: FinishReason | None = None,
         likeliest: Sequence[Likeliest] = (),
     ) -> Piece:
-        """The piece that these tokens complete; with the last ones there is a finish reason."""
+        """Adds tokens, and returns the piece that they complete; the last tokens come with a finish reason."""
         is_last = finish_reason is not None
         parts, calls = self._text.add(token_ids, is_last=is_last), list[ToolCall]()
         text = "".join(text for text, _ in parts)

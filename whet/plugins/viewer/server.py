@@ -197,7 +197,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class ViewerServer(ThreadingHTTPServer):
-    """A server with a thread for each connection, which it ends where no head of a request comes in time."""
+    """A server with a thread for each connection, which it closes if the head of a request does not arrive in time."""
 
     daemon_threads = True
 
@@ -206,7 +206,7 @@ class ViewerServer(ThreadingHTTPServer):
         super().__init__(*arguments)
 
     def service_actions(self) -> None:
-        """Ends connections whose request takes too long; called after each poll."""
+        """Closes connections whose request takes too long; called after each poll."""
         late = time.monotonic() - HEAD_SECONDS
         for connection in [each for each, since in self.reading.copy().items() if since < late]:
             with suppress(OSError):

@@ -31,7 +31,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, Any, torch.Tensor | None, Mappin
 
 
 class SampledTokens(NamedTuple):
-    """Tokens and their log-probs, which are here once `ready` has happened."""
+    """Tokens and their log-probs, which are on the host once `ready` has happened."""
 
     tokens: torch.Tensor  # [n]
     log_probs: torch.Tensor  # [n]

@@ -61,7 +61,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Interpreter:
-    """An interpreter that has an inference engine of a version that runs."""
+    """An interpreter with an inference engine of a supported version."""
 
     python: str
     folder: Path  # of the package
@@ -74,11 +74,11 @@ class Interpreter:
         return self.other or self.package.version
 
     def mentions(self, pattern: str, word: str) -> bool:
-        """Returns whether a file of the package has the word."""
+        """Returns whether a file of the package contains the word."""
         return any(word in file.read_text(encoding="utf-8") for file in self.folder.glob(pattern))
 
     def check_arguments(self, names: Iterable[str], ours: Iterable[str]) -> None:
-        """Checks names of engine arguments.  Raises: ConfigError for an unknown one, or one that whet sets."""
+        """Checks names of engine arguments.  Raises: ConfigError for an unknown name, or one that whet sets."""
         known, package = _engine_arguments(self.folder, self.package), self.package
         for name in names:
             where = f"rollout.engine.options.server.{name}"

@@ -26,7 +26,7 @@ HEADER_BYTES = 2**12  # names and shapes of the pixel values of one media
 
 @dataclass(frozen=True)
 class RequestMedia:
-    """A media of a request."""
+    """A media of a request, with its file."""
 
     kind: str  # to the server: a video of SmolVLM is an image of many tiles
     digest: str

@@ -47,15 +47,15 @@ class HttpError(EngineError):
 
 
 class ServerClient:
-    """Calls of a server, from any thread. Every call has a deadline; at the deadline its connection is closed, which
-    tells the server that nobody waits for the answer."""
+    """Calls to a server, from any thread. Every call has a deadline, at which its connection is closed, so that the
+    server knows that nobody waits for the reply."""
 
     def __init__(self, port: int) -> None:
         self.port, self._http = port, Http(is_local=True)
         self._calls = set[Future[Any]]()
 
     def call(self, method: str, path: str, body: Any = None, *, seconds: float) -> Any:
-        """The answer to one call.  Raises: HttpError, ConnectionError, TimeoutError."""
+        """The reply to one call.  Raises: HttpError, ConnectionError, TimeoutError."""
         return self.start(self.answer(method, path, body, seconds=seconds)).result()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -65,14 +65,14 @@ class ServerClient:
         return call
 
     async def answer(self, method: str, path: str, body: Any = None, *, seconds: float | None) -> Any:
-        """The answer to one call, inside the thread; None waits as long as the caller lets it."""
+        """The reply to one call, from inside the thread; with None there is no deadline."""
         async with asyncio.timeout(seconds), self._sent(method, path, body) as reply:
             content = await read(reply, MOST_BYTES)
         is_json = "json" in reply.headers.get("content-type", "")
         return json.loads(content) if is_json else content.decode(errors="replace")
 
     async def events(self, path: str, body: Any) -> AsyncIterator[Any]:
-        """The objects that the server sends as events, as they come.  Raises: HttpError, ConnectionError."""
+        """Yields the objects that the server sends as events, as they arrive.  Raises: HttpError, ConnectionError."""
         async with self._sent("POST", path, body) as reply:
             rest = b""
             async for part in reply.aiter_bytes():
@@ -91,7 +91,7 @@ class ServerClient:
 
     @asynccontextmanager
     async def _sent(self, method: str, path: str, body: Any) -> AsyncIterator[Any]:
-        """An answer with status 200, whose body may still come.  Raises: HttpError, ConnectionError."""
+        """Yields a reply with status 200, whose body may still be arriving.  Raises: HttpError, ConnectionError."""
         try:
             async with self._http.stream(method, f"http://{HOST}:{self.port}{path}", body) as reply:
                 yield reply

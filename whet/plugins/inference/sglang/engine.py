@@ -295,7 +295,7 @@ def _seed(request: Request) -> int:
 
 @dataclass
 class StreamedTokens:
-    """The tokens that a streamed answer has brought so far, up to the one that completes a stop string."""
+    """The tokens that a streamed reply has brought so far, up to the token that completes a stop string."""
 
     request: Request
     stops: StopStrings | None = None
@@ -307,7 +307,7 @@ class StreamedTokens:
     is_cut: bool = False  # a stop string ended it, which the server does not know
 
     def add(self, piece: Any) -> int:
-        """Takes the next piece: its tokens are those beyond the ones that are here.  Returns the number of new ones."""
+        """Adds the tokens of the next piece beyond the ones that are already here.  Returns the number of new ones."""
         if "error" in piece:
             raise EngineError(f"request {self.request.uid}", f"SGLang: {piece['error']}", "tokens", "see its log")
         about = piece["meta_info"]
@@ -324,8 +324,8 @@ class StreamedTokens:
         return new if self.stops is None else self._cut(self.stops, len(self.token_ids) - new)
 
     def _cut(self, stops: StopStrings, known: int) -> int:
-        """Ends the response where a token behind the `known` ones completes a stop string.  Returns the number of new
-        tokens that are left."""
+        """Ends the response if a token after the `known` ones completes a stop string.  Returns the number of remaining
+        new tokens."""
         request = self.request
         response, earlier = [*request.sampled_ids, *self.token_ids], len(request.sampled_ids)
         for count, token in enumerate(self.token_ids[known:], known + 1):
@@ -338,7 +338,7 @@ class StreamedTokens:
         return len(self.token_ids) - known
 
     def completion(self) -> Completion:
-        """The completion, aborted where the answer has not ended.  Raises: EngineError."""
+        """The completion, aborted if the reply has not ended.  Raises: EngineError."""
         tokens, reason = self.token_ids, self.reason or {"type": "abort"}
         counted, key = sum(count for _, count in self.versions), f"request {self.request.uid}: answer of SGLang"
         if reason["type"] not in REASONS or not len(tokens) == len(self.log_probs) == counted:

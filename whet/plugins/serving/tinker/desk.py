@@ -34,7 +34,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class RequestFailure:
-    """The end of a request that failed; `category` is "user" or "server"."""
+    """The result of a failed request; `category` is "user" or "server"."""
 
     error: str
     category: str
@@ -59,7 +59,7 @@ class ClientSession:
 
 @dataclass
 class DeskRequest:
-    """A request and its result, when there is one."""
+    """A request, with its result once there is one."""
 
     id: str
     session: ClientSession

@@ -105,7 +105,7 @@ def targets_of(outputs: Columns, batch: Columns) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class DatumRows:
-    """The rows of a request as a batch. Place t of datum i is column t + `starts[i]` of its row."""
+    """The rows of a request as a batch. Position t of datum i is column t + `starts[i]` of its row."""
 
     data: Sequence[Datum]
     batch: Batch
@@ -114,8 +114,8 @@ class DatumRows:
 
     @classmethod
     def of(cls, data: Sequence[Datum], loss: str, vocab_size: int, context: int) -> DatumRows:
-        """Lays rows out for a loss. The prompt of a row is its first token where it is imitated, as in `whet sft`; for
-        a policy loss all before the first trained token, which rows share.  Raises: DataError."""
+        """Lays rows out for a loss. The prompt of a row is its first token for imitation, as in `whet sft`; for a
+        policy loss all tokens before the first trained one, which rows share.  Raises: DataError."""
         masks = [trained(datum, number, loss, vocab_size, context) for number, datum in enumerate(data)]
         targets = [datum.inputs[TARGETS] for datum in data]
         if len({target.shape[1:] for target in targets}) > 1:
@@ -151,13 +151,13 @@ class DatumRows:
         return cls(data, Batch.of({**found, **_inputs(data, loss, is_picked, column)}), starts, is_picked)
 
     def with_all_places(self) -> Batch:
-        """The batch with every place of every row, to be read alone."""
+        """The batch with every position of every row, for a pass without a loss."""
         width = self.batch["response_mask"].shape[1]
         ends = torch.tensor([len(each.tokens) + start for each, start in zip(self.data, self.starts, strict=True)])
         return self.batch.with_columns(response_mask=(torch.arange(width) < ends[:, None]).long())
 
     def outputs(self, seen: Mapping[int, torch.Tensor]) -> list[Floats]:
-        """Log-probs of each datum in the shape of its targets, 0 at places that are not known."""
+        """Log-probs of each datum in the shape of its targets, 0 at unknown positions."""
         found = list[Floats]()
         for row, (datum, start) in enumerate(zip(self.data, self.starts, strict=True)):
             shape = datum.inputs[TARGETS].shape
@@ -169,7 +169,7 @@ class DatumRows:
         return found
 
     def prepared(self, objective: SumObjective) -> Batch:
-        """The batch with the columns that a loss computes of all rows."""
+        """The batch with the columns that a loss computes over all rows."""
         if objective.loss_name == CROSS_ENTROPY:
             return self.batch
         columns = with_mini_batch_columns(objective.function, self.batch.tensors())

@@ -185,7 +185,7 @@ class TrainingRank(Worker):
 
 
 class TrainingRanks:
-    """Calls `Training` on each rank of processes that this one has started."""
+    """Calls `Training` on each rank of processes started by this one."""
 
     def __init__(self, base: Base, processes: int) -> None:
         spec = WorkerSpec("training", TrainingRank, (base,))
@@ -193,7 +193,7 @@ class TrainingRanks:
         self.close = self._group.close
 
     def __call__(self, method: str, *arguments: Any) -> Any:
-        """The result of the first rank.  Raises: as the method; WorkerError after which the ranks are gone."""
+        """The result of the first rank.  Raises: the method's errors; WorkerError if the ranks are lost."""
         found = self._group.call("do", method, arguments)
         for each in found:
             if isinstance(each, WhetError):

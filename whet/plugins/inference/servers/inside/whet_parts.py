@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the parts in which weights arrive (whet/plugins/inference/servers/weights.py), in a process of a server; nothing
+"""Reads the parts in which weights arrive (whet/plugins/inference/servers/weights.py), in a server's process; nothing
 of whet is imported."""
 
 from __future__ import annotations

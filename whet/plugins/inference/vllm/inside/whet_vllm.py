@@ -204,7 +204,7 @@ def _key_the_sampler() -> None:
 
 
 class FeatureCache:
-    """The tower's outputs by digest, the least recently used ones dropped: vLLM forgets its own with each update."""
+    """The tower's outputs by digest, least recently used ones dropped; vLLM drops its own at each update."""
 
     def __init__(self) -> None:
         self.tower: list[int] | None = None  # the hash of each of its weights; None: those of the start
@@ -212,7 +212,7 @@ class FeatureCache:
         self._found: OrderedDict[str, torch.Tensor] = OrderedDict()
 
     def keep_for(self, model: torch.nn.Module) -> None:
-        """Drops all where the weights of the tower are others than before."""
+        """Drops all features if the weights of the tower have changed."""
         weights = [weight for name, weight in model.named_parameters() if name.startswith(TOWERS)]
         tower = torch.stack([torch.hash_tensor(weight) for weight in weights]).tolist() if weights else []
         if tower != self.tower:
@@ -226,7 +226,7 @@ class FeatureCache:
         return found
 
     def add(self, name: str, features: torch.Tensor) -> None:
-        """Keeps new features on the host; vLLM's own media, of its warm-up, have no digest."""
+        """Stores new features on the host; vLLM's own media, of its warm-up, have no digest."""
         if not (digest := _digest(name)):
             return
         self.num_encoded += 1
