@@ -238,6 +238,7 @@ class ValueObjective(LossObjective):
 
     @property
     def needs(self) -> frozenset[str]:
+        """The outputs that the loss function reads."""
         return (POLICY_OUTPUTS | VALUE_OUTPUTS) & set(self.function.columns)
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
