@@ -158,7 +158,7 @@ def plot(
     """Draws metrics of one or several runs as `whet plot` does.  Returns the matplotlib figure, which notebooks show.
 
     `runs` are folders of runs, folders with runs, or the runs that `whet.train`, `whet.run`, ... returned. `metrics`
-    are names and patterns (`val/*`), by default the main ones. `output` is a PNG file to write as well. Raises:
+    are names and patterns (`val/*`), by default the main ones. `output` is a PNG file to write as well.  Raises:
     DataError naming the argument."""
     from whet.cli.runs import check_png, drawn, with_metrics
 

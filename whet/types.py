@@ -66,7 +66,7 @@ class Message:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Message:
-        """A message from a dict with `role` and `content`; other keys are kept. Raises: KeyError."""
+        """A message from a dict with `role` and `content`; other keys are kept.  Raises: KeyError."""
         rest = {key: value for key, value in raw.items() if key not in ("role", "content") and value is not None}
         return cls(role=raw["role"], content=raw["content"], fields=rest)
 

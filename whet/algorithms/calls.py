@@ -135,7 +135,7 @@ def estimate(
     Rows with the same `trajectory_uid` are concatenated first, so the estimator sees one row per trajectory: its reward
     counts once in the group, and all its rows get its advantage. Where the estimator reads `returns` and the batch has
     none, they are the undiscounted reward-to-go; `with_returns` returns these for a critic where the estimator returns
-    none of its own. Raises: RegistryError where a column is missing or the result is not finite advantages of the
+    none of its own.  Raises: RegistryError where a column is missing or the result is not finite advantages of the
     batch's shape; DataError where the rows of a trajectory disagree."""
     layout = _trajectory_layout(columns)
     seen = dict(columns) if layout is None else layout.joined(estimator, columns)
@@ -174,7 +174,7 @@ def with_mini_batch_columns(loss: Bound, columns: Mapping[str, Tensor]) -> dict[
 
 def policy_loss(function: Bound, columns: Mapping[str, Tensor], supplied: Values | None = None) -> PolicyLoss:
     """Computes the loss of a policy or of a value function; further results become diagnostics or metrics, depending on
-    their shape. Raises: RegistryError where a column is missing, or the result is neither per token nor a scalar."""
+    their shape.  Raises: RegistryError where a column is missing, or the result is neither per token nor a scalar."""
     entry, shape = function.entry, columns["response_mask"].shape
     result = function(columns, supplied)
     loss, reported = result if isinstance(result, tuple) and len(result) == 2 else (result, {})

@@ -88,7 +88,7 @@ def off_policy_sequence(
     *,
     threshold: Positive = 2.0,
 ) -> Tensor:
-    """0 on the tokens of a row with A < 0 and a mean of u - o above the threshold, else 1.   -> [B, R]
+    """0 on tokens with A < 0 in a row whose mean of u - o exceeds the threshold, else 1.   -> [B, R]
 
     A text that has become unlikely under the policy needs no unlearning. DeepSeek-V3.2,
     https://arxiv.org/abs/2512.02556.

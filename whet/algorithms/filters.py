@@ -36,7 +36,7 @@ def mean_window(values: Sequence[float], *, low: Finite = 0.01, high: Finite = 0
 
 @register_filter("first_finished")
 def first_finished(values: Sequence[float], *, extra: NonNegative = 0.25) -> bool:
-    """Keeps every group; the step begins (1 + extra) batches of prompts and takes the batch that ends first.
+    """Keeps every group; the step starts (1 + extra) batches of prompts and takes the first batch of groups to end.
 
     Over-sampling, as in ROLL (https://arxiv.org/abs/2506.06122). A group ends with its longest response, so that long
     ones are trained on less often than they are sampled: the gradient is biased towards short responses.

@@ -66,7 +66,7 @@ def export(
     Weights are written in `dtype`, by default the dtype of the run's rollout, or float32 if that is unknown. If this
     rounds them, the remaining share of the update is logged. A trained adapter is merged into the model that training
     started from, which is read from its original path or from `base`; with `adapter` only the adapter is written, in
-    peft's format. `out` must be new or empty. Raises: CheckpointError."""
+    peft's format. `out` must be new or empty.  Raises: CheckpointError."""
     with disk_errors(out, "folder to write"), disk_errors(source, "checkpoint"):
         check_new(out)
         ranks = find_ranks(source)

@@ -45,7 +45,7 @@ NARROW: dict[str, Callable[[float], bool]] = {  # values with which the most lik
 def check(config: schema.Section, given: Collection[str] = ()) -> None:
     """Checks that the values of a config are consistent.
 
-    `given` names the arguments passed as objects ("reward", "data", "val_data"). Raises: ConfigError for the first
+    `given` names the arguments passed as objects ("reward", "data", "val_data").  Raises: ConfigError for the first
     error, with the `others`."""
     if found := problems(config, given):
         raise ConfigError.joined(found)

@@ -201,7 +201,7 @@ def ranks_of(pools: Iterable[ResourcePool], nodes: Sequence[int] | None = None) 
     enough.
 
     A rank takes the first devices that are free on one node, or a share of the first with room and no rank of its pool.
-    A rank without devices takes the node with the fewest ranks, if possible without devices. Raises: ConfigError."""
+    A rank without devices takes the node with the fewest ranks, if possible without devices.  Raises: ConfigError."""
     free = [[1.0] * number for number in nodes or [0]]
     slots: list[Slot] = []
     for pool in pools:

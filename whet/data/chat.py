@@ -42,7 +42,7 @@ def render_chat(
     """Renders `messages` with the chat template, for `encode_rendered`.
 
     `chat_template_kwargs` may have `tools`, and `sanitize_control_tokens`: by default a control token such as
-    `<|im_end|>` inside a message stays text; only control tokens of the template itself are parsed. Raises: DataError
+    `<|im_end|>` inside a message stays text; only control tokens of the template itself are parsed.  Raises: DataError
     if there is no template, or the template rejects the messages."""
     options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {}), "tokenize": False}
     options = _with_tools(tokenizer, messages, options)
@@ -122,7 +122,7 @@ def encode_marked_chat(
     """Encodes a conversation: its ids, and a mask that is 1 between the template's `{% generation %}` marks.
 
     None if the template has no such marks, or if control tokens in messages must stay text, which transformers does not
-    support here. Raises: as `render_chat`."""
+    support here.  Raises: as `render_chat`."""
     options = _with_tools(tokenizer, messages, chat_template_kwargs or {})
     template = template_text(tokenizer, options)
     if not _GENERATION_MARK.search(template):
@@ -232,7 +232,7 @@ def encode_continuation(
 
     The template renders the conversation with a probe in place of the turn's text; the text after the probe is the
     continuation. This needs a template that only appends. Some templates write tool results only after a message with
-    `tool_calls`, others take only one call: such forms of earlier messages and probe are tried in turn. Raises:
+    `tool_calls`, others take only one call: such forms of earlier messages and probe are tried in turn.  Raises:
     DataError for a template that rewrites earlier turns."""
 
     plain = [_without_calls(message) for message in messages_before]

@@ -127,7 +127,7 @@ class MediaReader:
 
         `value`: a path, the bytes of a file, a data: URI, {"bytes": , "path": }, a PIL image, an array, a Media; of a
         video also a list of frames; an http(s) URL where data.allow_media_urls is set; {"image": , "video": or "audio":
-        any of these}, with limits of its own (`OWN_LIMITS`). Raises: DataError."""
+        any of these}, with limits of its own (`OWN_LIMITS`).  Raises: DataError."""
         if self.encoders is None or kind not in self.encoders.kinds:
             reads = "text" if self.encoders is None else f"text and {' and '.join(sorted(self.encoders.kinds))}s"
             raise DataError(kind, f"the model reads {reads} alone", "", "exclude such rows (data.filter)")

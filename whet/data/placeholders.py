@@ -48,7 +48,7 @@ def place(
     """Replaces each tag by a content part; returns the messages without media objects, and the objects in order.
 
     A tag, or a part without an object, stands for the next of the `given` values of its kind, one of `kinds`. Text of
-    the model itself has no tags. Raises: DataError naming the `owner` of the messages if the numbers differ, or for
+    the model itself has no tags.  Raises: DataError naming the `owner` of the messages if the numbers differ, or for
     parts of other kinds."""
     left = {kind: deque(value for own, value in given if own == kind) for kind in kinds}
     num_given, num_tags = {kind: len(values) for kind, values in left.items()}, dict.fromkeys(kinds, 0)

@@ -120,7 +120,7 @@ def build_comparisons(
     A row has two responses (chosen, rejected), one with a label, or a list with scores; texts, messages, or whole
     conversations without a prompt. Comparisons with equal responses or equal scores are dropped and, with
     data.overlong=drop, comparisons over data.max_length. Pairs for a reward model are `StepExample`s where the first
-    row has a list of `labels`. Raises: DataError for a row of another form, for a row that is too long if
+    row has a list of `labels`.  Raises: DataError for a row of another form, for a row that is too long if
     data.overlong=error, and if no row is left."""
     of_steps = isinstance(data, PreferenceDataConfig) and bool(rows) and isinstance(rows[0].get("labels"), list)
     made: list[Comparison | StepExample] = []

@@ -30,7 +30,7 @@ def read_rows(source: str | Path | Sequence[str | Path] | Sequence[Mapping[str, 
     """The rows of one file, of several files in order, or of a list of mappings.
 
     Files: `.jsonl` (an object a line), `.json` (a list of objects, or `{"data": [...]}`), both also as `.gz`, and
-    `.parquet`. Row numbers in later errors count from 0 over all files. Raises: DataError, with file and line.
+    `.parquet`. Row numbers in later errors count from 0 over all files.  Raises: DataError, with file and line.
     """
     if isinstance(source, str | Path):
         return _read_file(Path(source))

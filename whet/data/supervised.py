@@ -58,7 +58,7 @@ def build_examples(
     `numbers` are the row numbers for errors, where a filter dropped rows.
 
     data.overlong=truncate cuts from the right; examples without a trained token left are dropped, and examples that
-    would be cut inside an image or video. Raises: DataError for a missing field, a template that rewrites earlier
+    would be cut inside an image or video.  Raises: DataError for a missing field, a template that rewrites earlier
     turns, or a row over data.max_length if data.overlong=error."""
     max_length, overlong = data.max_length, data.overlong
     examples: list[SupervisedExample] = []

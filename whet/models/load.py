@@ -59,7 +59,7 @@ def load_policy(
 
     Adapters are merged into the weights: the adapters of `path`, if it is an adapter's folder, and the adapter at
     `adapter_path`. Dropout would make the updated policy differ from the sampling policy, by random numbers without a
-    seed. Raises: ModelError."""
+    seed.  Raises: ModelError."""
     base, adapters = split_adapters(path)
     config = load_config(base, trust_remote_code=trust_remote_code)
     encoders = load_encoders(base, config, trust_remote_code=trust_remote_code)
@@ -164,7 +164,7 @@ def load_reward_model(
 ) -> PreTrainedModel:
     """Loads the sequence classifier with one label at `path` in float32, with whet's attention and without dropout.
 
-    With `new_head_seed` a causal language model gets a new head from this seed. Raises: ModelError."""
+    With `new_head_seed` a causal language model gets a new head from this seed.  Raises: ModelError."""
     config = reward_config(path, is_new=new_head_seed is not None, trust_remote_code=trust_remote_code)
     check_weights(path, allow_pickle=allow_pickle)
     with reading(path, NO_CLASSIFIER), _without_report():
@@ -345,7 +345,7 @@ def _value_model(model: PreTrainedModel) -> ValueModel:
 def load_tokenizer(path: str | Path, *models: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Loads the tokenizer at `path`, or of an adapter's base; without a padding token it pads with its end token.
 
-    It gets the encoders of the first of `models`, or of the model at `path` (`encoders_of`). Raises: ModelError, also
+    It gets the encoders of the first of `models`, or of the model at `path` (`encoders_of`).  Raises: ModelError, also
     where one of `models` has fewer embedding rows than the tokenizer has tokens."""
     base, adapters = split_adapters(path)
     require_model(base)

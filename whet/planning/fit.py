@@ -91,7 +91,7 @@ def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], recl
     checkpoint, or 0 if unknown.
 
     `reclaimed_bytes` of the disk become free at the start of the run. If an upper bound, which is fast to compute,
-    shows a small run, there is no detailed plan. Raises: ConfigError with the numbers, the settings that reduce them,
+    shows a small run, there is no detailed plan.  Raises: ConfigError with the numbers, the settings that reduce them,
     and the way to start anyway."""
     if os.environ.get(ANYWAY, "0") not in ("", "0"):
         return 0

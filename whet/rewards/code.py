@@ -98,7 +98,7 @@ def compute_score(
     Python: code in another language fails them. `sandbox` is bubblewrap, an address of a SandboxFusion service, or
     unisolated. `languages` adds languages: `{"rust": {"file": "a.rs", "compile": [...], "compiled": "a", "run":
     ["./a"]}}`; programs see the folders `paths`, read-only, and find commands there. Parts: `tests` (their number),
-    `passed` (the share). `pred` is the code. Raises: ValueError for a ground truth without tests, and for a language
+    `passed` (the share). `pred` is the code.  Raises: ValueError for a ground truth without tests, and for a language
     without a toolchain; SandboxError if the sandbox, a compiler, an interpreter or pytest is missing."""
     tests = read_tests(ground_truth, extra_info or {})
     if most_tests:

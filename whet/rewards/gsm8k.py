@@ -37,7 +37,7 @@ def compute_score(
     `strict` reads the number after the last `####`, `flexible` the last number, both in the text after the last
     `</think>`. Commas, `$` and a trailing dot do not matter, and 72.0 equals 72. A number inside a fraction, power or
     root does not count, nor the first of several after `####`, nor a number in a repeated prompt. `ground_truth` is the
-    number, or a solution as published, which ends in `#### n`. `pred` is the number found. Raises: ValueError for a
+    number, or a solution as published, which ends in `#### n`. `pred` is the number found.  Raises: ValueError for a
     ground truth without a number, and for an unknown method."""
     if method not in ("flexible", "strict"):
         raise ConfigError("method", method, "'flexible' or 'strict'")

@@ -53,7 +53,7 @@ def compute_score(
 
     `ground_truth`, or `extra_info`, has `instruction_id_list` and `kwargs` as in google/IFEval, as a dict or as JSON.
     `loose` also accepts a response without its first line, its last line, or all `*`. Only the text after the last
-    `</think>` counts. The part `followed` is the share of instructions followed. Raises: ValueError for an unknown
+    `</think>` counts. The part `followed` is the share of instructions followed.  Raises: ValueError for an unknown
     instruction, an argument that is missing or of the wrong type, and a number of arguments that differs from the
     number of instructions."""
     answer = after_thought(solution_str)

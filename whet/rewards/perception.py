@@ -68,7 +68,7 @@ def grounding(
     """IoU of the last box of a response and the box of the ground truth; 0 without a box. `detection` takes several.
 
     A box is four numbers x1, y1, x2, y2 in brackets, in the text after the last `</think>`. `accuracy` pays 1 if the
-    IoU is at least `threshold`, else 0. The ground truth is a list of numbers, or a text with them. Raises: ValueError
+    IoU is at least `threshold`, else 0. The ground truth is a list of numbers, or a text with them.  Raises: ValueError
     for a ground truth without a box."""
     truths, found = (_CORNERS.findall(text) for text in (str(ground_truth), after_thought(solution_str)))
     if not truths:
@@ -144,7 +144,7 @@ def counting(
 
     So by default only the exact number pays, and with `tolerance=1` its neighbours pay 1/2. The answer is the content
     of the last `<answer>`, else the text after the last `</think>`. The accuracy is 1 for the exact number. `pred` is
-    x. Raises: ValueError for a ground truth without a number."""
+    x.  Raises: ValueError for a ground truth without a number."""
     found, truth = _numbers(solution_str, ground_truth)
     if found is None:
         return {"reward": 0.0, "accuracy": 0.0, "pred": None}

@@ -37,7 +37,7 @@ def exact_match(
     (`</think>`, `Answer:`) is set, the answer is the text after its last occurrence; without one the reward is 0. If
     `before` (`</answer>`) is set too, the answer ends at its first occurrence, and the reward is 0 without one:
     `<answer>London</answer>` has the answer London. `ignore_articles` is for English; text of only articles or
-    punctuation keeps them. `pred` is the normalised answer. Raises: ValueError for an empty list of ground truths, and
+    punctuation keeps them. `pred` is the normalised answer.  Raises: ValueError for an empty list of ground truths, and
     if one is None."""
     listed = entries(ground_truth)
     truths = [ground_truth] if listed is None else listed
@@ -72,7 +72,7 @@ def search_qa(
     Both are normalised as in SQuAD: lower case, no punctuation (but signs and decimal points of numbers stay), no
     articles, single spaces. The best of a list of ground truths counts; a dict with the list under `target` is
     Search-R1's form. Without `needs_tag`, a response without the tag is its own answer. The parts `exact` and `f1` are
-    always reported; the accuracy is `exact`. `pred` is the answer. Raises: ValueError for a ground truth without text.
+    always reported; the accuracy is `exact`. `pred` is the answer.  Raises: ValueError for a ground truth without text.
     """
     truths = read_truths(ground_truth)
     answer = extract_answer(solution_str, needs_tag=needs_tag)

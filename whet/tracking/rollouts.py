@@ -24,7 +24,7 @@ def find_rollouts(run: Path, step: int | None = None, *, kind: str | None = None
     """The file of a step's trajectories, by default of the last step.
 
     `kind` is "step", "validation" or "dropped" (by the filter); by default the trained ones, or if the step has none,
-    the ones of its validation. `run` may also be the folder of an evaluation, or such a file itself. Raises: DataError
+    the ones of its validation. `run` may also be the folder of an evaluation, or such a file itself.  Raises: DataError
     naming the nearest steps that have a file."""
     if run.is_file():
         return run

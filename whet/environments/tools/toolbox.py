@@ -148,7 +148,7 @@ class ToolSpec:
     tools: Toolbox
 
     def load(self) -> Callable[[Prompt], Environment]:
-        """Returns a function that creates the environment of one episode. Raises: the errors of `open_source`."""
+        """Returns a function that creates the environment of one episode.  Raises: the errors of `open_source`."""
         make, limits, role = self.inner.load(), self.tools.limits, self.tools.role
         entries = enumerate(zip(self.tools.entries, self.tools.known, strict=True))
         sources = [

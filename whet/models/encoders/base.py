@@ -137,7 +137,7 @@ class Encoders:
     ) -> Media:
         """`media` with its `tokens`, as `Encoder.measure` counts them.
 
-        `min_pixels` and `max_pixels` are for an image, or each frame of a video; None: the processor's limits. Raises:
+        `min_pixels` and `max_pixels` are for an image, or each frame of a video; None: the processor's limits.  Raises:
         DataError for a kind that the model does not read, and for a shape that its processor refuses."""
         if media.kind not in self.kinds:
             reads = " and ".join(f"{kind}s" for kind in sorted(self.kinds))
@@ -160,7 +160,7 @@ class Encoders:
         return self.by_kind[kind].streams.get(kind, kind)
 
     def prepared(self, media: Media) -> Prepared:
-        """The tensors that the tower reads for a measured media, from the cache or newly made. Raises: DataError."""
+        """The tensors that the tower reads for a measured media, from the cache or newly made.  Raises: DataError."""
         return PREPARED.get(self._key(media), lambda: self.by_kind[media.kind].prepare(media))
 
     @contextmanager

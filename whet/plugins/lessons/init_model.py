@@ -129,7 +129,7 @@ def init_model(
     one token for each of these characters and for each word of the chat template, and rejects other characters.
     `vocab_size` is the number of embedding rows, an upper limit for the tokenizer; by default the number of tokens,
     rounded up to a multiple of 8, with the limit of the size. `patch_size` is in pixels, for models that read images: 2
-    x 2 patches make a token. Raises: ConfigError."""
+    x 2 patches make a token.  Raises: ConfigError."""
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         change = "choose another path, or remove it first"

@@ -52,7 +52,7 @@ async def compute_score(
     `second_key_variable`, two judges score, and the mean counts; with `combine` third, if they differ by more than
     `tolerance`, `model` scores once more and the median counts. `key_variable` is the environment variable of the key.
     Limits hold for each reward process; `deadline_seconds`, for all attempts, belongs below `reward.timeout_seconds`.
-    Prices are for a million tokens. An unreadable reply is requested again. Raises: RewardError, ConfigError."""
+    Prices are for a million tokens. An unreadable reply is requested again.  Raises: RewardError, ConfigError."""
     asked = load_cached(rubric)
     truth = "" if ground_truth is None else str(ground_truth)
     messages = asked.messages({"prompt": prompt_str, "response": solution_str, "ground_truth": truth})

@@ -31,7 +31,7 @@ def draw_rows(split: str, seed: int, count: int | None, draw: Callable[[random.R
     """Yields `count` rows (default: 4096 of the split train, 256 of another) made by `draw`, which gets a random
     generator.
 
-    The digest of a row's pictures decides its split, so that no picture is in two splits, whatever the seeds. Raises:
+    The digest of a row's pictures decides its split, so that no picture is in two splits, whatever the seeds.  Raises:
     DataError if the split gets too few rows."""
     is_train = split == "train"
     draws = random.Random(key(seed, "drawn rows", split))
