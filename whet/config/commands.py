@@ -18,7 +18,7 @@ def commands() -> list[str]:
 
 
 def schema_of(command: str) -> type[Section]:
-    """The schema of a command's config, which has the name of the command.  Raises: RegistryError."""
+    """The config schema of the command named `command`; the schema stores this name.  Raises: RegistryError."""
     if command in READERS:
         return READERS[command]
     trainer = trainer_of(command)

@@ -23,7 +23,7 @@ UNSET = object()  # the default of a key that has none in the table
 
 @dataclass(frozen=True)
 class KeyRow:
-    """One or several keys of a framework, and the conversion of their values."""
+    """Several keys of a framework, or a single one, and the conversion of their values."""
 
     theirs: tuple[str, ...]  # keys, some as key=value
     ours: tuple[str, ...] = ()

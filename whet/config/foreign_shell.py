@@ -63,8 +63,9 @@ class Launch(NamedTuple):
 
 
 def start_of(words: list[str]) -> int:
-    """The index of the program's first argument: after `python -m MODULE` or FILE.py, `trl COMMAND`, or environment
-    variables. The words before it belong to launchers (srun, torchrun, accelerate, `ray job submit`)."""
+    """The index of the first argument of the started program: after `python -m MODULE`, FILE.py or `trl COMMAND`, else
+    after the assigned environment variables. The words before it belong to launchers (srun, torchrun, accelerate, `ray
+    job submit`)."""
     for place, word in enumerate(words):
         runs_module = word in ("-m", "--module") and any(map(_RUNS_MODULES.search, words[:place]))
         if word.endswith(".py") and not is_argument(word):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The caller's side of workers in other processes: the open calls of each process, and one end for all processes.
+"""The caller's side of workers in other processes: the open calls of each process, and a common end of all processes.
 
 The pools of a launch share one transport, so the first failure in any of them ends every process. Only the loss of a
 replica (`is_replica` of Worker) leaves the others running; it may be started again."""

@@ -60,7 +60,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings of a check. `answers` replace the general ones; an environment with `choices()` supplies its own."""
+    """The settings of a check. `answers` replace the general answers; an environment with `choices()` supplies its
+    own."""
 
     prompt: Prompt
     answers: Sequence[str] = ()

@@ -155,7 +155,7 @@ class PackedFlow:
         return cls(chain.to(device), tuple(grids), places.to(device))
 
     def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Finds inputs by following predecessors.   [S, C] -> [S, C]"""
+        """Finds the inputs of each token's convolution by following the token's predecessors.   [S, C] -> [S, C]"""
         at = torch.arange(len(x), device=x.device)
         return weighted(back(F.pad(x, (0, 0, 0, 1)), self.before, at), weight)
 

@@ -62,7 +62,7 @@ class TokenShare:
         return torch.cat([halves[: self.rings], halves[self.rings :].flip(0)], 1).view(self.size, -1)
 
     def places(self, total: int, device: torch.device) -> torch.Tensor:
-        """Each token's index in the tokens of all ranks, one rank after the other, [total]."""
+        """The index of each token in the tokens of all ranks, one rank after the other, [total]."""
         return self.order(total, device).flatten().argsort()
 
     def ring(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -280,7 +280,7 @@ def to_batch(examples: Sequence[Comparison], pad_token_id: int, of: str, list_si
 
 
 def picked(count: int, most: int) -> list[int]:
-    """At most `most` of the numbers below `count`, evenly spaced, with the first and the last."""
+    """Numbers below `count`, `most` of them at most, evenly spaced, with the first and the last."""
     if count <= most:
         return list(range(count))
     return [round(number * (count - 1) / max(1, most - 1)) for number in range(most)]

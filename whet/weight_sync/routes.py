@@ -234,7 +234,7 @@ class CollectiveOutlet(Outlet):
         self._posted = 0
 
     def buffer(self) -> torch.Tensor:
-        """The next slot, after its content has been sent.  Returns it."""
+        """The next slot, after its content has been sent."""
         if self._group is None:
             with self.waiting("waiting for rollout ranks to connect for weights"):
                 self._group = _group(self._store, 0, self._size, self._host, self._slots.device, self.deadline_seconds)
@@ -370,7 +370,7 @@ class SharedMemoryOutlet(Outlet):
         self._posted = 0
 
     def buffer(self) -> torch.Tensor:
-        """The next slot, after every receiver has read it.  Returns it."""
+        """The next slot, after every receiver has read it."""
         self._accept()
         self._wait_for(SLOTS - 1)
         return self._slots[self._posted % SLOTS]
@@ -440,7 +440,7 @@ class SharedMemoryInlet(Inlet):
         self._num_read = 0
 
     def bucket(self) -> torch.Tensor:
-        """The next slot, once it is full.  Returns it."""
+        """The next slot, once it is full."""
         with self.waiting("waiting for weights"):
             if self._slots is None:
                 _, (file,), _, _ = socket.recv_fds(self._socket, 1, 1)  # ValueError without a descriptor

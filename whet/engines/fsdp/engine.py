@@ -107,7 +107,7 @@ class FSDPEngine(Engine):
 
     @classmethod
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
-        """Each process has a part of everything, on the host if it is offloaded."""
+        """The placement of a part of everything in each process, on the host if it is offloaded."""
         mesh = Mesh.of(processes, options["mesh"])
         return Spread(mesh.shards, options["cpu_offload"], mesh.row_ranks * mesh.pipeline, token_shares=mesh.context)
 

@@ -94,7 +94,7 @@ def read(path: Path, stages: Sequence[MegatronStage], optimizer: Any = None) -> 
 
 
 def _state(stages: Sequence[MegatronStage], optimizer: Any, steps: int | None) -> dict[str, Any]:
-    """This rank's parts with their places in the whole; `steps` is None for reading."""
+    """Parts of this rank with their places in the whole; `steps` is None for reading."""
     metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     state = {f"model{number}": stage.sharded_state_dict(metadata=metadata) for number, stage in enumerate(stages)}
     if optimizer is not None:

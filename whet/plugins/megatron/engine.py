@@ -105,7 +105,7 @@ class MegatronEngine(Engine):
 
     @classmethod
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
-        """Each process has a part of the layers and heads; copies of the model read other rows."""
+        """The placement of a part of the layers and heads in each process; copies of the model read other rows."""
         parts, context = options["tensor"] * options["pipeline"], options["context"]
         return Spread(parts, row_ranks=parts * context, token_shares=context)
 

@@ -36,7 +36,8 @@ Columns = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class World:
-    """All responses to one prompt, with V tokens and lengths up to L, their rewards, and policies as tables of logits.
+    """The possible responses to one prompt, with V tokens and lengths up to L, their rewards, and policies as tables of
+    logits.
 
     A state is the tokens so far; there are S states. Rows are the K responses; arrays are [K, L] unless noted."""
 

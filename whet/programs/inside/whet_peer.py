@@ -91,7 +91,8 @@ class Reader(pickle.Unpickler):
         self.peer = peer
 
     def find_class(self, module: str, name: str) -> object:
-        """A plain type; one that is a Python class is wrapped in a function, whose attributes no message can set."""
+        """Returns a plain type; a type that is a Python class comes wrapped in a function, on which no message can set
+        attributes."""
         kind = GLOBALS[module, name]
         return (lambda *values: kind(*values)) if kind in CHANGEABLE else kind
 
