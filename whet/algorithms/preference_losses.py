@@ -278,8 +278,7 @@ def plackett_luce(
     """-(r_i - log sum_j exp(r_j)) over the responses j of the list with at most the score of i, r = beta S(l - b).
 
     -> [B], [B].   Rows without tokens are in no list; of two responses `dpo` is the same. Rafailov et al. 2023,
-    https://arxiv.org/abs/2305.18290 (appendix A.3); ties count among those behind (Breslow 1974).
-    """
+    https://arxiv.org/abs/2305.18290 (appendix A.3); a tie counts as ranked behind (Breslow 1974)."""
     rewards = beta * row_sums(log_probs - ref_log_probs, response_mask)
     is_there = response_mask.bool().any(1)
     behind = (uid[:, None] == uid) & (scores[:, None] >= scores) & is_there

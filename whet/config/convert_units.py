@@ -84,7 +84,8 @@ def trackers(of: Conversion, key: Key) -> Unit:
 
 
 def ratio(of: Conversion, key: Key) -> Unit:
-    """Converts a share of all steps to updates, if their number is known; TRL's share counts updates already."""
+    """Converts a share of all steps to updates, if the number of steps is known; a share of TRL refers to its
+    updates."""
     steps = of.result.values.get("trainer.total_steps")
     if not key.value:
         return

@@ -57,9 +57,9 @@ def fill(
     has_new_head: bool = False,
     allow_pickle: bool = False,
 ) -> None:
-    """Reads this rank's parts of the weights at `path` into a sharded `model` on `meta`. A value head starts at 0, a
-    new adapter with `new_adapter`; with `has_new_head` the head of a reward model, if the files lack it, with
-    `new_head`.  Raises: ModelError."""
+    """Reads this rank's parts of the weights at `path` into a sharded `model` on `meta`. A value head starts at 0;
+    `new_adapter` fills a new adapter; with `has_new_head`, `new_head` fills the head of a reward model that the files
+    lack.  Raises: ModelError."""
     body = body_of(model)
     layers = adapted_layers(body)
     with open_slices(path, allow_pickle) as files, without_weight_bars():

@@ -20,10 +20,9 @@ F = TypeVar("F", bound=Frame)
 class Schedule(Generic[F]):
     """Wraps the steps of a loop. `validate` returns the metrics of the held-out data after a step.
 
-    Where the rollout has processes of its own, these have nothing to do while models train, and still hold the weights
-    of the step before: a validation waits until then, and with it the step's line in the log. Not where a checkpoint is
-    due too, which notes the validation's score.
-    """
+    Where the rollout has processes of its own, these are idle while models train, and still hold the weights of the
+    step before: a validation is delayed until then, and with it the step's line in the log, unless a checkpoint is due
+    too, since it stores the validation's score."""
 
     def __init__(self, run: F, validate: Callable[[F, int], Metrics]) -> None:
         self._run, self._validate = run, validate

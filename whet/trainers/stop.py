@@ -22,7 +22,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised to end the run. `number` is the signal's, None for the file. It passes through `except Exception`."""
+    """Raised to end the run. `number` is the signal's, None for the file `stop`. It passes through `except
+    Exception`."""
 
     def __init__(self, reason: str, number: int | None) -> None:
         super().__init__(reason)

@@ -120,5 +120,5 @@ def run_schedule(
 
 
 def padded(hidden: torch.Tensor, tokens: int) -> torch.Tensor:
-    """[T, H] -> [tokens, H]."""
+    """Pads hidden states with zeros at the end: [T, H] -> [tokens, H]."""
     return F.pad(hidden, (0, 0, 0, tokens - len(hidden)))

@@ -45,8 +45,8 @@ class RunRequest(BaseModel):
 
 
 class SandboxApp:
-    """The application; a server runs its `asgi`. `concurrency` programs run at a time. `host` is the server's own name,
-    the only one that it answers to without an API key."""
+    """The application; a server runs its `asgi`. `concurrency` programs run at a time. `host` is the server's own name:
+    without an API key it answers only requests for this name."""
 
     def __init__(self, sandbox: Sandbox, concurrency: int, host: str = "127.0.0.1", api_key: str | None = None) -> None:
         self._host, self._api_key = host, api_key
