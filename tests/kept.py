@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps in a process of tests what libraries make anew at each call: a program makes it once, ten thousand tests do not
-need it ten thousand times."""
+"""Caches in a process of tests the objects that libraries create at each call: a program creates them once, ten
+thousand tests do not need them ten thousand times."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class Twice:
 
 
 class Loggers:
-    """pytest's way of catching logs, which goes through all loggers (those of transformers are a thousand) six times a
-    test, for the few that hand nothing on to the root."""
+    """pytest's way of catching logs, which goes through all loggers (transformers has a thousand) six times a test, for
+    the few that do not propagate to the root."""
 
     def __init__(self) -> None:
         self.count, self.apart = 0, list[logging.Logger]()

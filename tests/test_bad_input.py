@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every line of docs/bad-input.md is provoked, and says what the page says.
+"""Every line of docs/bad-input.md is provoked, and the message agrees with the page.
 
-`python -m docs.generate bad_input` writes into the page what is said here."""
+`python -m docs.generate bad_input` writes these messages into the page."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def outside(prompts):
 
 
 def wrong(situation: str, found: object) -> None:
-    """Compares what was said with the page, or collects it for the page."""
+    """Compares a message with the page, or collects it for the page."""
     assert situation in MESSAGES
     if COLLECT in os.environ:
         with Path(os.environ[COLLECT]).open("a", encoding="utf-8") as file:
@@ -112,7 +112,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refused(**sections: dict[str, Any]) -> WhetError:
-    """What the checks of a config say."""
+    """The messages of the checks of a config."""
     values: dict[str, Any] = {
         "model": {"path": "model"},
         "data": {"train_files": ["fine.jsonl"]},

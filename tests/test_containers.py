@@ -153,7 +153,7 @@ def test_the_pods_are_those_that_the_command_asks_for(job: dict[str, Any]) -> No
 
 
 def test_a_large_recipe_fits_into_its_nodes(tmp_path: Path) -> None:
-    """What its ranks keep on the host, by the formulas of the plan, beside the memory of /dev/shm."""
+    """The bytes that its ranks keep on the host, by the formulas of the plan, fit beside the memory of /dev/shm."""
     job = yaml.safe_load((ROOT / "examples" / "kubernetes" / "qwen3_235b.yaml").read_text(encoding="utf-8"))
     command = shlex.split(job["spec"]["entrypoint"])
     config, shape = recipe("qwen3_235b_a22b_math_gspo", tmp_path, command[4:])

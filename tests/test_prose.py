@@ -113,7 +113,7 @@ def protocols() -> list[dict[str, bool]]:
 
 @cache
 def methods(node: ast.ClassDef) -> dict[str, bool]:
-    """The public methods of a class and of those above it, each with whether one of these classes documents it."""
+    """The public methods of a class and of its bases, each with whether one of these classes documents it."""
     found: dict[str, bool] = {}
     for base in node.bases:
         for each in classes().get(name_of(base), []):

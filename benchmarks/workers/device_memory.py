@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan says of the accelerator's memory, beside what torch's allocator counts in small runs: `FOLDER`."""
+"""Compares a plan's bytes of the accelerator with the count of torch's allocator in small runs: `FOLDER`."""
 
 from __future__ import annotations
 

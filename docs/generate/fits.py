@@ -159,7 +159,7 @@ def folder_of(size: str) -> str:
 
 
 def setup(size: str, changes: Mapping[str, Any], device: FreeMemory | None) -> Setup:
-    """What a run is planned from."""
+    """The setup from which a run is planned."""
     values = {**COMMON, **changes, "model.path": folder_of(size), "reward.function": "math"}
     config = load_config(TrainConfig, None, values, given={"data"}, checked=False).config
     config = with_dtypes(config, elsewhere=device is not None)
@@ -185,7 +185,7 @@ def shape(name: str) -> dict[str, Any]:
 
 
 def measured(work: str) -> list[str]:
-    """A row of the table of what was measured: card, GiB planned and measured, error."""
+    """A row of the table of measurements: card, GiB planned and measured, error."""
     where, found = MEASURED[work]
     planned = on_card(work) / 2**30
     return [where, f"{planned:.2f} GiB", f"{found:.2f} GiB", f"{planned / found - 1:+.1%}"]

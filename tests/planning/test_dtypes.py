@@ -28,7 +28,7 @@ SetMachine = Callable[..., None]
 
 @pytest.fixture
 def set_machine(monkeypatch: pytest.MonkeyPatch) -> SetMachine:
-    """Sets the processor's features as Linux lists them, what torch's kernels use of them, and accelerators."""
+    """Sets the processor's features as listed by Linux, the subset that torch's kernels use, and accelerators."""
 
     def make(features: str = "avx2", capability: str = "AVX512", accelerators: int = 0, **environment: str) -> None:
         monkeypatch.setattr(devices, "instruction_set", lambda: f"flags : fpu {features}")

@@ -329,7 +329,7 @@ def test_tokens_of_a_micro_batch_by_hand() -> None:
 
 @pytest.mark.slow
 def test_micro_batches_fill_what_an_accelerator_has_beside_all_else(train_config: MakeConfig) -> None:
-    """Room for ten times what is held: of that three quarters, less what is held."""
+    """With room for ten times the held bytes, micro-batches get three quarters of it, less the held bytes."""
     common = {"algorithm.kl.where": "loss", "rollout.engine.options.kv_cache_bytes": 2**20}
 
     def tokens(total: int, name: str = "actor", changes: dict[str, int] | None = None) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pass on tensors without numbers takes what the same pass takes on real ones."""
+"""A pass on tensors without values counts the same bytes as the pass on real ones."""
 
 from __future__ import annotations
 

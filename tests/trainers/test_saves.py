@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When checkpoints are written without being asked for, and what a run says that begins anew."""
+"""Checkpoints that are written without a request, and the log of a run that starts anew."""
 
 from __future__ import annotations
 
