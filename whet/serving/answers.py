@@ -22,7 +22,7 @@ from whet.environments.tools.parsers import CONTROL, Call, parts_of
 from whet.errors import describe
 from whet.registry import TOOL_PARSERS
 from whet.rollout.protocol import Likeliest
-from whet.rollout.sampling import BROKEN
+from whet.rollout.stop_strings import BROKEN
 from whet.serving.bodies import ApiError, Asked, Raw, ToolsAsked
 from whet.types import FinishReason, Versions
 

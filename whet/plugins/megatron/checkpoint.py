@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from whet.engines.fsdp.checkpoint import FILE_BYTES, STATE
+from whet.errors import CheckpointError, EngineError
 from whet.plugins.megatron.core import CheckpointingException, dist_checkpointing, parallel_state
 from whet.plugins.megatron.model import Stage
-from whet.errors import CheckpointError, EngineError
 
 FOLDER, FORM = "megatron", ("torch_dist", 1)
 # Each weight's state is one tensor under the weight's name, whatever the mesh.

@@ -26,7 +26,6 @@ from whet.models.positions import next_position
 from whet.registry import register_rollout
 from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Likeliest, Request
-from whet.rollout.sampling import LastStops, StopStrings
 from whet.rollout.servers.engine import FIRST_VERSION, POLL_SECONDS, ServerEngine
 from whet.rollout.servers.environment import Package, where_found
 from whet.rollout.servers.media import Shown, positions_of
@@ -34,6 +33,7 @@ from whet.rollout.servers.options import ServerOptions
 from whet.rollout.servers.process import HOST as ADDRESS, Span, variables
 from whet.rollout.servers.weights import Part
 from whet.rollout.servers.words import Live
+from whet.rollout.stop_strings import LastStops, StopStrings
 from whet.types import FinishReason, Versions, last_versions
 
 INSIDE = Path(__file__).parent / "inside"  # what SGLang's processes import, and nothing else of whet

@@ -18,8 +18,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_recurrent_gated_delta_rule,
 )
 
-from whet.models import linear_attention
-from whet.models.linear_attention import PackedFlow, packed_rule
+from whet.kernels import delta_rule
+from whet.kernels.delta_rule import PackedFlow, packed_rule
 
 BEFORE = torch.tensor([-1, *range(69), -1, 70, 71, 4, 73, 74, 4, 76])  # rows of 70 and 3, and two behind token 4
 SIZE, HEADS, WIDTH = 80, 2, 4
@@ -66,8 +66,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module = ModuleType("fla.ops.gated_delta_rule")
     vars(module)["chunk_gated_delta_rule"] = chunk_gated_delta_rule
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", module)
-    monkeypatch.setattr(linear_attention, "find_spec", lambda name: SimpleNamespace(name=name))
-    monkeypatch.setattr(linear_attention, "runs_triton", lambda device, otherwise: True)
+    monkeypatch.setattr(delta_rule, "find_spec", lambda name: SimpleNamespace(name=name))
+    monkeypatch.setattr(delta_rule, "runs_triton", lambda device, otherwise: True)
     packed_rule.cache_clear()
     CALLS.clear()
     yield

@@ -77,11 +77,11 @@ class CompactAdamW(torch.optim.Optimizer):
                         self._step(work)
                 place += 1
         for same in together.values():
-            from whet.engines import compact_kernels
+            from whet.kernels import compact_adamw_triton
 
             where = same[0].weight.device
             tables = [_there(table, signed, where) for table in (_codes, _nearest) for signed in (True, False)]
-            compact_kernels.step(same, tables, self._rounding, BLOCK)
+            compact_adamw_triton.step(same, tables, self._rounding, BLOCK)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Puts back what `state_dict` gave, in the types that it has (torch's own would take the parameter's)."""

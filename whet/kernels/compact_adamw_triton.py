@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from whet.devices import moved
-from whet.engines.compact_adamw import Work
+from whet.kernels.compact_adamw import Work
 
 MOST = 512  # weights of a launch: each program searches its own among them
 BLOCKS, WARPS = 8, 4  # blocks of 256 numbers that one program changes

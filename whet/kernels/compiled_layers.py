@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -13,17 +13,16 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from whet.errors import EngineError
-from whet.models.load import body_of, layers
 
 log = logging.getLogger(__name__)
 # A kind of layer is compiled with and without gradients, for training and for sampling, with and without a window.
 MOST_VARIANTS = 32
 
 
-def compile_layers(model: nn.Module) -> None:
+def compile_layers(layers: Iterable[nn.Module]) -> None:
     """Compiles each layer of a model at its first call. A kind of layer that torch cannot compile runs as it is, and
     the log says so once."""
-    for number, layer in enumerate(layers(body_of(model))):
+    for number, layer in enumerate(layers):
         if "forward" not in vars(layer):
             # deepcopy gives a copy of the layer a forward of its own
             layer.forward = CompiledForward(layer, number)  # type: ignore[assignment]

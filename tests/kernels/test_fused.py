@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from whet.models.fused import GatedMLP, RMSNorm, _SiluGate, fuse
+from whet.kernels.fused import GatedMLP, RMSNorm, _SiluGate, fuse
 
 
 def test_gradients() -> None:

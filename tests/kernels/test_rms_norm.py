@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from whet.models import fused
-from whet.models.fused import RMSNorm, gradients, normalise, reference, reference_gradients
+from whet.kernels import fused
+from whet.kernels.fused import RMSNorm, gradients, normalise, reference, reference_gradients
 
 F32, BF16 = torch.float32, torch.bfloat16
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from whet.compiled import compiler
-from whet.models import linear
-from whet.models.linear import FastLinear, product, product_of_columns
+from whet.kernels import linear
+from whet.kernels.linear import FastLinear, product, product_of_columns
 
 SHAPES = [
     (16, 1, 1),

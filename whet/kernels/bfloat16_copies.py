@@ -7,7 +7,7 @@ The weights stay float32: the copy is what products read, and its gradient is ad
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from whet.models.linear import FastLinear
-from whet.models.load import body_of, layers
+from whet.kernels.linear import FastLinear
 
 
 class NarrowLinear(nn.Linear):
@@ -39,10 +38,10 @@ class NarrowLinear(nn.Linear):
 
 
 class NarrowCopies:
-    """The copies of all linear layers of a model's decoder, made when they are first needed."""
+    """The copies of all linear layers in some modules, made when they are first needed."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._linear = list(_replaced(model))
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._linear = list(_replaced(modules))
         self._narrow: dict[NarrowLinear, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._version: tuple[int, ...] = ()
@@ -96,10 +95,10 @@ def _is_plain(layer: nn.Linear) -> bool:
     return type(layer) in (nn.Linear, FastLinear) and layer.weight.dtype == torch.float32
 
 
-def _replaced(model: nn.Module) -> Iterator[NarrowLinear]:
+def _replaced(modules: Iterable[nn.Module]) -> Iterator[NarrowLinear]:
     """Puts a `NarrowLinear` in the place of each linear layer with float32 weights; the weights stay the same."""
-    for layer in layers(body_of(model)):
-        for parent in list(layer.modules()):
+    for module in modules:
+        for parent in list(module.modules()):
             for name, child in list(parent.named_children()):
                 if isinstance(child, nn.Linear) and _is_plain(child):
                     narrow = NarrowLinear(child.in_features, child.out_features, child.bias is not None, device="meta")

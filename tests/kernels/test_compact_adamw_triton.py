@@ -11,8 +11,8 @@ from torch import nn
 pytest.importorskip("triton")
 
 from whet import devices
-from whet.engines import compact_adamw, compact_kernels
-from whet.engines.compact_adamw import BLOCK, CompactAdamW, Draws, RankPart, Rounded, Work
+from whet.kernels import compact_adamw, compact_adamw_triton
+from whet.kernels.compact_adamw import BLOCK, CompactAdamW, Draws, RankPart, Rounded, Work
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 SHAPES = (20, 300), (5, 30), (3, 4, 400), (70,)  # rows with a short last block, small ones, three axes, a vector
@@ -50,10 +50,12 @@ def test_the_kernel_takes_the_steps_of_the_loop(
     """Products and sums may be fused: what is stored in float32 differs in the last bits, and what is rounded, at
     random or to a code, hardly ever."""
     looped = trained(state_dtype, rounding, dtype)
-    launches, plain = list[int](), compact_kernels.step
+    launches, plain = list[int](), compact_adamw_triton.step
     monkeypatch.setattr(compact_adamw, "runs_triton", lambda *_: True)
-    monkeypatch.setattr(compact_kernels, "step", lambda work, *rest: (launches.append(len(work)), plain(work, *rest)))
-    monkeypatch.setattr(compact_kernels, "MOST", 3)
+    monkeypatch.setattr(
+        compact_adamw_triton, "step", lambda work, *rest: (launches.append(len(work)), plain(work, *rest))
+    )
+    monkeypatch.setattr(compact_adamw_triton, "MOST", 3)
     got = trained(state_dtype, rounding, dtype)
     # int8 leaves a matrix and a vector that are small in float32; the small matrix has no gradient at first
     assert launches == ([2, 1, 2, 2] if state_dtype == "int8" else [3, 4])
@@ -79,7 +81,7 @@ def test_a_part_of_a_weight_is_rounded_as_in_the_whole(monkeypatch: pytest.Monke
         codec.start(state, own)
         draws = Draws(2**45 + 11, RankPart(own, rows.start, columns.start, 20))
         work = Work(own, grad[rows, columns].clone(), codec, state, draws, factors)
-        compact_kernels.step([work], [torch.zeros(1)] * 4, "stochastic", BLOCK)
+        compact_adamw_triton.step([work], [torch.zeros(1)] * 4, "stochastic", BLOCK)
         return own, state["exp_avg_sq"]
 
     whole, part = after(slice(0, 30), slice(0, 20)), after(slice(10, 22), slice(5, 12))

@@ -11,13 +11,13 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.models.test_outputs import random_batch
-from whet.models import compiled_layers
-from whet.models.compiled_layers import compile_layers
+from whet.kernels import compiled_layers
+from whet.kernels.bfloat16_copies import NarrowCopies, NarrowLinear
+from whet.kernels.compiled_layers import compile_layers
+from whet.kernels.varlen_attention import varlen_attention
 from whet.models.load import layers, load_policy, recompute_activations
-from whet.models.narrow import NarrowCopies, NarrowLinear
 from whet.models.outputs import ForwardSettings, model_outputs
 from whet.models.packing import layout
-from whet.models.varlen import varlen_attention
 
 PLAIN, ONE_CALL = ForwardSettings(), ForwardSettings(in_stretches=True)
 
@@ -61,7 +61,7 @@ def test_rows_without_a_shared_prompt_are_their_own_keys() -> None:
 
 
 def test_gradients_of_a_shared_prompt_are_summed_in_float32() -> None:
-    from whet.models.varlen import _to_tokens
+    from whet.kernels.varlen_attention import _to_tokens
 
     found = layout(answers(), share_prompts=True, in_stretches=True).stretches
     assert found is not None
@@ -127,7 +127,7 @@ def without_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_a_layer_is_compiled_once_for_all(model: PreTrainedModel, without_a_backend: None) -> None:
     compiled = copy.deepcopy(model)
-    compile_layers(compiled)
+    compile_layers(layers(compiled))
     torch._dynamo.utils.counters.clear()
     for checkpointed in (False, True):
         if checkpointed:
@@ -145,7 +145,7 @@ def test_a_layer_is_compiled_once_for_all(model: PreTrainedModel, without_a_back
 
 
 def test_a_copy_of_a_compiled_model_runs_its_own_layers(model: PreTrainedModel) -> None:
-    compile_layers(model)
+    compile_layers(layers(model))
     twin = copy.deepcopy(model)
     for one, other in zip(layers(model), layers(twin), strict=True):
         assert vars(one)["forward"].layer is one and vars(other)["forward"].layer is other
@@ -154,7 +154,7 @@ def test_a_copy_of_a_compiled_model_runs_its_own_layers(model: PreTrainedModel) 
 def test_narrow_copies(model: PreTrainedModel) -> None:
     """The same log-probs and gradients as autocast's casts, over two passes and a step in between."""
     plain, batches = copy.deepcopy(model), [random_batch(rows=5 + 3 * seed, seed=seed) for seed in range(2)]
-    copies, settings = NarrowCopies(model), ForwardSettings(dtype=torch.bfloat16)
+    copies, settings = NarrowCopies(layers(model)), ForwardSettings(dtype=torch.bfloat16)
     for _ in range(2):
         with copies.used():
             for batch in batches:

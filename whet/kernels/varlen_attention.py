@@ -7,13 +7,17 @@ own, gathered by index. Heads come in groups as they are.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from whet.models.packing import Stretches
+from whet.kernels.tiles import power_of_two, tiles_of
 
+# Counts of tokens and rows are padded to multiples, so that shapes repeat.
+TOKENS_STEP, STRETCHES_STEP = 64, 64
 _operators = torch.library.Library("whet_varlen", "DEF")
 _LAYOUT = (
     "Tensor queries, Tensor keys, Tensor? source, SymInt longest_query, SymInt longest_key, float scale, SymInt window"
@@ -23,6 +27,57 @@ _operators.define(
     "backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor log_sums, "
     f"{_LAYOUT}, Tensor? own, Tensor? shared, Tensor? users) -> (Tensor, Tensor, Tensor)"
 )
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """The T tokens as S rows one after the other, the last of them padding, with K keys, for one call of attention."""
+
+    queries: torch.Tensor  # [S + 1] int32: where each row's own tokens begin, and T
+    keys: torch.Tensor  # [S + 1] int32: the same among the K keys
+    longest_query: int  # a bound, as the next
+    longest_key: int
+    size: int  # T, padding included
+    source: torch.Tensor | None = None  # [K] the token of each key; without it the keys are the T tokens
+    own: torch.Tensor | None = None  # [T] each token's key in its own row
+    shared: torch.Tensor | None = None  # [U] tokens of prompts that several rows share
+    users: torch.Tensor | None = None  # [U, n] their keys in the other rows; K where there are fewer
+    tiles: torch.Tensor | None = None  # [n, 4] of `tiles_of`, whose rows are the first keys; unset: a kernel's own
+
+    @classmethod
+    def of(
+        cls, own_lengths: torch.Tensor, prefix_lengths: torch.Tensor, in_order: torch.Tensor, tile: int = 0
+    ) -> Stretches:
+        """own_lengths and prefix_lengths [rows]; in_order [rows, L] index of each row's tokens among the T, its shared
+        prompt first, -1 behind them; `tile` tokens are attended together, 0: as many as a kernel takes."""
+        total, device = int(own_lengths.sum()), in_order.device
+        size = rounded(total, TOKENS_STEP)
+        lengths = torch.cat([own_lengths, own_lengths.new_tensor([size - total])])
+        depths = lengths + F.pad(prefix_lengths, (0, 1))
+        empty = -len(lengths) % STRETCHES_STEP
+        found: dict[str, Any] = {
+            "queries": F.pad(lengths, (1, empty)).cumsum(0).int(),
+            "keys": F.pad(depths, (1, empty)).cumsum(0).int(),
+            "longest_query": power_of_two(int(lengths.max())),
+            "longest_key": power_of_two(int(depths.max())),
+            "size": size,
+            "tiles": tiles_of(lengths, depths.cumsum(0) - depths, depths - lengths, tile) if tile else None,
+        }
+        if not bool(prefix_lengths.any()):
+            return cls(**found)
+        is_key = in_order >= 0
+        is_own = is_key & (torch.arange(in_order.shape[1], device=device) >= prefix_lengths[:, None])
+        source = torch.cat([in_order[is_key], torch.arange(total, size, device=device)])
+        number = torch.full(in_order.shape, -1, device=device)
+        number[is_key] = torch.arange(len(source) - size + total, device=device)
+        own = torch.cat([number[is_own], torch.arange(len(source) - size + total, len(source), device=device)])
+        tokens, order = in_order[is_key & ~is_own].sort(stable=True)
+        shared, counts = torch.unique_consecutive(tokens, return_counts=True)
+        users = torch.full((len(shared), int(counts.max())), len(source), device=device)
+        rank = torch.arange(len(order), device=device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+        row = torch.arange(len(shared), device=device).repeat_interleave(counts)
+        users[row, rank] = number[is_key & ~is_own][order]
+        return cls(**found, source=source, own=own, shared=shared, users=users)
 
 
 def varlen_attention(
@@ -44,11 +99,11 @@ class _Varlen(torch.autograd.Function):
         if where.tiles is None:
             out, log_sums = torch.ops.whet_varlen.forward(query, key, value, *layout)
         else:
-            from whet.models import fixed_kernels
+            from whet.kernels import batch_invariant_triton
 
             source = torch.arange(where.size, device=query.device) if where.source is None else where.source
             given = query, key, value, source, where.tiles, (scale, window, 0.0)
-            out, log_sums = fixed_kernels.attention(*given, 1, where.longest_key)
+            out, log_sums = batch_invariant_triton.attention(*given, 1, where.longest_key)
         if sinks is not None:  # one more summand of each sum, by which the kernel's backward pass divides too
             without, log_sums = log_sums, torch.logaddexp(log_sums, sinks.float()[:, None])
             out = (out * (without - log_sums).exp().T[..., None]).to(out.dtype)
@@ -157,3 +212,8 @@ torch.library.register_fake("whet_varlen::backward", _grad_shapes, lib=_operator
 def has_kernel(device: torch.device) -> bool:
     """True where torch has FlashAttention for the device: NVIDIA's cards from Ampere on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
+
+
+def rounded(count: int, step: int) -> int:
+    """`count`, rounded up to a multiple of `step` from 2 `step` on."""
+    return count if count < 2 * step else -(-count // step) * step

@@ -7,12 +7,12 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from tests.models.interpreted import exact_products
-from whet.models import fixed_kernels, fused
-from whet.models.packing import Stretches, tile_tokens, tiles_of
-from whet.models.varlen import reference
+from tests.kernels.interpreted import exact_products
+from whet.kernels import batch_invariant_triton, fused
+from whet.kernels.tiles import tile_tokens, tiles_of
+from whet.kernels.varlen_attention import Stretches, reference
 
-pytestmark = pytest.mark.skipif(not fixed_kernels.INTERPRETED, reason="needs Triton's interpreter")
+pytestmark = pytest.mark.skipif(not batch_invariant_triton.INTERPRETED, reason="needs Triton's interpreter")
 
 
 def test_tiles_by_hand() -> None:
@@ -39,7 +39,7 @@ def test_attention_of_packed_rows(heads: int, kv_heads: int, dim: int, window: i
     layout = where.queries, where.keys, where.source, where.longest_query, where.longest_key, dim**-0.5, window
     expected, sums = reference(query, key, value, *layout)
     assert where.source is not None and where.tiles is not None
-    found, log_sums = fixed_kernels.attention(
+    found, log_sums = batch_invariant_triton.attention(
         query, key, value, where.source, where.tiles, (dim**-0.5, window, 0.0), 1, where.longest_key
     )
     assert torch.allclose(found, expected, atol=1e-6) and torch.allclose(log_sums, sums, atol=1e-5)
@@ -55,7 +55,7 @@ def test_a_token_attends_alike_alone_and_in_a_tile(monkeypatch: pytest.MonkeyPat
     def attended(lengths: list[int], positions: list[int], first: int) -> torch.Tensor:
         tiles = tiles_of(torch.tensor(lengths), torch.zeros(len(lengths)).long(), torch.tensor(positions), 32)
         part = query[first : first + sum(lengths)]
-        return fixed_kernels.attention(part, key, value, args[0], tiles, *args[1:])[0]
+        return batch_invariant_triton.attention(part, key, value, args[0], tiles, *args[1:])[0]
 
     whole = attended([100], [0], 0)
     assert torch.equal(attended([1], [77], 77)[0], whole[77])
@@ -68,11 +68,13 @@ def test_product_and_norm(rows: int, columns: int, depth: int, monkeypatch: pyte
     torch.manual_seed(2)
     x, weight, bias = torch.randn(2, rows, depth), torch.randn(columns, depth), torch.randn(columns)
     for many in (1, 4096):  # with wide tiles and narrow ones
-        monkeypatch.setattr(fixed_kernels, "MANY_COLUMNS", many)
-        found = fixed_kernels.product(x, weight, bias)
+        monkeypatch.setattr(batch_invariant_triton, "MANY_COLUMNS", many)
+        found = batch_invariant_triton.product(x, weight, bias)
         assert torch.allclose(found, F.linear(x, weight, bias), atol=2e-5)
-        assert torch.equal(fixed_kernels.product(x[1, 2:3], weight, bias), found[1, 2:3])
-        assert torch.allclose(fixed_kernels.product(x, weight, None), F.linear(x, weight), atol=2e-5)
+        assert torch.equal(batch_invariant_triton.product(x[1, 2:3], weight, bias), found[1, 2:3])
+        assert torch.allclose(batch_invariant_triton.product(x, weight, None), F.linear(x, weight), atol=2e-5)
     scaled = torch.rand(depth) + 0.5
-    for got, expected in zip(fixed_kernels.normalise(x, scaled, 1e-6), fused.normalise(x, scaled, 1e-6), strict=True):
+    for got, expected in zip(
+        batch_invariant_triton.normalise(x, scaled, 1e-6), fused.normalise(x, scaled, 1e-6), strict=True
+    ):
         assert got.shape == expected.shape and torch.allclose(got, expected, atol=1e-6)

@@ -7,11 +7,11 @@ import torch
 pytest.importorskip("triton")
 
 from whet.devices import HOST
-from whet.models.packing import tile_tokens, tiles_of
-from whet.rollout.native import kernels
-from whet.rollout.native.paged_attention import reference
+from whet.kernels import paged_attention_triton as kernels
+from whet.kernels.paged_attention import reference
+from whet.kernels.sampling import SamplingState, sample
+from whet.kernels.tiles import tile_tokens, tiles_of
 from whet.rollout.protocol import Request, SamplingParams
-from whet.rollout.sampling import SamplingState, sample
 
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="needs Triton's interpreter")
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from whet.models.attention import Scores
-from whet.rollout.native.paged_attention import BLOCK_SIZE, BlockIndex, load_kernel, paged_attention, reference
+from whet.kernels.attention import Scores
+from whet.kernels.paged_attention import BLOCK_SIZE, BlockIndex, load_kernel, paged_attention, reference
 
 PLAIN = [(dim, dim, False) for dim in (16, 48, 64, 128)]
 
@@ -81,7 +81,7 @@ def test_prefill_then_decode(
 ) -> None:
     function: Callable[..., torch.Tensor] = {"kernel": paged_attention, "torch": reference}.get(kind, OnDevice())
     if kind == "device, few at once":
-        monkeypatch.setattr("whet.rollout.native.paged_attention.GATHERED", 1)
+        monkeypatch.setattr("whet.kernels.paged_attention.GATHERED", 1)
     data, sinks, expected = expectation(heads, kv_heads, dim, value_dim, has_sinks, window, cap)
     lengths = [len(q) for q, *_ in data]
     keys = torch.full((16, kv_heads, dim, BLOCK_SIZE), float("nan"))  # what was never written must not matter

@@ -2,7 +2,7 @@
 """Triton kernels with tiles of one shape, whatever the batch: a token's numbers do not depend on the other tokens.
 
 Attention goes over the keys of a sequence in tiles from its beginning on, which a table finds, in the blocks of a cache
-or among packed tokens. `paged_attention.reference` and `varlen.reference` say the same in torch.
+or among packed tokens. `paged_attention.reference` and `varlen_attention.reference` say the same in torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from whet.models.packing import tile_tokens
+from whet.kernels.tiles import tile_tokens
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU: loops take their bound from the host
 KEYS, WARPS, STAGES = 64, 4, 2  # of attention: keys read at once by one program
@@ -76,7 +76,7 @@ def attention(
     """softmax(form(query keys^T)) values, causal, and the logs of the sums of exp: [T, H, D] and [H, T] float32.
 
     query [T, H, D]; keys and values [K, KV, D]; table [S, W] has the number of each `block` of keys of a sequence,
-    or where `block` is 1 [W] that of each key; tiles [n, 4] as `packing.tiles_of` makes them, whose rows are those of
+    or where `block` is 1 [W] that of each key; tiles [n, 4] as `tiles.tiles_of` makes them, whose rows are those of
     the table; the form is that of `Scores`; no sequence has more than `bound` keys.
     """
     (tokens, heads, dim), kv_heads, (scale, window, cap) = query.shape, keys.shape[1], form

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
+from whet.kernels.sampling import SamplingState, _cut, is_stop, sample, uniforms
 from whet.keyed import key
 from whet.rollout.protocol import Request, SamplingParams
-from whet.rollout.sampling import SamplingState, _cut, is_stop, sample, uniforms
 
 
 def state(count: int, **params: object) -> SamplingState:

@@ -1,30 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choosing tokens from logits with random numbers that depend on the request and the position alone; before that,
-changes of the logits: allowed tokens, bad words, then penalties, in vLLM's order; and stop strings: a response ends
-with the token after which its text contains one of them.
-
-The text is what environments and rewards read: all tokens decoded, special ones left out."""
+changes of the logits: allowed tokens, bad words, then penalties, in vLLM's order. `sampling_triton` is its kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Protocol
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from whet.data.chat import encode_texts
 from whet.devices import HOST, moved
-from whet.errors import DataError, EngineError
-from whet.rollout.protocol import Likeliest, Request
+from whet.errors import EngineError
+from whet.types import Likeliest, SamplingParams
 
 NEVER = -1  # stands for "no such token" where rows have unequally many
 Rules = tuple[tuple[int, ...] | None, tuple[tuple[int, ...], ...]]  # allowed tokens and bad words
 OFF = 2.0  # a top_p that the rounded sum of probabilities never reaches
-LoadTokenizer = Callable[[], PreTrainedTokenizerBase]
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a part of a character is decoded to
-KEPT = 64  # different stop strings whose tables are kept
+
+
+class KeyedRequest(Protocol):
+    """The prompt, the sampling parameters and the key of random numbers of a response to sample."""
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]: ...
+    @property
+    def params(self) -> SamplingParams: ...
+    @property
+    def key(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Constraints:
     words_rule: torch.Tensor  # [W] whose rules
 
     @classmethod
-    def of(cls, requests: Sequence[Request], vocab_size: int, device: torch.device) -> Constraints:
+    def of(cls, requests: Sequence[KeyedRequest], vocab_size: int, device: torch.device) -> Constraints:
         """The columns of `requests`.  Raises: EngineError for rules that cannot be kept."""
         params = [request.params for request in requests]
         rules: dict[Rules, int] = {}
@@ -121,21 +124,6 @@ class Constraints:
         return rows, self.words[words, -1]
 
 
-def bad_word_ids(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], ...]:
-    """Returns each word as tokens, at the start of a text and after a space.
-
-    Raises: DataError for a word that has none."""
-    found: dict[tuple[int, ...], None] = {}
-    for word in words:
-        bare = word.lstrip(" ") or word
-        found |= {tuple(ids): None for ids in encode_texts(tokenizer, [bare], add_special_tokens=False)}
-        try:
-            found |= {tuple(ids): None for ids in encode_texts(tokenizer, [f" {bare}"], add_special_tokens=False)}
-        except DataError:
-            continue  # a tokenizer without a space writes none
-    return tuple(found)
-
-
 def check_rules(rules: Rules, vocab_size: int) -> None:
     """Raises: EngineError for tokens that the model does not have, and where nothing could be drawn."""
     allowed, bad_words = rules
@@ -180,7 +168,7 @@ class SamplingState:
     num_likeliest: int  # the largest of the rows' numbers
 
     @classmethod
-    def of(cls, requests: Sequence[Request], vocab_size: int, device: torch.device) -> SamplingState:
+    def of(cls, requests: Sequence[KeyedRequest], vocab_size: int, device: torch.device) -> SamplingState:
         """The columns of `requests`.  Raises: EngineError for constraints that cannot be kept."""
         params = list({id(request.params): request.params for request in requests}.values())  # many share theirs
         number = {id(each): number for number, each in enumerate(params)}
@@ -316,64 +304,3 @@ def _cut(log_probs: torch.Tensor, state: SamplingState) -> torch.Tensor:
 def is_stop(tokens: torch.Tensor, stop_ids: torch.Tensor) -> torch.Tensor:
     """[S] bool: the token is among the row's `stop_ids` [S, K], which end its response."""
     return (tokens[:, None] == stop_ids).any(1)
-
-
-class StopStrings:
-    """Some stop strings and the tokenizer that tells where they end.
-
-    Only the last tokens are decoded, and only where the newest one can end a string. Every token that has text stands
-    for a byte or more, so a string of b bytes lies in the last b of them; one more is read, because many tokenizers
-    leave out the space before the first. Bytes that begin in the middle of a character are broken there alone.
-    """
-
-    def __init__(self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
-        self.strings, self._tokenizer = strings, tokenizer
-        self._window = max(len(string.encode()) for string in strings) + 1
-        self._last_letters = {string[-1] for string in strings}
-        special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-        self._silent, self._size = special, len(tokenizer)
-        self._can_end: dict[int, bool] = {}
-
-    def found(self, newest: int, response: torch.Tensor | Sequence[int]) -> str | None:
-        """The string that `newest`, the last token of `response` [T], completes: of several the first in the text."""
-        if newest not in self._can_end:
-            # Twice, because many tokenizers leave out the space before the first word.
-            text = self._decode([newest, newest])
-            self._can_end[newest] = BROKEN in text or not self._last_letters.isdisjoint(text)
-        if not self._can_end[newest]:
-            return None
-        width = self._window
-        ids = _listed(response[-width:])
-        while len(ids) == width and sum(map(self._has_text, ids)) < self._window:
-            width *= 2
-            ids = _listed(response[-width:])
-        text = self._decode(ids)
-        places = [(text.find(string), string) for string in self.strings if string in text]
-        return min(places, key=lambda place: place[0])[1] if places else None
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return cast(str, self._tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    def _has_text(self, token: int) -> bool:
-        return token < self._size and token not in self._silent
-
-
-class LastStops:
-    """The stop strings of the last requests; older ones are forgotten, as a server's clients may send ever new ones."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[str, ...], StopStrings] = {}  # the oldest first
-
-    def of(self, strings: tuple[str, ...], load_tokenizer: LoadTokenizer) -> StopStrings | None:
-        """Returns those of a request, None where it has none; the tokenizer is loaded for new ones alone."""
-        if not strings:
-            return None
-        found = self._kept.pop(strings, None) or StopStrings(strings, load_tokenizer())
-        self._kept[strings] = found
-        if len(self._kept) > KEPT:
-            self._kept.pop(next(iter(self._kept)), None)
-        return found
-
-
-def _listed(ids: torch.Tensor | Sequence[int]) -> list[int]:
-    return cast(list[int], ids.tolist()) if isinstance(ids, torch.Tensor) else list(ids)

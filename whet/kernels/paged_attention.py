@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from whet.compiled import library
-from whet.models.attention import Scores, softmax
+from whet.kernels.attention import Scores, softmax
 
 BLOCK_SIZE = 16  # tokens in a block of the cache; the kernel counts on it
 GATHERED = 2**27  # numbers of keys that are read out of the cache at once

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from whet.models.log_probs import LogitForm, token_statistics, vocab_log_probs
+from whet.kernels.log_probs import LogitForm, token_statistics, vocab_log_probs
 
 
 def inputs(count: int = 7) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -82,7 +82,7 @@ def test_no_tokens() -> None:
 
 
 def test_never_more_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from whet.models import log_probs
+    from whet.kernels import log_probs
 
     seen: list[int] = []
     plain = log_probs._logits

@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import engine_conformance as suite
 from test_single import engine
 
 from tests.raising import raises
 from whet.config import TrainConfig, load_config
 from whet.config.schema import OptimConfig
-from whet.engines import compact_adamw
-from whet.engines.compact_adamw import BLOCK, HALF, Blocks, Draws, RankPart, _codes, round_at_random
 from whet.engines.optim import optimizer_for
 from whet.errors import ConfigError
+from whet.kernels import compact_adamw
+from whet.kernels.compact_adamw import BLOCK, HALF, Blocks, Draws, RankPart, _codes, round_at_random
 from whet.keyed import key
 from whet.models.outputs import ForwardSettings
 from whet.trainers.objectives import ImitationObjective

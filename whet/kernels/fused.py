@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from whet.compiled import library
-from whet.models.linear import FastLinear
+from whet.kernels.linear import FastLinear
 
 TOLERANCE = 1e-5  # relative, in float32
 WIDTH = 8  # of the copies for the comparison

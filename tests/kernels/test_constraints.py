@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
-    PreTrainedTokenizerBase,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -21,9 +19,9 @@ from transformers import (
 )
 
 from tests.raising import raises
-from whet.errors import DataError, EngineError
+from whet.errors import EngineError
+from whet.kernels.sampling import Constraints, SamplingState, _cut
 from whet.rollout.protocol import Request, SamplingParams
-from whet.rollout.sampling import Constraints, SamplingState, _cut, bad_word_ids
 
 VOCABULARY = 12
 CPU = torch.device("cpu")
@@ -156,17 +154,3 @@ def test_what_cannot_be_kept_is_refused(params: dict[str, object], key: str, fou
 
 def test_taking_turns_is_no_dead_end() -> None:
     assert Constraints.of([request(allowed_token_ids=(1, 2), bad_words=((1, 1), (2, 2)))], VOCABULARY, CPU) is not None
-
-
-def test_a_bad_word_is_forbidden_with_and_without_a_space(
-    tokenizer: PreTrainedTokenizerBase, qwen25_folder: Path
-) -> None:
-    from whet.models.load import load_tokenizer
-
-    byte_level = load_tokenizer(qwen25_folder)
-    for each in (tokenizer, byte_level):
-        found = bad_word_ids(["the", " the"], each)
-        assert found == (tuple(each.encode("the")), tuple(each.encode(" the")))
-    assert bad_word_ids(["\n"], byte_level)[0] == tuple(byte_level.encode("\n"))
-    with raises(DataError, "tokenizer", found=re.compile("^rejects .*'THE'")):
-        bad_word_ids(["THE"], tokenizer)

@@ -61,7 +61,7 @@ def token_statistics(
 
     hidden [N, H], weight [V, H], bias [V]. At most `chunk_tokens` rows of logits [., V] exist at once; the backward
     pass computes them again. Matrix products run in hidden's dtype, the rest in at least float32. Temperature 0
-    (greedy) counts as 1. `fixed`: by `models.fixed`, with numbers that do not depend on the other tokens.
+    (greedy) counts as 1. `fixed`: by `batch_invariant_triton`, with numbers that do not depend on the other tokens.
     """
     log_probs, entropies, squares = _TokenStatistics.apply(
         hidden, weight, bias, targets, temperature or 1.0, chunk_tokens, entropy, sum_pi_squared, form, fixed
@@ -86,9 +86,9 @@ def _products(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fixed: bool = False
 ) -> torch.Tensor:
     if fixed:
-        from whet.models import fixed_kernels
+        from whet.kernels import batch_invariant_triton
 
-        return fixed_kernels.product(hidden, weight, bias)
+        return batch_invariant_triton.product(hidden, weight, bias)
     products = hidden @ weight.T
     return products if bias is None else products + bias
 
@@ -109,9 +109,9 @@ def _kernels(hidden: torch.Tensor, fixed: bool) -> Any:
     otherwise = "log-probs take several passes over the logits"
     if not fixed and (hidden.dtype != torch.bfloat16 or not runs_triton(hidden.device, otherwise)):
         return None
-    from whet.models import head_kernels
+    from whet.kernels import log_probs_triton
 
-    return head_kernels
+    return log_probs_triton
 
 
 def _logits(

@@ -6,10 +6,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from whet.models import head_kernels
-from whet.models.log_probs import LogitForm, token_statistics
+from whet.kernels import log_probs_triton
+from whet.kernels.log_probs import LogitForm, token_statistics
 
-pytestmark = pytest.mark.skipif(not head_kernels.INTERPRETED, reason="needs Triton's interpreter")
+pytestmark = pytest.mark.skipif(not log_probs_triton.INTERPRETED, reason="needs Triton's interpreter")
 
 
 @pytest.mark.parametrize(
@@ -25,12 +25,12 @@ def test_statistics_and_gradient(form: LogitForm, temperature: float) -> None:
     )
     products = (hidden @ weight.T).detach()
     how = form.scale, form.cap or 0.0, temperature
-    found = head_kernels.statistics(products, targets, *how)
+    found = log_probs_triton.statistics(products, targets, *how)
     for one, other in zip(found, expected, strict=False):
         assert other is not None and torch.allclose(one, other, atol=2e-5)
     grad, grad_entropy = torch.randn(rows), torch.randn(rows)
     assert expected.entropy is not None
     ((expected.log_probs * grad).sum() + (expected.entropy * grad_entropy).sum()).backward()
-    gradient = head_kernels.gradient_(products, targets, found[3], found[1], grad, grad_entropy, *how)
+    gradient = log_probs_triton.gradient_(products, targets, found[3], found[1], grad, grad_entropy, *how)
     assert gradient is products and hidden.grad is not None
     assert torch.allclose(gradient @ weight, hidden.grad, rtol=1e-4, atol=1e-5)
