@@ -34,7 +34,7 @@ class Mask(Protocol):
 
     @property
     def key_runs(self) -> torch.Tensor | None:
-        """None where attention is causal everywhere."""
+        """Runs of keys that attend to each other in both directions; None where there are none."""
         ...
 
 

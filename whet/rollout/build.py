@@ -41,8 +41,7 @@ from whet.rollout.collect import Collector, Stage
 from whet.rollout.driver import Driver
 from whet.rollout.episode import MAIN, Limits
 from whet.rollout.planned import CacheRoom, ChecksAhead, ChecksMedia
-from whet.rollout.protocol import RolloutEngine, SamplingParams, SharesModule
-from whet.rollout.servers.process import Span
+from whet.rollout.protocol import RolloutEngine, SamplingParams, SharesModule, Span
 from whet.types import Limit, Prompt
 
 log = logging.getLogger(__name__)

@@ -25,6 +25,16 @@ Weights = Iterable[tuple[str, torch.Tensor]]  # under their Hugging Face names
 
 
 @dataclass(frozen=True)
+class Span:
+    """The part of a server that one of several nodes has."""
+
+    nodes: int
+    number: int  # of the node; the server answers on node 0
+    address: str  # of node 0, where the parts meet
+    port: int
+
+
+@dataclass(frozen=True)
 class Request:
     """A response to sample. Equal `key`s draw equal random numbers, whatever else is sampled beside them.
 

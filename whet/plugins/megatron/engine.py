@@ -16,9 +16,9 @@ from torch import nn
 
 from whet.devices import HOST
 from whet.engines.engine import Engine, rows_of
-from whet.engines.fsdp.pipeline import everywhere, run_forward
 from whet.engines.protocol import Columns, Objective, Spread
 from whet.engines.role import RoleSettings
+from whet.engines.stages import everywhere, run_forward
 from whet.errors import ConfigError, EngineError
 from whet.metrics import Metrics
 from whet.models.load import body_of
