@@ -30,8 +30,8 @@ from whet.planning.memory import (
     rollout_bytes,
 )
 from whet.planning.outline import RowLength, TensorBytes
-from whet.rollout.planned import CacheRoom
 from whet.rollout.protocol import Request, SamplingParams
+from whet.rollout.requirements import CacheRoom
 from whet.trainers import build, sft
 
 MakeConfig = Callable[..., TrainConfig]

@@ -40,8 +40,8 @@ from whet.registry import ENGINES, ENVIRONMENTS, ROLLOUT_ENGINES
 from whet.rollout.collect import Collector, Stage
 from whet.rollout.driver import Driver
 from whet.rollout.episode import MAIN, Limits
-from whet.rollout.planned import CacheRoom, ChecksAhead, ChecksMedia
 from whet.rollout.protocol import RolloutEngine, SamplingParams, SharesModule, Span
+from whet.rollout.requirements import CacheRoom, ChecksAhead, ChecksMedia
 from whet.types import Limit, Prompt
 
 log = logging.getLogger(__name__)

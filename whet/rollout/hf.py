@@ -18,8 +18,8 @@ from whet.models.positions import position_ids, rotary_positions
 from whet.models.supported import support_of
 from whet.registry import register_rollout
 from whet.rollout.in_process import Done, InProcessEngine, LiveRequest, LoadTokenizer
-from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Request
+from whet.rollout.requirements import Decoding, RolloutBytes
 from whet.types import FinishReason
 
 

@@ -22,8 +22,8 @@ from whet.models.outputs import ForwardSettings, model_outputs
 from whet.plugins.lessons.init_model import Arch, init_model
 from whet.rollout.native.cache import BlockCache
 from whet.rollout.native.engine import NativeEngine
-from whet.rollout.planned import Decoding, Lengths
 from whet.rollout.protocol import Completion, Finished, Request, SamplingParams, generate
+from whet.rollout.requirements import Decoding, Lengths
 
 ARCHS = ["gpt_oss", "deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5"]
 

@@ -50,8 +50,8 @@ from whet.rollout.native.columns import (
 from whet.rollout.native.running import Running
 from whet.rollout.native.scheduler import PREFILL_TOKENS, ScheduledRequest, Scheduler, Stretch, by_tokens
 from whet.rollout.native.states import End, PrefillFlow, held
-from whet.rollout.planned import CacheRoom, Decoding, RolloutBytes
 from whet.rollout.protocol import Request
+from whet.rollout.requirements import CacheRoom, Decoding, RolloutBytes
 from whet.types import Media
 
 LOGIT_BYTES = 24  # of a logit while tokens are chosen: itself, in float32, its probability and sums

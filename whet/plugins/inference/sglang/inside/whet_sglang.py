@@ -41,7 +41,7 @@ from sglang.srt.model_executor.model_runner_components import weight_updater
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils.weight_versions import compute_weight_version_spans
-from whet_parts import weights_in
+from whet_weight_parts import weights_in
 
 PATCHES = json.loads(os.environ.get("WHET_PATCHES", "[]"))  # token ids; none where the model reads text alone
 _parsed = lru_cache(1024)(json.loads)

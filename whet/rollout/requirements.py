@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout engine before it exists: whether it can be made here, and its memory."""
+"""Requirements of a rollout engine before it exists: whether it can be made here, and its memory."""
 
 from __future__ import annotations
 

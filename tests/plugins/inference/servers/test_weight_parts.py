@@ -18,15 +18,15 @@ import torch
 from torch.multiprocessing import reductions
 
 sys.path.append(str(Path(__file__).parents[4] / "whet" / "plugins" / "inference" / "servers" / "inside"))
-import whet_parts
+import whet_weight_parts
 
 from whet.plugins.inference.servers.weights import SHARED, Part, in_parts, packed
 
 Reader = subprocess.Popen[str]
-INSIDE = str(Path(whet_parts.__file__).parent)
+INSIDE = str(Path(whet_weight_parts.__file__).parent)
 READ = """
 import json, sys
-from whet_parts import weights_in
+from whet_weight_parts import weights_in
 for line in sys.stdin:
     found = {name: [str(weight.dtype), weight.tolist()] for name, weight in weights_in(json.loads(line))}
     print(json.dumps(found), flush=True)
@@ -105,8 +105,8 @@ def test_parts_end_with_a_layer() -> None:
     """Loaders collect weights of a layer that they fuse."""
     names = ["embed", "model.layers.0.a", "model.layers.0.b", "model.layers.1.a", "model.layers.1.b", "head"]
     told = in_parts(((name, torch.ones(2)) for name in names), part_bytes=12)
-    found = ["+".join(name.removeprefix("model.layers.") for name, _ in whet_parts.weights_in(part)) for [part] in told]
-    assert found == ["embed+0.a+0.b", "1.a+1.b", "head"]
+    found = [[name.removeprefix("model.layers.") for name, _ in whet_weight_parts.weights_in(part)] for [part] in told]
+    assert found == [["embed", "0.a", "0.b"], ["1.a", "1.b"], ["head"]]
 
 
 def read_elsewhere(told: Iterator[list[Part]], readers: Sequence[Reader]) -> list[dict[str, Any]]:
@@ -128,7 +128,7 @@ def test_what_breaks_off_raises_what_broke() -> None:
         raise OSError("the link broke")
 
     told = in_parts(broken(), part_bytes=16)
-    assert [name for name, _ in whet_parts.weights_in(next(told)[0])] == ["a"]
+    assert [name for name, _ in whet_weight_parts.weights_in(next(told)[0])] == ["a"]
     with pytest.raises(OSError, match="the link broke"):
         next(told)
 
@@ -137,7 +137,7 @@ def test_weights_lie_one_behind_the_other() -> None:
     """Each begins at a multiple of 16 bytes, where a view of any dtype may begin, and is read as it was."""
     octets, places = packed(weights())
     assert len(octets) == 64 and [place[3:] for place in places] == [[0, 12], [16, 26], [32, 40], [48, 60]]
-    found = whet_parts.unpacked(octets, json.loads(json.dumps(places)))
+    found = whet_weight_parts.unpacked(octets, json.loads(json.dumps(places)))
     assert {name: [str(weight.dtype), weight.tolist()] for name, weight in found} == VALUES
 
 
@@ -150,4 +150,4 @@ def test_an_accelerator_that_a_server_does_not_see() -> None:
     """Here it sees none, or another one."""
     told = {"places": [], "memory": {"device": "that of the trainer"}}
     with pytest.raises(ValueError, match="lie on the accelerator that of the trainer, and this server sees"):
-        list(whet_parts.weights_in(told))
+        list(whet_weight_parts.weights_in(told))

@@ -9,10 +9,10 @@ import torch
 from whet import devices
 from whet.devices import HOST, MemoryUse, room_for_tensors
 from whet.models.load import load_policy
-from whet.rollout import planned
+from whet.rollout import requirements
 from whet.rollout.native import engine as native
 from whet.rollout.native.engine import NativeEngine
-from whet.rollout.planned import CacheRoom
+from whet.rollout.requirements import CacheRoom
 
 GIB = 2**30
 TOKEN_BYTES = 2 * 2 * 2 * 32 * 4  # of `model_folder`: keys and values, layers, heads, their size, bytes
@@ -34,7 +34,7 @@ def test_a_cache_takes_what_is_left_beside_the_most_that_others_have() -> None:
 def made_in(use: MemoryUse | None, folder: Path, room: CacheRoom | None, monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes of the cache that an engine makes where its device has this memory."""
     monkeypatch.setattr(native, "memory", lambda device: use)
-    monkeypatch.setattr(planned, "KV_CACHE_BYTES", 2**20)
+    monkeypatch.setattr(requirements, "KV_CACHE_BYTES", 2**20)
     engine = NativeEngine(cache_room=room)
     module = load_policy(folder)
     assert module.config.vocab_size == VOCABULARY and module.config.max_position_embeddings == LONGEST

@@ -23,9 +23,9 @@ from whet.controller.launch import launch_roles
 from whet.controller.worker import Placement, WorkerSpec
 from whet.errors import LostReplicaError
 from whet.tracking import profile
-from whet.trainers import measured
-from whet.trainers.measured import MeasuredWorker, asked_of_trained, shares_of_peak, use_of_ranks
+from whet.trainers import telemetry
 from whet.trainers.sft import train_sft
+from whet.trainers.telemetry import MeasuredWorker, asked_of_trained, shares_of_peak, use_of_ranks
 
 POOLS = {"train": PoolConfig(processes=2, roles=["actor"]), "sample": PoolConfig(processes=1, roles=["rollout"])}
 
@@ -49,7 +49,7 @@ def group(*answers: dict[str, float] | Exception | None) -> Any:
 
 
 def test_every_pool_is_asked_once_and_nothing_waits_for_a_rank_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(telemetry, "ANSWER_SECONDS", 0.1)
     use = {"memory_gib": 2.0, "cpu_cores": 1.5, "accelerator_gib": 30.0}
     roles = {"actor": group(use, LostReplicaError("gone")), "rollout": group(use), "ref": group(use, None)}
     remote = ClusterConfig(backend="ray", placement=POOLS)

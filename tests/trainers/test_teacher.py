@@ -24,8 +24,8 @@ from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.rollout.batch import to_batch
 from whet.trainers.build import build, build_scorer, train
-from whet.trainers.hints import chat_of, hints_of, own_prompt, with_hints
 from whet.trainers.run import Run
+from whet.trainers.teacher import chat_of, hints_of, own_prompt, with_hints
 from whet.types import Group
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rewards"))

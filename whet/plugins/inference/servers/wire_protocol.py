@@ -12,8 +12,8 @@ from typing import Any
 
 from whet.errors import ConfigError
 from whet.plugins.inference.servers.weights import Part
-from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Request, Span
+from whet.rollout.requirements import Sampling
 from whet.types import FinishReason, Versions
 
 NEVER_SENT = Completion((), (), "abort", ())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from whet.metrics import Metrics
-from whet.trainers.measure import OWN, measure_groups
+from whet.trainers.batch_metrics import OWN, measure_groups
 from whet.types import Group, Prompt, Trajectory
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
