@@ -20,7 +20,7 @@ from whet.kernels.varlen_attention import Stretches, has_kernel, varlen_attentio
 from whet.models.caches import head_size
 from whet.models.latent import absorbed, take_latents
 from whet.models.linear_attention import Flow
-from whet.models.packing import Layout, Spread
+from whet.models.packing import Layout, SpreadTokens
 from whet.models.sequence_parallel import TokenShare
 
 NAME = "whet"
@@ -129,7 +129,7 @@ def _bunches(
 ) -> torch.Tensor:
     """[n, H, D], [K, KV, D], [K, KV, V] -> [n, H, V], of the n tokens of the bunches."""
     parts = ((queries, False), (keys, True), (values, True))
-    spread = [Spread.apply(flat, packed.bunches, with_prompts) for flat, with_prompts in parts]
+    spread = [SpreadTokens.apply(flat, packed.bunches, with_prompts) for flat, with_prompts in parts]
     grids = zip(packed.bunches, *spread, strict=True)
     outs = []
     for bunch, *heads in grids:
