@@ -22,7 +22,7 @@ from whet.rollout.collect import Collector, Stage
 from whet.rollout.episode import EpisodeLimits
 from whet.rollout.flow import Filter, by_player
 from whet.rollout.protocol import SamplingParams
-from whet.trainers.measure import measure_groups
+from whet.trainers.batch_metrics import measure_groups
 from whet.types import Group, Trajectory
 
 PARAMS = SamplingParams(max_new_tokens=64)

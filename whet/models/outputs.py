@@ -16,13 +16,14 @@ from transformers import PreTrainedModel
 
 from whet.columns import POLICY_OUTPUTS, SCORE_OUTPUTS, VALUE_OUTPUTS
 from whet.errors import EngineError
+from whet.kernels.log_probs import LogitForm, token_statistics, vocab_log_probs
+from whet.kernels.varlen_attention import TOKENS_STEP, rounded
 from whet.models import general
 from whet.models.encoders.base import body_of as language_body
 from whet.models.encoders.load import encoders_of
 from whet.models.load import RewardModel, ValueModel, body_of
-from whet.models.log_probs import LogitForm, token_statistics, vocab_log_probs
 from whet.models.lora import head_weight
-from whet.models.packing import LATER_MEDIA, MEDIA, ROUTED, TOKENS_STEP, Layout, layout, rounded, with_routed
+from whet.models.packing import LATER_MEDIA, MEDIA, ROUTED, Layout, layout, with_routed
 from whet.models.routers import (
     CHOICES,
     LOADS,

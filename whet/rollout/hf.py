@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
+from whet.kernels.sampling import SamplingState, is_stop, likeliest, sample
 from whet.models.attention import NAME
 from whet.models.encoders.load import encoders_of
 from whet.models.general import cache_argument, forward
@@ -17,9 +18,8 @@ from whet.models.positions import position_ids, rotary_positions
 from whet.models.supported import support_of
 from whet.registry import register_rollout
 from whet.rollout.in_process import Done, InProcessEngine, LiveRequest, LoadTokenizer
-from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Request
-from whet.rollout.sampling import SamplingState, is_stop, likeliest, sample
+from whet.rollout.requirements import Decoding, RolloutBytes
 from whet.types import FinishReason
 
 

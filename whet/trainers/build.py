@@ -56,7 +56,6 @@ from whet.rollout.rollouts import Rollouts, reward_item
 from whet.trainers import workers
 from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
 from whet.trainers.frame import opened_for, run_folder, with_named_dtypes, with_restarts
-from whet.trainers.hints import teacher_role
 from whet.trainers.judge import judge_of, judge_worker
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.placed import ENVIRONMENT, REWARD, EnvironmentWorker, PlacedRewards, RewardWorker, placed_hosts
@@ -66,6 +65,7 @@ from whet.trainers.run import Run
 from whet.trainers.run_dir import MEDIA, digests
 from whet.trainers.shape import AdaptiveEntropy, Correction, Fixed, Shaper, estimator
 from whet.trainers.stop import likely_steps
+from whet.trainers.teacher import teacher_role
 from whet.trainers.workers import TrainWorker
 from whet.types import Failure, Prompt, Scorer
 from whet.weight_sync.routes import weight_sync

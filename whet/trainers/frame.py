@@ -37,9 +37,9 @@ from whet.tracking.profile import SystemMeter, observed
 from whet.tracking.runs import write_state
 from whet.tracking.service import TrackedRun, open_services
 from whet.tracking.tracker import METRIC_FILES, JsonlTracker, Trackers
-from whet.trainers.measured import asked_of_trained, recorded, shares_of_peak, use_of_ranks
 from whet.trainers.run_dir import RunDir, noted, open_run_dir
 from whet.trainers.stop import Stopped, StopSignals, likely_steps
+from whet.trainers.telemetry import asked_of_trained, recorded, shares_of_peak, use_of_ranks
 
 log = logging.getLogger(__name__)
 SAVE_SECONDS = 600.0  # between two checkpoints of trainer.save_freq=auto

@@ -25,7 +25,7 @@ from whet.rollout.episode import MAIN
 from whet.rollout.fleet import Done, Fleet, FleetTask
 from whet.rollout.protocol import POLL_SECONDS
 from whet.rollout.replicas import RankDriver
-from whet.trainers.measured import MeasuredWorker
+from whet.trainers.telemetry import MeasuredWorker
 from whet.types import Outcome, Prompt, RewardItem
 
 ENVIRONMENT, REWARD = "environment", "reward"  # roles

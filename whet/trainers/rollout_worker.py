@@ -26,7 +26,6 @@ from whet.models.load import load_tokenizer, torch_dtype
 from whet.models.lora import adapted_layers
 from whet.phases import span
 from whet.rollout.build import load_model, rollout_engine
-from whet.rollout.planned import CacheRoom
 from whet.rollout.protocol import (
     Event,
     LoadsAdapter,
@@ -41,7 +40,8 @@ from whet.rollout.protocol import (
     TakesDelta,
     Weights,
 )
-from whet.trainers.measured import MeasuredWorker
+from whet.rollout.requirements import CacheRoom
+from whet.trainers.telemetry import MeasuredWorker
 from whet.trainers.workers import TrainWorker, actor_beside, with_adapter
 from whet.weight_sync import buckets
 from whet.weight_sync.buckets import Broken, Digest, Inlet, LinkClosedError, receive

@@ -39,8 +39,8 @@ from whet.planning.outline import Outline
 from whet.planning.speed import training_flops
 from whet.registry import ENGINES
 from whet.tracking import profile
-from whet.trainers.measured import MeasuredWorker
 from whet.trainers.reward_texts import text_reader
+from whet.trainers.telemetry import MeasuredWorker
 from whet.types import Media
 from whet.weight_sync.buckets import Broken, Digest, LinkClosedError, Outlet, send
 from whet.weight_sync.delta import DeltaBase

@@ -23,7 +23,7 @@ from whet.errors import describe
 from whet.plugins.serving.bodies import ApiError, ClientRequest, Raw, ToolsAsked
 from whet.registry import TOOL_PARSERS
 from whet.rollout.protocol import Likeliest
-from whet.rollout.sampling import BROKEN
+from whet.rollout.stop_strings import BROKEN
 from whet.types import FinishReason, Versions
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of SentencePiece for one byte

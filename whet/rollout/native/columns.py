@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from whet.devices import HOST, moved, runs_triton
-from whet.models.attention import Scores
+from whet.kernels.attention import Scores
+from whet.kernels.paged_attention import BLOCK_SIZE
+from whet.kernels.sampling import SamplingState, sample
 from whet.models.linear_attention import Flow
 from whet.rollout.native.cache import BlockCache, PagedBatch
-from whet.rollout.native.paged_attention import BLOCK_SIZE
-from whet.rollout.sampling import SamplingState, sample
 
 MIN_ROWS = 16
 # For gates of a number a token: torch computes exp of what is left behind a multiple of 32 by another function.
@@ -145,7 +145,7 @@ class DeviceBatch:
     ) -> torch.Tensor:
         """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; stores key and value in the cache."""
         where = self.layer(module.layer_idx) if self.keys.dim() == 5 else self
-        from whet.rollout.native.kernels import decode_attention, tile_attention
+        from whet.kernels.paged_attention_triton import decode_attention, tile_attention
 
         run = tile_attention if self.in_tiles else decode_attention
         kept = (where.keys, where.values, where.tables, where.slots, where.places)
@@ -290,7 +290,7 @@ class DeviceColumns:
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor, results: torch.Tensor) -> None:
         """Draws tokens by the kernel."""
-        from whet.rollout.native.kernels import pick
+        from whet.kernels.sampling_triton import pick
 
         pick(logits, self._sampling, slots, counts, self.newest, results)
         self._fix(logits, slots, results)
@@ -298,7 +298,7 @@ class DeviceColumns:
     def _fix(self, logits: torch.Tensor, slots: torch.Tensor, results: torch.Tensor) -> None:
         """Computes log-probs with the trainer's kernels."""
         if self.fixed:
-            from whet.models.head_kernels import statistics
+            from whet.kernels.log_probs_triton import statistics
 
             found = statistics(logits, results[0], 1.0, 0.0, self._sampling.temperature[slots])
             results[1] = found[0].view(torch.int32)

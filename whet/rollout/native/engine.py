@@ -19,15 +19,17 @@ from transformers import PreTrainedModel
 from whet.config.schema import KV_CACHE_BYTES
 from whet.devices import HOST, memory, moved
 from whet.errors import EngineError
+from whet.kernels.compiled_layers import compile_layers
+from whet.kernels.log_probs import LogitForm
+from whet.kernels.paged_attention import BLOCK_SIZE
+from whet.kernels.tiles import tile_tokens, tiles_of
 from whet.models.attention import NAME, PagedContext
+from whet.models.batch_invariant import fix_tiles
 from whet.models.caches import key_value_heads, sequence_bytes, token_bytes
-from whet.models.compiled_layers import compile_layers
 from whet.models.encoders.base import Encoders
 from whet.models.encoders.load import encoders_of
 from whet.models.experts import expert_modules
-from whet.models.fixed import fix_tiles
-from whet.models.log_probs import LogitForm
-from whet.models.packing import tile_tokens, tiles_of
+from whet.models.load import layers
 from whet.models.routing import as_bytes, recording
 from whet.options import Count
 from whet.registry import register_rollout
@@ -45,12 +47,11 @@ from whet.rollout.native.columns import (
     padded,
     rectangular,
 )
-from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.native.running import RunningSlots
 from whet.rollout.native.scheduler import PREFILL_TOKENS, ScheduledRequest, Scheduler, Stretch, by_tokens
 from whet.rollout.native.states import End, PrefillFlow, held
-from whet.rollout.planned import CacheRoom, Decoding, RolloutBytes
 from whet.rollout.protocol import Request
+from whet.rollout.requirements import CacheRoom, Decoding, RolloutBytes
 from whet.types import Media
 
 LOGIT_BYTES = 24  # of a logit while tokens are chosen: itself, in float32, its probability and sums
@@ -150,7 +151,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         if self.fixed:
             fix_tiles(module, module.device, self.dtype)
         elif is_stepwise(module.device) and self.compile_decode is not False:
-            compile_layers(module)
+            compile_layers(layers(module))
         elif self.compile_decode:
             self._compiled = torch.compile(self._forward)
         self._columns, self._prompts, self._cache = HostColumns(), None, None

@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 
 from whet.devices import HOST
+from whet.kernels.paged_attention import BLOCK_SIZE
+from whet.kernels.sampling import SamplingState, is_stop, likeliest
 from whet.rollout.in_process import Done
 from whet.rollout.native.cache import BlockCache
 from whet.rollout.native.columns import Columns, Forward, Rows, SampledTokens
-from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.native.scheduler import ScheduledRequest
 from whet.rollout.protocol import Likeliest
-from whet.rollout.sampling import SamplingState, StopStrings, is_stop, likeliest
+from whet.rollout.stop_strings import StopStrings
 from whet.types import FinishReason
 
 Routing = Callable[[], list[bytes]]  # experts of each row of the last pass

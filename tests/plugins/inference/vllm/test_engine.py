@@ -44,7 +44,7 @@ from whet.plugins.inference.servers import engine as servers_engine
 from whet.plugins.inference.servers.environment import Interpreter, find_environment
 from whet.plugins.inference.servers.process import free_port
 from whet.plugins.inference.servers.weights import in_parts, weights_file
-from whet.plugins.inference.servers.words import end_of
+from whet.plugins.inference.servers.wire_protocol import end_of
 from whet.plugins.inference.vllm import engine as engine_module
 from whet.plugins.inference.vllm.engine import PACKAGE, VLLMEngine, versions_at
 from whet.registry import ROLLOUT_ENGINES

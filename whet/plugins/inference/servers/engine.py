@@ -28,11 +28,11 @@ from whet.plugins.inference.servers.media import QWEN, Sees, SharedMedia, check_
 from whet.plugins.inference.servers.options import ServerOptions
 from whet.plugins.inference.servers.process import HttpError, Server, free_port
 from whet.plugins.inference.servers.weights import KeptWeights, Part, as_in_checkpoints, in_parts
-from whet.plugins.inference.servers.words import NEVER_SENT, Live, ServerWords, end_of, in_server
+from whet.plugins.inference.servers.wire_protocol import NEVER_SENT, Live, ServerWords, end_of, in_server
 from whet.rollout.episode import joined
 from whet.rollout.ledger import Ledger, check_request, check_whole, too_late
-from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Request, Span, Status, Weights
+from whet.rollout.requirements import Decoding, RolloutBytes
 from whet.types import Failure, Media
 
 FIRST_VERSION = 0  # of the weights that the server itself loaded

@@ -29,11 +29,11 @@ from whet.plugins.inference.servers.media import RequestMedia, positions_of
 from whet.plugins.inference.servers.options import ServerOptions
 from whet.plugins.inference.servers.process import HOST as ADDRESS, variables
 from whet.plugins.inference.servers.weights import Part
-from whet.plugins.inference.servers.words import Live
+from whet.plugins.inference.servers.wire_protocol import Live
 from whet.registry import register_rollout
-from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Likeliest, Request, Span
-from whet.rollout.sampling import LastStops, StopStrings
+from whet.rollout.requirements import Sampling
+from whet.rollout.stop_strings import LastStops, StopStrings
 from whet.types import FinishReason, Versions, last_versions
 
 INSIDE = Path(__file__).parent / "inside"  # what SGLang's processes import, and nothing else of whet

@@ -27,7 +27,7 @@ from whet.plugins.inference.servers.media import QWEN, RequestMedia, config_over
 from whet.plugins.inference.servers.options import ServerOptions
 from whet.plugins.inference.servers.process import HOST as ADDRESS, variables
 from whet.plugins.inference.servers.weights import Adapter, Part, adapter_folder
-from whet.plugins.inference.servers.words import Live
+from whet.plugins.inference.servers.wire_protocol import Live
 from whet.plugins.inference.vllm.plain import (
     INSTEAD,
     SCALE_OUT,
@@ -42,8 +42,8 @@ from whet.plugins.inference.vllm.plain import (
     without,
 )
 from whet.registry import register_rollout
-from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Likeliest, Request, Span, Weights
+from whet.rollout.requirements import Sampling
 from whet.types import FinishReason, Versions
 
 LEAST_TEMPERATURE = 0.01  # vLLM raises smaller ones to it

@@ -18,8 +18,8 @@ from whet.models.experts import expert_modules
 from whet.models.load import layers
 from whet.models.routing import as_bytes
 from whet.plugins.inference.servers.environment import Interpreter
-from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Request
+from whet.rollout.requirements import Sampling
 
 OFF: Mapping[str, tuple[object, ...]] = {  # values with which vLLM's processed log-probs are log_softmax(logits / T)
     "top_p": (1,),
