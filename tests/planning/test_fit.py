@@ -16,10 +16,13 @@ from whet.config import TrainConfig
 from whet.config.cluster import ClusterConfig
 from whet.devices import MemoryUse
 from whet.errors import ConfigError
-from whet.planning import fit
-from whet.planning.fit import ANYWAY, Room, changed, changes, check_fits, rooms, size, upper_bound
-from whet.planning.machine import FreeMemory, free_accelerator
-from whet.planning.memory import Setup, plan_memory
+from whet.planning import fit, machine
+from whet.planning.first import changed
+from whet.planning.fit import Room, changes, check_fits, rooms, upper_bound
+from whet.planning.machine import ANYWAY, FreeMemory, free_accelerator
+from whet.planning.memory import plan_memory
+from whet.planning.planner import Setup
+from whet.planning.units import size
 from whet.trainers import build
 from whet.trainers.build import train
 
@@ -78,12 +81,12 @@ def test_a_disk_without_room_for_a_checkpoint_is_said_before_the_start(
 ) -> None:
     setup = build.setup(train_config(), [16])
     needed = plan_memory(setup).checkpoint_bytes
-    monkeypatch.setattr(fit, "free_disk", lambda path: needed - 1)
+    monkeypatch.setattr(machine, "free_disk", lambda path: needed - 1)
     with raises(
         ConfigError, "disk", expected=re.compile(str(tmp_path)), change=re.compile("trainer.run_dir")
     ) as caught:
         check_fits(setup, tmp_path, lambda config: build.setup(config, [16]))
-    monkeypatch.setattr(fit, "free_disk", lambda path: 2 * needed)  # two are kept, and the third written before
+    monkeypatch.setattr(machine, "free_disk", lambda path: 2 * needed)  # two are kept, and the third written before
     with caplog.at_level(logging.WARNING, "whet"):
         check_fits(setup, tmp_path, lambda config: build.setup(config, [16]))
     assert size(needed) in str(caught.value.found)

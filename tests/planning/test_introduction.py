@@ -10,7 +10,9 @@ import torch
 from whet.config import TrainConfig
 from whet.config.schema import TrainerConfig
 from whet.planning import forecast
-from whet.planning.forecast import Counts, data_line, introduce, model_lines
+from whet.planning.forecast import data_line, introduce, model_lines
+from whet.planning.memory import outlines_of
+from whet.planning.planner import Counts
 from whet.planning.speed import Speed
 from whet.planning.units import count, duration, plural
 from whet.trainers import build
@@ -38,9 +40,10 @@ def test_the_first_lines_of_a_run(train_config: MakeConfig, caplog: pytest.LogCa
 
 def test_the_share_that_an_adapter_is(train_config: MakeConfig) -> None:
     setup = build.setup(train_config({"model.lora.rank": 2, "model.dtype": "bfloat16"}), [16])
-    trained = sum(weight.numel() for weight in setup.outlines["actor"].model.parameters() if weight.requires_grad)
+    outlines = outlines_of(setup)
+    trained = sum(weight.numel() for weight in outlines["actor"].model.parameters() if weight.requires_grad)
     (line,) = model_lines(setup)
-    assert f", {trained / setup.outlines['actor'].num_weights:.2%} trained, bfloat16 over float32 weights, " in line
+    assert f", {trained / outlines['actor'].num_weights:.2%} trained, bfloat16 over float32 weights, " in line
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from docs.generate import fits
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.planning.dtypes import with_dtypes
 from whet.planning.forecast import row_lengths
-from whet.planning.memory import Setup, plan_memory
+from whet.planning.memory import plan_memory
+from whet.planning.planner import Setup
 from whet.plugins.lessons.init_model import init_model
 from whet.trainers import build, sft
 

@@ -16,14 +16,11 @@ from whet.cli.inputs import For, run_config_of
 from whet.cli.tables import table
 from whet.errors import ConfigError
 from whet.planning.units import plural, size
-from whet.registry import trainer_of
 
 if TYPE_CHECKING:
     from whet.config.schema import RunConfig
     from whet.planning.doctor import Finding
-    from whet.planning.forecast import Forecast
 
-SLOW, HOPELESS = 300.0, 3600.0  # seconds of a step
 STYLES = {"ok": "green", "note": "yellow", "problem": "red"}
 
 
@@ -57,6 +54,7 @@ def plan(
         return
 
     from whet.planning.first import first_answer
+    from whet.planning.forecast import forecast_of
 
     for line in [] if as_json else first_answer(config, device_memory, host_memory):
         typer.echo(line)
@@ -115,15 +113,6 @@ def list_ranks(config: RunConfig) -> None:
         typer.echo(f"{each.pool} rank {each.rank}: node {each.node}, {devices}: {', '.join(each.roles)}{at}")
 
 
-def forecast_of(config: RunConfig, device_gib: float | None = None, host_gib: float | None = None) -> Forecast:
-    """Forecasts a run from its config.  Raises: ConfigError, ModelError."""
-    from whet.planning.forecast import forecast
-    from whet.trainers.frame import run_folder
-
-    setup = trainer_of(config.command).marked("setup")
-    return forecast(config, setup, run_folder(config.trainer), device_gib, host_gib)
-
-
 def doctor(
     words: RecipeAndOverrides = None,
     config_name: ConfigName = None,
@@ -151,34 +140,13 @@ def doctor(
 
 def _of_run(config: RunConfig) -> Iterator[Finding]:
     from whet.config import problems
-    from whet.errors import WhetError
     from whet.planning.doctor import Finding
-    from whet.planning.units import duration, size
+    from whet.planning.planner import planner
 
     for problem in problems(config):
         yield Finding("config", "refused", str(problem), is_problem=True)
-    if config.model.path is None:
-        return
-    try:
-        made = forecast_of(config)
-    except WhetError as error:
-        yield Finding("config", "refused", str(error), is_problem=True)
-        return
-    for room in made.rooms:
-        if room.free is not None:
-            found = f"about {size(room.needed)} needed, {size(room.free)} free"
-            advice = "" if room.fits else "`whet plan` lists settings that reduce it"
-            yield Finding("device" if room.on_device else "memory", found, advice, is_problem=True)
-    found = f"about {size(made.disk_bytes)} for checkpoints, {size(made.free_disk_bytes or 0)} free in {made.run_dir}"
-    advice = "" if made.fits_on_disk else "lower trainer.save_limit, or free disk space"
-    yield Finding("disk", found, advice, is_problem=True)
-    step = made.step_seconds
-    if step is None:
-        yield Finding("time", "unknown: the speed of accelerators is not measured")
-        return
-    whole = "" if made.seconds is None else f", {duration(made.seconds)} in all"
-    advice = "a smaller model, fewer or shorter responses (data.max_response_length), or an accelerator" * (step > SLOW)
-    yield Finding("time", f"about {duration(step)} a step{whole}", advice, is_problem=step > HOPELESS)
+    if config.model.path is not None:
+        yield from planner().findings(config)
 
 
 def _print(sections: dict[str, list[Finding]]) -> None:

@@ -28,11 +28,14 @@ from whet.models.load import context_length, load_tokenizer
 from whet.planning.dtypes import with_dtypes
 from whet.planning.fit import Change, Room, changes, rooms
 from whet.planning.machine import free_accelerator, free_disk, stated
-from whet.planning.memory import Memory, Setup, cache_room, plan_memory
+from whet.planning.memory import Memory, cache_room, has_server, outlines_of, plan_memory
+from whet.planning.planner import Counts, Setup
 from whet.planning.speed import Speed, measure, plan_speed
 from whet.planning.units import count, duration, plural
+from whet.registry import trainer_of
 from whet.rollout.build import with_engine
 from whet.tracking.runs import CONFIG, read_steps
+from whet.trainers.frame import run_folder
 
 log = logging.getLogger(__name__)
 MakeSetup = Callable[[Any, Sequence[int]], Setup]
@@ -98,6 +101,12 @@ class Forecast:
         return self.speed.whole(self.setup.config.trainer, counts.steps, step=step)
 
 
+def forecast_of(config: RunConfig, device_gib: float | None = None, host_gib: float | None = None) -> Forecast:
+    """Forecasts a run from its config, as `forecast` does.  Raises: ConfigError, ModelError."""
+    setup = trainer_of(config.command).marked("setup")
+    return forecast(config, setup, run_folder(config.trainer), device_gib, host_gib)
+
+
 def forecast(
     config: RunConfig,
     make_setup: MakeSetup,
@@ -118,7 +127,7 @@ def forecast(
     config = with_engine(with_dtypes(config, elsewhere=device is not None))
     device = device or free_accelerator(config.cluster)
     setup, notes = replace(make_setup(config, lengths), device=device, host=host, media_share=media_share), [note]
-    if not lengths and any(each.encoders is not None for each in setup.outlines.values()):
+    if not lengths and any(each.encoders is not None for each in outlines_of(setup).values()):
         notes.append("of these tokens, those of prompts are assumed to be of images, all of them")
     found = tuple(rooms(setup))
     room = max(found, key=lambda each: each.used)
@@ -203,23 +212,12 @@ def _earlier_run(run_dir: Path, config: RunConfig) -> tuple[dict[str, float], fl
     return seconds, fmean(responses) if responses else None, []
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Numbers of a run: prompts or examples for training and validation, steps."""
-
-    train: int
-    val: int
-    steps: int
-    first_step: int = 0  # steps that an earlier start of the run has done
-    likely: int | None = None  # step at which the run is expected to stop early
-
-
 def introduce(setup: Setup, counts: Counts) -> None:
     """Logs the first lines of a run."""
     setup = replace(setup, device=free_accelerator(setup.config.cluster))
     try:
         lines = [*model_lines(setup), data_line(setup, counts)]
-        if setup.device is None and not setup.has_server:  # the speed of others is not measured
+        if setup.device is None and not has_server(setup.config):  # the speed of others is not measured
             speed = plan_speed(setup, rates=measure(setup, QUICK_SECONDS), num_val=counts.val)
             seconds = speed.whole(setup.config.trainer, counts.likely or counts.steps, counts.first_step)
             longest = "" if isinstance(setup.config, ExamplesConfig) else " if all responses reach their length limit"
@@ -238,7 +236,7 @@ def model_lines(setup: Setup) -> Iterator[str]:
     dtype = "float32" if config.model.dtype == "float32" else f"{config.model.dtype} over float32 weights"
     threads = plural(torch.get_num_threads(), "thread")
     device = f"the CPU with {threads}" if setup.device is None else "one accelerator each"
-    for role, model in setup.outlines.items():
+    for role, model in outlines_of(setup).items():
         share = model.trained_share if role in setup.objectives else 0.0
         trained = "not trained" if share == 0 else "all trained" if share == 1 else f"{share:.2%} trained"
         processes = plural(config.cluster.processes_of(role), "process", "processes")
