@@ -56,9 +56,8 @@ class MemoryPlanner(Planner):
                 found = f"about {size(room.needed)} needed, {size(room.free)} free"
                 advice = "" if room.fits else "`whet plan` lists settings that reduce it"
                 yield Finding("device" if room.on_device else "memory", found, advice, is_problem=True)
-        found = (
-            f"about {size(made.disk_bytes)} for checkpoints, {size(made.free_disk_bytes or 0)} free in {made.run_dir}"
-        )
+        free = size(made.free_disk_bytes or 0)
+        found = f"about {size(made.disk_bytes)} for checkpoints, {free} free in {made.run_dir}"
         advice = "" if made.fits_on_disk else "lower trainer.save_limit, or free disk space"
         yield Finding("disk", found, advice, is_problem=True)
         step = made.step_seconds
