@@ -46,12 +46,13 @@ from whet.environments.shipped import Gymnasium
 from whet.environments.tools.toolbox import toolbox_of, with_parser
 from whet.errors import EnvError, WhetError
 from whet.models.load import load_policy, load_tokenizer, reward_config
-from whet.planning import fit, machine
+from whet.planning import machine
 from whet.planning.dtypes import with_dtypes
-from whet.planning.fit import check_fits
 from whet.planning.machine import FreeMemory
 from whet.plugins.inference.servers.environment import Environment
 from whet.plugins.inference.vllm.engine import PACKAGE
+from whet.plugins.planner import fit
+from whet.plugins.planner.fit import check_fits
 from whet.programs.protocol import open_sandbox
 from whet.registry import ENVIRONMENTS
 from whet.rewards.judge.rubrics import Rubric

@@ -17,12 +17,17 @@ MOVED = {  # by the old name of a file or folder
     "whet.data.drawn": "whet.plugins.lessons.drawn",
     **{f"whet.tracking.{name}": f"whet.plugins.trackers.{name}" for name in ("mlflow", "swanlab", "trackio", "wandb")},
     "whet.data.pickled": "whet.data.sources",
+    "whet.cli.plan_page": "whet.plugins.planner.plan_page",
     "whet.cli.serve": "whet.plugins.serving.command",
     "whet.engines.megatron": "whet.plugins.megatron",
     "whet.evaluation.lm_eval": "whet.plugins.lm_eval.model",
     "whet.models.encoders.cache": "whet.models.encoders.base",
     "whet.models.init": "whet.plugins.lessons.init_model",
     "whet.models.init_vision": "whet.plugins.lessons.init_model",
+    **{
+        f"whet.planning.{name}": f"whet.plugins.planner.{name}"
+        for name in ("first", "fit", "forecast", "memory", "outline", "scale", "speed")
+    },
     **{f"whet.rollout.{name}": f"whet.plugins.inference.{name}" for name in ("servers", "sglang", "vllm")},
     "whet.rollout.vllm.routed": "whet.plugins.inference.vllm.plain",
     "whet.sandbox": "whet.programs",

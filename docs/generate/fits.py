@@ -21,11 +21,11 @@ from whet.config import TrainConfig, load_config
 from whet.config.schema import EngineConfig, OptimConfig, RolloutConfig
 from whet.engines.role import RoleSettings
 from whet.planning.dtypes import with_dtypes
-from whet.planning.first import CARDS
 from whet.planning.machine import FreeMemory
-from whet.planning.memory import bytes_per_logit, cache_room, micro_batch_tokens, outlines_of, plan_memory
-from whet.planning.outline import Outline, RowLength
 from whet.planning.planner import Setup
+from whet.plugins.planner.first import CARDS
+from whet.plugins.planner.memory import bytes_per_logit, cache_room, micro_batch_tokens, outlines_of, plan_memory
+from whet.plugins.planner.outline import Outline, RowLength
 from whet.trainers import build
 
 PAGE = Path(__file__).parents[1] / "fits.md"

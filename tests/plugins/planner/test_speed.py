@@ -15,9 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.data.supervised import SupervisedExample
 from whet.models.load import load_policy
-from whet.planning import advice, speed
-from whet.planning.memory import outlines_of
-from whet.planning.speed import training_flops
+from whet.plugins.planner import advice, speed
+from whet.plugins.planner.memory import outlines_of
+from whet.plugins.planner.speed import training_flops
 from whet.protocol import DataProto
 from whet.tracking import profile
 from whet.trainers.build import setup

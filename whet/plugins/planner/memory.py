@@ -16,10 +16,10 @@ from whet.engines.micro_batches import micro_batches
 from whet.engines.protocol import Spread, TrainEngine
 from whet.engines.role import RoleSettings
 from whet.models.caches import sequence_bytes, token_bytes
-from whet.planning.first import tokens_within
 from whet.planning.machine import FreeMemory
-from whet.planning.outline import FLOAT32, Outline, RowLength, inner_size, tokens_of
 from whet.planning.planner import Setup
+from whet.plugins.planner.first import tokens_within
+from whet.plugins.planner.outline import FLOAT32, Outline, RowLength, inner_size, tokens_of
 from whet.registry import ENGINES, ROLLOUT_ENGINES, load_target
 from whet.rollout.planned import CacheRoom, Decoding, Lengths, PlansMemory, RolloutBytes
 from whet.rollout.protocol import SharesModule

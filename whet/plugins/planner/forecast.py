@@ -26,12 +26,12 @@ from whet.data.loader import run_steps
 from whet.errors import ConfigError, ModelError, WhetError
 from whet.models.load import context_length, load_tokenizer
 from whet.planning.dtypes import with_dtypes
-from whet.planning.fit import Change, Room, changes, rooms
 from whet.planning.machine import free_accelerator, free_disk, stated
-from whet.planning.memory import Memory, cache_room, has_server, outlines_of, plan_memory
 from whet.planning.planner import Counts, Setup
-from whet.planning.speed import Speed, measure, plan_speed
 from whet.planning.units import count, duration, plural
+from whet.plugins.planner.fit import Change, Room, changes, rooms
+from whet.plugins.planner.memory import Memory, cache_room, has_server, outlines_of, plan_memory
+from whet.plugins.planner.speed import Speed, measure, plan_speed
 from whet.registry import trainer_of
 from whet.rollout.build import with_engine
 from whet.tracking.runs import CONFIG, read_steps

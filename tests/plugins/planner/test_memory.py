@@ -14,10 +14,10 @@ from whet.config import SFTConfig, TrainConfig, load_config
 from whet.config.schema import RolloutConfig
 from whet.models.load import load_config as load_model_config
 from whet.planning.dtypes import with_dtypes
-from whet.planning.first import COMPILED, PLAIN, tokens_within
-from whet.planning.fit import rooms
 from whet.planning.machine import FreeMemory
-from whet.planning.memory import (
+from whet.plugins.planner.first import COMPILED, PLAIN, tokens_within
+from whet.plugins.planner.fit import rooms
+from whet.plugins.planner.memory import (
     Lengths,
     Memory,
     _update_bytes,
@@ -28,7 +28,7 @@ from whet.planning.memory import (
     plan_memory,
     rollout_bytes,
 )
-from whet.planning.outline import RowLength, TensorBytes
+from whet.plugins.planner.outline import RowLength, TensorBytes
 from whet.rollout.planned import CacheRoom
 from whet.rollout.protocol import Request, SamplingParams
 from whet.rollout.sampling import SamplingState, sample

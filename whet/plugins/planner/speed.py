@@ -16,9 +16,9 @@ import torch
 from whet.batch import Batch
 from whet.config.schema import ExamplesConfig, TrainConfig, TrainerConfig
 from whet.models.caches import attention_heads, head_size, token_bytes
-from whet.planning.memory import ITEM_BYTES, decoded_together, mini_batch, outlines_of
-from whet.planning.outline import FLOAT32, Outline, RowLength, inner_size
 from whet.planning.planner import Setup
+from whet.plugins.planner.memory import ITEM_BYTES, decoded_together, mini_batch, outlines_of
+from whet.plugins.planner.outline import FLOAT32, Outline, RowLength, inner_size
 
 EFFICIENCY = 0.7  # rate of the products of a whole model, relative to one product repeated
 CALLS_PER_LAYER, CALLS_BESIDE = 120, 150  # overhead of a forward pass in operator calls, for each layer and in addition

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from whet.config import TrainConfig
-from whet.planning import advice
 from whet.planning.doctor import Finding
 from whet.planning.planner import planner
+from whet.plugins.planner import advice
 
 
 @dataclass

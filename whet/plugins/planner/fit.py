@@ -16,13 +16,14 @@ from whet.devices import bfloat16_instructions
 from whet.errors import ConfigError, ModelError
 from whet.models.caches import attention_heads
 from whet.phases import counting, phase
-from whet.planning import machine, memory as estimate
-from whet.planning.first import changed, section_of
+from whet.planning import machine
 from whet.planning.machine import ANYWAY, free_accelerator, free_memory
-from whet.planning.memory import Memory, device_of, outlines_of
-from whet.planning.outline import FLOAT32, inner_size
 from whet.planning.planner import Setup
 from whet.planning.units import size
+from whet.plugins.planner import memory as estimate
+from whet.plugins.planner.first import changed, section_of
+from whet.plugins.planner.memory import Memory, device_of, outlines_of
+from whet.plugins.planner.outline import FLOAT32, inner_size
 from whet.registry import ENGINES
 
 log = logging.getLogger(__name__)

@@ -13,13 +13,13 @@ from whet.config.schema import RunConfig
 from whet.engines.role import RoleSettings
 from whet.errors import WhetError
 from whet.planning.doctor import Finding
-from whet.planning.fit import check_fits
-from whet.planning.forecast import forecast_of, introduce
-from whet.planning.memory import cache_room, sized
-from whet.planning.outline import Outline
 from whet.planning.planner import Counts, Planner, Setup
-from whet.planning.speed import training_flops
 from whet.planning.units import duration, size
+from whet.plugins.planner.fit import check_fits
+from whet.plugins.planner.forecast import forecast_of, introduce
+from whet.plugins.planner.memory import cache_room, sized
+from whet.plugins.planner.outline import Outline
+from whet.plugins.planner.speed import training_flops
 from whet.registry import register_planner
 from whet.rollout.planned import CacheRoom
 
