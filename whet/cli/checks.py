@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,7 +15,6 @@ from whet.cli.inputs import For, run_config_of
 from whet.planning.units import plural
 
 if TYPE_CHECKING:
-    from whet.config.schema import RunConfig
     from whet.planning.doctor import Finding
 
 STYLES = {"ok": "green", "note": "yellow", "problem": "red"}
@@ -32,7 +30,9 @@ def doctor(
     recipe, overrides = split_recipe(words, config_name)
     config = run_config_of(command, recipe, overrides)
 
-    from whet.planning.doctor import examine, examine_cluster
+    from whet.config import problems
+    from whet.planning.doctor import Finding, examine, examine_cluster
+    from whet.planning.planner import planner
     from whet.tracking.console import long_phase
     from whet.trainers.frame import run_folder
 
@@ -41,21 +41,11 @@ def doctor(
         if cluster:
             sections |= examine_cluster(config, run_folder(config.trainer))
         if recipe is not None or overrides:
-            sections["this run"] = list(_of_run(config))
+            refused = [Finding("config", "refused", str(each), is_problem=True) for each in problems(config)]
+            sections["this run"] = [*refused, *(planner().findings(config) if config.model.path else [])]
     _print(sections)
     if Counter(finding.status for found in sections.values() for finding in found)["problem"]:
         raise typer.Exit(1)
-
-
-def _of_run(config: RunConfig) -> Iterator[Finding]:
-    from whet.config import problems
-    from whet.planning.doctor import Finding
-    from whet.planning.planner import planner
-
-    for problem in problems(config):
-        yield Finding("config", "refused", str(problem), is_problem=True)
-    if config.model.path is not None:
-        yield from planner().findings(config)
 
 
 def _print(sections: dict[str, list[Finding]]) -> None:

@@ -19,8 +19,6 @@ from whet.rollout.planned import CacheRoom, Lengths
 if TYPE_CHECKING:
     from whet.planning.doctor import Finding
 
-NAME = "memory"  # of the planner that ships with whet
-
 
 @dataclass(frozen=True, eq=False)
 class Setup:
@@ -47,43 +45,30 @@ class Counts:
     likely: int | None = None  # step at which the run is expected to stop early
 
 
+def _not_estimated(config: RunConfig) -> Iterator[Finding]:
+    from whet.planning.doctor import Finding
+
+    yield Finding("plan", "memory, disk and time are not estimated", "put whet/plugins/planner back")
+
+
+@dataclass(frozen=True)
 class Planner:
-    """The questions of a run before it starts, with the answers that it gets without the plugin."""
+    """The functions that answer a run before it starts; by default as they do without the plugin."""
 
-    def check_fits(self, setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], reclaimed_bytes: int = 0) -> int:
-        """Checks that a run fits into memory and onto the disk, where `reclaimed_bytes` become free at its start;
-        `replan` makes the setup of another config.  Returns the bytes of a checkpoint; 0 where they are not estimated.
-
-        Raises: ConfigError."""
-        return 0
-
-    def introduce(self, setup: Setup, counts: Counts) -> None:
-        """Logs the first lines of a run: its models, its data, its likely time."""
-
-    def sized(self, settings: RoleSettings, setup: Setup, role: str) -> RoleSettings:
-        """The settings of a role, with the tokens of its micro-batches where an accelerator's memory decides. Without
-        an answer they are those of the kind of device (`MICRO_BATCH_TOKENS`)."""
-        return settings
-
-    def cache_room(self, setup: Setup) -> CacheRoom | None:
-        """The room for the cache of keys and values beside the other tensors of its process on an accelerator; None
-        where its size follows from nothing there. Without an answer the cache has `KV_CACHE_BYTES`."""
-        return CacheRoom(most=0)
-
-    def update_flops(self, settings: RoleSettings) -> Callable[[Batch], float]:
-        """The function that counts the operations of an update on a batch; 0.0 where they are not known."""
-        return lambda batch: 0.0
-
-    def findings(self, config: RunConfig) -> Iterator[Finding]:
-        """Yields the lines of `whet doctor` about memory, disk and time of a run."""
-        from whet.planning.doctor import Finding
-
-        yield Finding("plan", "no memory, disk and time are estimated", "put whet/plugins/planner back")
+    # Checks memory and disk, by the setups of other configs too; of the disk, bytes become free at the start. Returns
+    # the bytes of a checkpoint; 0 where they are not estimated.  Raises: ConfigError.
+    check_fits: Callable[[Setup, Path, Callable[[Any], Setup], int], int] = lambda setup, run_dir, replan, freed: 0
+    introduce: Callable[[Setup, Counts], None] = lambda setup, counts: None  # logs the first lines of the run
+    # The settings of a role, with the tokens of its micro-batches where an accelerator's memory decides.
+    sized: Callable[[RoleSettings, Setup, str], RoleSettings] = lambda settings, setup, role: settings
+    # The room for a cache of keys and values on an accelerator; by default the cache has `KV_CACHE_BYTES`.
+    cache_room: Callable[[Setup], CacheRoom | None] = lambda setup: CacheRoom(most=0)
+    # Counts the operations of an update of a role; 0.0: unknown.
+    update_flops: Callable[[RoleSettings], Callable[[Batch], float]] = lambda settings: lambda batch: 0.0
+    findings: Callable[[RunConfig], Iterator[Finding]] = _not_estimated  # the lines of `whet doctor` about the run
 
 
 def planner(*, is_needed: bool = False) -> Planner:
-    """The planner of runs; where its plugin was deleted, one that gives no advice.
-
-    Raises: RegistryError where it was deleted and `is_needed`."""
-    found: Planner = PLANNERS[NAME].load()() if is_needed or NAME in PLANNERS else Planner()
+    """The planner of runs.  Raises: RegistryError where its plugin was deleted and `is_needed`."""
+    found: Planner = PLANNERS["memory"].load()() if is_needed or "memory" in PLANNERS else Planner()
     return found

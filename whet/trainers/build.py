@@ -428,7 +428,7 @@ def dry_run_elsewhere(config: TrainConfig, device_gib: float | None, host_gib: f
     def replan(other: TrainConfig) -> Setup:
         return setup(other, begun.lengths)
 
-    planned.check_fits(replace(replan(config), device=device, host=host), run_folder(config.trainer), replan)
+    planned.check_fits(replace(replan(config), device=device, host=host), run_folder(config.trainer), replan, 0)
     roles = [spec.role for spec in worker_specs(config, begun.columns, begun.total_steps)]
     prompts = show_batch(config, begun.tokenizer, begun.loader, begun.total_steps, roles)
     _score(config, begun.tokenizer, prompts[:SCORED])

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.data.supervised import SupervisedExample
 from whet.models.load import load_policy
-from whet.plugins.planner import advice, speed
+from whet.plugins.planner import forecast, speed
 from whet.plugins.planner.memory import outlines_of
 from whet.plugins.planner.speed import training_flops
 from whet.protocol import DataProto
@@ -98,7 +98,7 @@ def test_an_adapter_and_a_critic_count_what_they_compute(
 def test_a_run_logs_the_share_of_the_peak(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"prompt": f"{number}+1=", "response": str(number + 1)} for number in range(4)]
     config = config_of(model_folder, **{"trainer.run_dir": str(tmp_path / "run")})
-    monkeypatch.setattr(advice, "training_flops", lambda model, batch: 1e6 * len(batch))
+    monkeypatch.setattr(forecast, "training_flops", lambda model, batch: 1e6 * len(batch))
     monkeypatch.setattr(profile, "peak_flops", lambda: 1e12)
     train_sft(config, data=rows)
     lines = [json.loads(line) for line in (tmp_path / "run/timings.jsonl").open()]

@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from whet.cli.arguments import ConfigName, DeviceMemory, HostMemory, RecipeAndOverrides, split_recipe
 from whet.cli.inputs import For, run_config_of
 from whet.cli.tables import table
+from whet.config import problems
+from whet.config.schema import RunConfig
 from whet.errors import ConfigError
 from whet.planning.units import size
+from whet.plugins.planner.first import CARDS, first_answer, shape_of
+from whet.plugins.planner.scale import places, scale, smallest
 from whet.registry import register_command
-
-if TYPE_CHECKING:
-    from whet.config.schema import RunConfig
 
 
 @register_command("plan")
@@ -34,10 +35,7 @@ def plan(
     A first answer comes from formulas, the plan from tracing the passes of the model.
 
     The exit status is 1 if the run does not fit."""
-    from whet.config import problems
-
     config = run_config_of(command, *split_recipe(words, config_name))
-
     if as_json + ranks + (gpus is not None) > 1:
         found = " ".join(["--json"] * as_json + ["--ranks"] * ranks + [f"--gpus {gpus}"] * (gpus is not None))
         raise ConfigError("arguments", found, "one of --json, --ranks and --gpus", "run the command for each")
@@ -47,8 +45,6 @@ def plan(
     if gpus is not None:
         plan_for(config, gpus, device_memory, host_memory)
         return
-
-    from whet.plugins.planner.first import first_answer
 
     for line in [] if as_json else first_answer(config, device_memory, host_memory):
         typer.echo(line)
@@ -69,8 +65,6 @@ def plan(
 
 def plan_for(config: RunConfig, gpus: str, device_gib: float | None, host_gib: float | None) -> None:
     """Prints a plan for each number of accelerators, and the smallest number. The exit status is 1 if none fits."""
-    from whet.plugins.planner.first import CARDS, shape_of
-    from whet.plugins.planner.scale import scale, smallest
     from whet.tracking.console import shared_console
 
     counts = [int(each) if each.strip().isdecimal() else 0 for each in gpus.split(",")]
@@ -98,8 +92,6 @@ def plan_for(config: RunConfig, gpus: str, device_gib: float | None, host_gib: f
 
 def list_ranks(config: RunConfig) -> None:
     """Prints the place of every rank."""
-    from whet.plugins.planner.scale import places
-
     for each in places(config):
         numbers = ", ".join(map(str, each.devices))
         devices = f"device{'s' * (len(each.devices) > 1)} {numbers}" if each.devices else "processors"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forecast of a run from its config (memory, disk, time), for `whet plan` and `whet doctor`.
+"""The planner of runs, and its forecast from a config (memory, disk, time), for `whet plan` and `whet doctor`.
 
 The first lines of a run come from it too."""
 
@@ -9,11 +9,11 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 import torch
 import yaml
@@ -25,24 +25,34 @@ from whet.data.load import TRAIN, VAL, load_items
 from whet.data.loader import run_steps
 from whet.errors import ConfigError, ModelError, WhetError
 from whet.models.load import context_length, load_tokenizer
+from whet.planning.doctor import Finding
 from whet.planning.dtypes import with_dtypes
 from whet.planning.machine import free_accelerator, free_disk, stated
-from whet.planning.planner import Counts, Setup
-from whet.planning.units import count, duration, plural
-from whet.plugins.planner.fit import Change, Room, changes, rooms
-from whet.plugins.planner.memory import Memory, cache_room, has_server, outlines_of, plan_memory
-from whet.plugins.planner.speed import Speed, measure, plan_speed
-from whet.registry import trainer_of
+from whet.planning.planner import Counts, Planner, Setup
+from whet.planning.units import count, duration, plural, size
+from whet.plugins.planner.fit import Change, Room, changes, check_fits, rooms
+from whet.plugins.planner.memory import Memory, cache_room, has_server, outlines_of, plan_memory, sized
+from whet.plugins.planner.outline import Outline
+from whet.plugins.planner.speed import Speed, measure, plan_speed, training_flops
+from whet.registry import register_planner, trainer_of
 from whet.rollout.build import with_engine
 from whet.tracking.runs import CONFIG, read_steps
 from whet.trainers.frame import run_folder
 
 log = logging.getLogger(__name__)
-MakeSetup = Callable[[Any, Sequence[int]], Setup]
 RECENT = 20  # steps of an earlier run
 # Keys that the time of a step depends on.
 OF_SPEED = re.compile(r"^(model|cluster)\.|engine\.|^rollout\.n$|^data\.(train_batch|max_)|mini_batch|\bepochs$")
+SLOW, HOPELESS = 300.0, 3600.0  # seconds of a step
 QUICK_SECONDS = 0.02  # to measure each rate at the start of a run
+
+
+@register_planner("memory")
+def memory() -> Planner:
+    """Plans by outlines of the models of a run, and by formulas."""
+    return Planner(
+        check_fits, introduce, sized, cache_room, lambda each: partial(training_flops, Outline(each)), findings
+    )
 
 
 @dataclass(frozen=True)
@@ -102,22 +112,9 @@ class Forecast:
 
 
 def forecast_of(config: RunConfig, device_gib: float | None = None, host_gib: float | None = None) -> Forecast:
-    """Forecasts a run from its config, as `forecast` does.  Raises: ConfigError, ModelError."""
-    setup = trainer_of(config.command).marked("setup")
-    return forecast(config, setup, run_folder(config.trainer), device_gib, host_gib)
-
-
-def forecast(
-    config: RunConfig,
-    make_setup: MakeSetup,
-    run_dir: Path,
-    device_gib: float | None = None,
-    host_gib: float | None = None,
-) -> Forecast:
     """Makes the forecast of a config for this machine, or with `device_gib` for accelerators of that size, one for each
-    process, and with `host_gib` for nodes of that memory. `make_setup` belongs to the trainer of the config.
-
-    Raises: ConfigError, ModelError."""
+    process, and with `host_gib` for nodes of that memory.  Raises: ConfigError, ModelError."""
+    make_setup, run_dir = trainer_of(config.command).marked("setup"), run_folder(config.trainer)
     if config.model.path is None:
         needs = "a config.json is enough, with the preprocessor_config.json of a model that reads images"
         raise ConfigError("model.path", None, f"a hub name, or a model folder ({needs})", "set it")
@@ -255,3 +252,29 @@ def data_line(setup: Setup, counts: Counts) -> str:
     most = "at most " if counts.likely else ""
     steps = f"{most}{plural(counts.steps, 'step')} of {config.data.train_batch_size} {what}{each}{done}"
     return f"{counts.train:,} {what} to train on{held_out}; {steps}"
+
+
+def findings(config: RunConfig) -> Iterator[Finding]:
+    """Yields the lines of `whet doctor` about memory, disk and time of a run."""
+    try:
+        made = forecast_of(config)
+    except WhetError as error:
+        yield Finding("config", "refused", str(error), is_problem=True)
+        return
+    for room in made.rooms:
+        if room.free is not None:
+            found = f"about {size(room.needed)} needed, {size(room.free)} free"
+            advice = "" if room.fits else "`whet plan` lists settings that reduce it"
+            yield Finding("device" if room.on_device else "memory", found, advice, is_problem=True)
+    free = size(made.free_disk_bytes or 0)
+    found = f"about {size(made.disk_bytes)} for checkpoints, {free} free in {made.run_dir}"
+    advice = "" if made.fits_on_disk else "lower trainer.save_limit, or free disk space"
+    yield Finding("disk", found, advice, is_problem=True)
+    step = made.step_seconds
+    if step is None:
+        yield Finding("time", "unknown: the speed of accelerators is not measured")
+        return
+    whole = "" if made.seconds is None else f", {duration(made.seconds)} in all"
+    smaller = "a smaller model, fewer or shorter responses (data.max_response_length), or an accelerator"
+    advice = smaller * (step > SLOW)
+    yield Finding("time", f"about {duration(step)} a step{whole}", advice, is_problem=step > HOPELESS)

@@ -10,7 +10,7 @@ import pytest
 from whet.config import TrainConfig
 from whet.planning.doctor import Finding
 from whet.planning.planner import planner
-from whet.plugins.planner import advice
+from whet.plugins.planner import forecast
 
 
 @dataclass
@@ -46,7 +46,7 @@ def test_a_slow_step_is_a_note_and_a_hopeless_one_a_problem(
     train_config: Callable[..., TrainConfig],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(advice, "forecast_of", lambda config: Forecast(seconds))
+    monkeypatch.setattr(forecast, "forecast_of", lambda config: Forecast(seconds))
     *_, disk, time = planner().findings(train_config({}))
     assert (disk.what, disk.status) == ("disk", "ok")
     assert isinstance(time, Finding) and (time.what, time.status, time.found) == ("time", status, found)
