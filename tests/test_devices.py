@@ -177,10 +177,10 @@ def test_no_file_names_cuda_where_it_means_the_accelerator() -> None:
     graphs, FlashAttention, where Triton compiles, torch's module of it, whose word on bfloat16 has an argument, and
     what Megatron-Core writes out."""
     inside = "plugins/inference/servers/inside"
-    own = {"planning/doctor.py", "tracking/profile.py", "models/attention.py"}
-    own |= {"models/varlen.py", "models/log_probs.py", "rollout/native/columns.py"}
+    own = {"planning/doctor.py", "tracking/profile.py", "kernels/attention.py"}
+    own |= {"kernels/varlen_attention.py", "kernels/log_probs.py", "rollout/native/columns.py"}
     own |= {"devices.py", "plugins/megatron/core.py"}
-    allowed = own | {f"{inside}/sitecustomize.py", f"{inside}/whet_parts.py"}
+    allowed = own | {f"{inside}/sitecustomize.py", f"{inside}/whet_weight_parts.py"}
     named = {
         str(path.relative_to(ROOT / "whet"))
         for path in (ROOT / "whet").rglob("*.py")

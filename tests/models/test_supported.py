@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.raising import raises
 from whet.errors import ModelError
-from whet.models import attention, fused, general
+from whet.kernels import fused
+from whet.models import attention, general
 from whet.models.load import NO_LIMIT, context_length, load_policy, outline
 from whet.models.supported import Support, lack_of, support_of
 

@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from whet.config.schema import LoraConfig
+from whet.kernels.sampling import SamplingState, sample
 from whet.keyed import key
 from whet.models.load import load_policy
 from whet.models.lora import add_adapter, merged_weights
@@ -33,7 +34,6 @@ from whet.rollout.protocol import (
     SharesModule,
     generate,
 )
-from whet.rollout.sampling import SamplingState, sample
 from whet.weight_sync import buckets
 from whet.weight_sync.buckets import Digest
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from whet.devices import HOST
+from whet.kernels.paged_attention import reference
+from whet.kernels.sampling import SamplingState, sample
 from whet.rollout.native import columns, engine
 from whet.rollout.native.cache import BLOCK_SIZE, BlockCache
-from whet.rollout.native.paged_attention import reference
-from whet.rollout.sampling import SamplingState, sample
 
 
 def decode_attention(
@@ -104,10 +104,12 @@ def install(monkeypatch: pytest.MonkeyPatch, *, interpreted: bool = False) -> No
     """From now on the native engine treats the host as an accelerator; with its own kernels, if these are
     `interpreted`."""
     if not interpreted:
-        kernels = ModuleType("whet.rollout.native.kernels")
-        vars(kernels).update(decode_attention=decode_attention, tile_attention=tile_attention, pick=pick)
-        monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
-        monkeypatch.setattr("whet.rollout.native.kernels", kernels, raising=False)
+        attends = {"decode_attention": decode_attention, "tile_attention": tile_attention}
+        for name, functions in {"paged_attention_triton": attends, "sampling_triton": {"pick": pick}}.items():
+            kernels = ModuleType(f"whet.kernels.{name}")
+            vars(kernels).update(functions)
+            monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+            monkeypatch.setattr(kernels.__name__, kernels, raising=False)
     for module in (columns, engine):
         monkeypatch.setattr(module, "has_kernels", lambda device: True)
     monkeypatch.setattr(columns, "Graphs", Recorder)

@@ -35,9 +35,9 @@ from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES, Registry
 from whet.rollout.reports import count_failures
 from whet.tracking import profile
 from whet.tracking.profile import SystemMeter
+from whet.trainers.batch_metrics import measure_environment, measure_groups
 from whet.trainers.columns import ColumnPlan
 from whet.trainers.distill import distill
-from whet.trainers.measure import measure_environment, measure_groups
 from whet.trainers.preference import train_preference
 from whet.trainers.rollout_worker import Direct
 from whet.trainers.sft import train_sft

@@ -33,11 +33,12 @@ MAX_DEPTH = layers.limit("calls of a step above each other", PAGE)
 # Models, kernels, the native engine and the training engine: the real work, which no shorter ladder would leave out.
 WORK = (
     "models/",
+    "kernels/",
     "engines/",
     "rollout/native/",
     "rollout/in_process",
     "rollout/ledger",
-    "rollout/sampling",
+    "rollout/stop_strings",
 )
 
 

@@ -21,13 +21,13 @@ from whet import devices
 from whet.batch import Batch, blocks_of
 from whet.config.algorithm_checks import EngineUse, other_kernels
 from whet.devices import HOST
-from whet.engines.compact_adamw import own_part
 from whet.engines.micro_batches import micro_batches
 from whet.engines.optim import Optimizer, learning_rate, optimizers_of
 from whet.engines.protocol import Columns, Narrows, Objective, Spread
 from whet.engines.role import RoleSettings
 from whet.engines.routing import Routing, trained
 from whet.errors import ConfigError, EngineError
+from whet.kernels.compact_adamw import own_part
 from whet.metrics import Metrics
 from whet.models.attention import takes_one_call
 from whet.models.encoders.load import encoders_of

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from whet.config.schema import OptimConfig
-from whet.engines.compact_adamw import CompactAdamW
+from whet.kernels.compact_adamw import CompactAdamW
 
 
 def learning_rate(settings: OptimConfig, step: int, total_steps: int) -> float:

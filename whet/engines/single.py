@@ -22,10 +22,10 @@ from whet.engines.engine import Engine, check_same
 from whet.engines.optim import optimizer_for
 from whet.engines.role import RoleSettings
 from whet.errors import ConfigError, EngineError
-from whet.models.compiled_layers import compile_layers
-from whet.models.fixed import KEY, fix_tiles
-from whet.models.load import body_of, cast_weights
-from whet.models.narrow import NarrowCopies
+from whet.kernels.bfloat16_copies import NarrowCopies
+from whet.kernels.compiled_layers import compile_layers
+from whet.models.batch_invariant import KEY, fix_tiles
+from whet.models.load import body_of, cast_weights, layers
 from whet.models.outputs import outputs_of
 from whet.models.packing import Layout
 from whet.registry import register_engine
@@ -53,8 +53,8 @@ class SingleEngine(Engine):
                 weight.grad_dtype = torch.float32  # micro-batches are summed up in it
         is_narrow = device != HOST and role.forward.dtype == torch.bfloat16
         if is_narrow and not role.batch_invariant if compile is None else compile:
-            compile_layers(self.model)
-        self.narrow = NarrowCopies(self.model) if is_narrow else None
+            compile_layers(layers(body_of(self.model)))
+        self.narrow = NarrowCopies(layers(body_of(self.model))) if is_narrow else None
         if role.batch_invariant:
             if compile or not role.forward.packing:
                 found = "trains on packed rows, by layers that are not compiled"

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from whet.errors import ModelError
+from whet.kernels.log_probs import LogitForm
 from whet.models.encoders.base import body_of
 from whet.models.folder import reading
-from whet.models.log_probs import LogitForm
 from whet.models.supported import Support
 
 log = logging.getLogger(__name__)

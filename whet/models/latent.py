@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from whet.models.linear import FastLinear
+from whet.kernels.linear import FastLinear
 
 
 class LatentProjection(FastLinear):

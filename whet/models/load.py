@@ -29,12 +29,12 @@ from transformers.utils.logging import set_tqdm_hook
 
 from whet.data.written import end_of_turn
 from whet.errors import ModelError, WeightSyncError
+from whet.kernels.fused import fuse
 from whet.keyed import key
 from whet.models import attention, experts, general
 from whet.models.encoders.base import Encoders, body_of as language_body
 from whet.models.encoders.load import attach, load_encoders, names_of
 from whet.models.folder import check_weights, reading, require_model, split_adapters
-from whet.models.fused import fuse
 from whet.models.latent import keep_latents
 from whet.models.linear_attention import follow_rows
 from whet.models.lora import HEAD, merge_adapter

@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from whet.errors import ModelError, pip_install
+from whet.kernels.linear import FastLinear
 from whet.keyed import key
 from whet.models.encoders.load import encoders_of
 from whet.models.folder import check_weights, reading
 from whet.models.latent import LatentProjection
-from whet.models.linear import FastLinear
 
 ADAPTER = "default"  # peft's name for the one adapter of a model
 HEAD = "score.weight"  # of a reward model; trained whole beside its adapter

@@ -17,7 +17,8 @@ import torch
 
 from whet.devices import moved
 from whet.errors import DataError
-from whet.models.linear_attention import PackedFlow
+from whet.kernels.delta_rule import PackedFlow
+from whet.kernels.varlen_attention import TOKENS_STEP, Stretches, rounded
 from whet.types import Media
 
 # Attention runs on bunches of rows of similar length: the shortest row has at least MIN_FRACTION of the longest's
@@ -27,8 +28,7 @@ MIN_FRACTION, BUNCH_PAIRS = 0.8, 2**20
 FEW_PAIRS = 2**16
 # On a CPU each new shape of a bfloat16 product is compiled, which takes longer than a small product. Counts of tokens
 # and rows, and widths, are padded to multiples, so that shapes repeat.
-TOKENS_STEP, ROWS_STEP, WIDTH_STEP, STRETCHES_STEP = 64, 16, 16, 64
-TILE_ROWS = 64
+ROWS_STEP, WIDTH_STEP = 16, 16
 # Columns that must agree for two prompts to be the same, beside their media (a tuple for each row).
 PROMPT_COLUMNS, MEDIA, LATER_MEDIA = ("input_ids", "attention_mask", "position_ids"), "media", "response_media"
 ROUTED = "routed_experts"
@@ -90,57 +90,6 @@ class Bunch(Grid):
 
 
 @dataclass(frozen=True)
-class Stretches:
-    """The T tokens as S rows one after the other, the last of them padding, with K keys, for one call of attention."""
-
-    queries: torch.Tensor  # [S + 1] int32: where each row's own tokens begin, and T
-    keys: torch.Tensor  # [S + 1] int32: the same among the K keys
-    longest_query: int  # a bound, as the next
-    longest_key: int
-    size: int  # T, padding included
-    source: torch.Tensor | None = None  # [K] the token of each key; without it the keys are the T tokens
-    own: torch.Tensor | None = None  # [T] each token's key in its own row
-    shared: torch.Tensor | None = None  # [U] tokens of prompts that several rows share
-    users: torch.Tensor | None = None  # [U, n] their keys in the other rows; K where there are fewer
-    tiles: torch.Tensor | None = None  # [n, 4] of `tiles_of`, whose rows are the first keys; unset: a kernel's own
-
-    @classmethod
-    def of(
-        cls, own_lengths: torch.Tensor, prefix_lengths: torch.Tensor, in_order: torch.Tensor, tile: int = 0
-    ) -> Stretches:
-        """own_lengths and prefix_lengths [rows]; in_order [rows, L] index of each row's tokens among the T, its shared
-        prompt first, -1 behind them; `tile` tokens are attended together, 0: as many as a kernel takes."""
-        total, device = int(own_lengths.sum()), in_order.device
-        size = rounded(total, TOKENS_STEP)
-        lengths = torch.cat([own_lengths, own_lengths.new_tensor([size - total])])
-        depths = lengths + torch.nn.functional.pad(prefix_lengths, (0, 1))
-        empty = -len(lengths) % STRETCHES_STEP
-        found: dict[str, Any] = {
-            "queries": torch.nn.functional.pad(lengths, (1, empty)).cumsum(0).int(),
-            "keys": torch.nn.functional.pad(depths, (1, empty)).cumsum(0).int(),
-            "longest_query": _power_of_two(int(lengths.max())),
-            "longest_key": _power_of_two(int(depths.max())),
-            "size": size,
-            "tiles": tiles_of(lengths, depths.cumsum(0) - depths, depths - lengths, tile) if tile else None,
-        }
-        if not bool(prefix_lengths.any()):
-            return cls(**found)
-        is_key = in_order >= 0
-        is_own = is_key & (torch.arange(in_order.shape[1], device=device) >= prefix_lengths[:, None])
-        source = torch.cat([in_order[is_key], torch.arange(total, size, device=device)])
-        number = torch.full(in_order.shape, -1, device=device)
-        number[is_key] = torch.arange(len(source) - size + total, device=device)
-        own = torch.cat([number[is_own], torch.arange(len(source) - size + total, len(source), device=device)])
-        tokens, order = in_order[is_key & ~is_own].sort(stable=True)
-        shared, counts = torch.unique_consecutive(tokens, return_counts=True)
-        users = torch.full((len(shared), int(counts.max())), len(source), device=device)
-        rank = torch.arange(len(order), device=device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-        row = torch.arange(len(shared), device=device).repeat_interleave(counts)
-        users[row, rank] = number[is_key & ~is_own][order]
-        return cls(**found, source=source, own=own, shared=shared, users=users)
-
-
-@dataclass(frozen=True)
 class Layout(Grid):
     """T real tokens of the rows with at least one sampled token, the longest row first; N tokens were sampled.
 
@@ -190,7 +139,9 @@ class Layout(Grid):
         is_media = torch.isin(self.input_ids, self.input_ids.new_tensor(token_ids))
         begins = is_media & ~torch.nn.functional.pad(is_media, (1, -1))
         runs = begins.cumsum(0) * is_media  # 0 outside
-        grids = zip(Spread.apply(runs, self.bunches, False), Spread.apply(runs, self.bunches, True), strict=True)
+        grids = zip(
+            SpreadTokens.apply(runs, self.bunches, False), SpreadTokens.apply(runs, self.bunches, True), strict=True
+        )
         bunches = (replace(each, query_runs=q, key_runs=k) for each, (q, k) in zip(self.bunches, grids, strict=True))
         return replace(self, bunches=tuple(bunches))
 
@@ -394,36 +345,7 @@ def _bunches(
         row, token = end, tokens.stop
 
 
-def tile_tokens(heads: int, kv_heads: int) -> int:
-    """Tokens of a tile of attention, whose rows are tokens times heads of one head of keys."""
-    return max(1, TILE_ROWS // _power_of_two(heads // kv_heads))
-
-
-def tiles_of(
-    lengths: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, tokens: int, least: int = 0
-) -> torch.Tensor:
-    """[n, 4] first token, number of tokens, row, and position of the first token, of tiles of at most `tokens` tokens
-    of sequences that lie one after the other: their lengths, rows and first positions are [S]. Behind them come zeros,
-    up to `least` tiles."""
-    counts = (lengths + tokens - 1) // tokens
-    owner = torch.arange(len(lengths)).repeat_interleave(counts)
-    before = (torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]) * tokens
-    first, many = (lengths.cumsum(0) - lengths)[owner] + before, (lengths[owner] - before).clamp(max=tokens)
-    tiles = torch.stack([first, many, rows[owner], positions[owner] + before], 1)
-    return torch.nn.functional.pad(tiles, (0, 0, 0, max(0, least - len(tiles))))
-
-
-def rounded(count: int, step: int) -> int:
-    """`count`, rounded up to a multiple of `step` from 2 `step` on."""
-    return count if count < 2 * step else -(-count // step) * step
-
-
-def _power_of_two(length: int) -> int:
-    """The next one, so that what is compiled for a bound serves many batches."""
-    return 1 << max(0, length - 1).bit_length()
-
-
-class Spread(torch.autograd.Function):
+class SpreadTokens(torch.autograd.Function):
     """Copies the tokens of each bunch into its grid, with or without shared prompts: [T, ...] -> for each bunch
     [num_rows, (prefix_width +) width, ...]. One function handles all, so that the gradient is one tensor, no sum."""
 

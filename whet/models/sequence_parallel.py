@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from whet.errors import ConfigError
-from whet.models.packing import TOKENS_STEP, rounded
+from whet.kernels.varlen_attention import TOKENS_STEP, rounded
 
 KEY = "engine.options.mesh.context"
 SUPPORTED = {"full_attention", "sliding_attention"}  # layer types in which only attention mixes tokens

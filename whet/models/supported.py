@@ -23,7 +23,7 @@ from torch.func import functional_call
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
 from whet.errors import ModelError
-from whet.models.attention import Scores
+from whet.kernels.attention import Scores
 from whet.models.caches import LINEAR, Pages, layer_caches
 from whet.models.encoders.base import body_of
 from whet.models.linear_attention import is_followed

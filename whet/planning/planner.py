@@ -14,7 +14,7 @@ from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
 from whet.planning.machine import FreeMemory
 from whet.registry import PLANNERS
-from whet.rollout.planned import CacheRoom, Lengths
+from whet.rollout.requirements import CacheRoom, Lengths
 
 if TYPE_CHECKING:
     from whet.planning.doctor import Finding

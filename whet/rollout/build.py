@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -25,11 +25,11 @@ from whet.config.schema import (
     TrainConfig,
 )
 from whet.config.section import entry_at
-from whet.data.chat import template_text
+from whet.data.chat import encode_texts, template_text
 from whet.data.media import MediaLimits, MediaReader
 from whet.environments.host import Deadlines, EnvironmentHost
 from whet.environments.tools.toolbox import toolbox_of, with_parser, with_tools
-from whet.errors import ConfigError, EnvError
+from whet.errors import ConfigError, DataError, EnvError
 from whet.models.encoders.base import keep_prepared
 from whet.models.encoders.load import encoders_of
 from whet.models.folder import split_adapters
@@ -39,10 +39,9 @@ from whet.models.supported import support_of
 from whet.registry import ENGINES, ENVIRONMENTS, ROLLOUT_ENGINES
 from whet.rollout.collect import Collector, Stage
 from whet.rollout.driver import Driver
-from whet.rollout.episode import MAIN, Limits
-from whet.rollout.planned import CacheRoom, ChecksAhead, ChecksMedia
+from whet.rollout.episode import MAIN, EpisodeLimits
 from whet.rollout.protocol import RolloutEngine, SamplingParams, SharesModule, Span
-from whet.rollout.sampling import bad_word_ids
+from whet.rollout.requirements import CacheRoom, ChecksAhead, ChecksMedia
 from whet.types import Limit, Prompt
 
 log = logging.getLogger(__name__)
@@ -259,7 +258,7 @@ def _stage(stage: StageConfig, config: TrainConfig | EvalConfig, tokenizer: PreT
     if tools is None:
         turns = min(turns, ENVIRONMENTS[stage.name].marks.get("max_turns", turns))
     choices: dict[Limit, str] = {"time": whole.on_timeout, "overflow": whole.on_overflow}
-    limits = Limits(
+    limits = EpisodeLimits(
         max_turns=turns,
         max_turn_tokens=stage.max_turn_tokens,
         max_episode_tokens=stage.max_episode_tokens,
@@ -289,3 +288,18 @@ def sampling_params(
         bad_words=bad_word_ids(config.bad_words, tokenizer) + patches,
         allowed_token_ids=None if allowed is None else tuple(allowed),
     )
+
+
+def bad_word_ids(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], ...]:
+    """Returns each word as tokens, at the start of a text and after a space.
+
+    Raises: DataError for a word that has none."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip(" ") or word
+        found |= {tuple(ids): None for ids in encode_texts(tokenizer, [bare], add_special_tokens=False)}
+        try:
+            found |= {tuple(ids): None for ids in encode_texts(tokenizer, [f" {bare}"], add_special_tokens=False)}
+        except DataError:
+            continue  # a tokenizer without a space writes none
+    return tuple(found)

@@ -24,7 +24,7 @@ from whet.models.supported import support_of
 from whet.phases import span
 from whet.rollout.ledger import Ledger, check_request, check_whole, too_late
 from whet.rollout.protocol import Completion, Event, Finished, Likeliest, Partial, Request, Status, Weights
-from whet.rollout.sampling import LastStops, LoadTokenizer as LoadTokenizer, StopStrings
+from whet.rollout.stop_strings import LastStops, LoadTokenizer as LoadTokenizer, StopStrings
 from whet.types import FinishReason, Versions, last_versions
 
 

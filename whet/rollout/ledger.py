@@ -7,8 +7,8 @@ import time
 from typing import Any, TypeVar
 
 from whet.errors import EngineError, WeightSyncError
+from whet.kernels.sampling import check_rules
 from whet.rollout.protocol import Failed, Request, Status
-from whet.rollout.sampling import check_rules
 from whet.types import Failure
 
 MAX_UNFINISHED = 65536  # requests; more are refused until some are done

@@ -18,10 +18,9 @@ from whet.errors import DeadlineError, EngineError, WhetError
 from whet.models.outputs import PromptLogProbs
 from whet.models.positions import patches
 from whet.phases import counted
-from whet.types import Failure, FinishReason, Media, Versions
+from whet.types import Failure, FinishReason, Likeliest, Media, SamplingParams, Versions
 
 Identity = tuple[int | str, ...]  # of a prompt: its token ids, and digests in the place of each media's first token
-Likeliest = tuple[tuple[int, float], ...]  # tokens with their log-probs, the likeliest first
 Weights = Iterable[tuple[str, torch.Tensor]]  # under their Hugging Face names
 
 
@@ -33,29 +32,6 @@ class Span:
     number: int  # of the node; the server answers on node 0
     address: str  # of node 0, where the parts meet
     port: int
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """The choice of tokens and the end of a response. The defaults are off; `temperature` 0 is greedy.
-
-    Changes of the choice follow vLLM's order: allowed tokens, bad words, penalties (repetition, frequency,
-    presence), temperature, min-p, top-k, top-p.
-    """
-
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    min_p: float = 0.0  # of the likeliest token's probability (Nguyen et al. 2024)
-    repetition_penalty: float = 1.0  # of tokens in prompt or response: l / r where l > 0, l * r elsewhere (CTRL)
-    presence_penalty: float = 0.0  # taken off the logit of a token that the response has (OpenAI)
-    frequency_penalty: float = 0.0  # taken off once for each occurrence
-    stop: tuple[str, ...] = ()  # the response ends with the token that completes one of them
-    bad_words: tuple[tuple[int, ...], ...] = ()  # never in a response: the last token is not drawn behind the others
-    allowed_token_ids: tuple[int, ...] | None = None  # nothing else is drawn
-    num_likeliest: int = 0  # tokens whose log-probs are told in every place, beside the sampled one's
 
 
 @dataclass(frozen=True)

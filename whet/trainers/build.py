@@ -46,16 +46,15 @@ from whet.rollout.build import (
     sampling_params,
     with_engine,
 )
-from whet.rollout.driver import Background, Driver
+from whet.rollout.driver import BackgroundDriver, Driver
 from whet.rollout.flow import Filter, PromptSource, keep_all
-from whet.rollout.planned import Lengths
 from whet.rollout.protocol import Restarts
 from whet.rollout.replicas import Replicas
+from whet.rollout.requirements import Lengths
 from whet.rollout.rollouts import Rollouts, reward_item
 from whet.trainers import workers
 from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
 from whet.trainers.frame import opened_for, run_folder, with_named_dtypes, with_restarts
-from whet.trainers.hints import teacher_role
 from whet.trainers.judge import judge_of, judge_worker
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.placed import ENVIRONMENT, REWARD, EnvironmentWorker, PlacedRewards, RewardWorker, placed_hosts
@@ -65,6 +64,7 @@ from whet.trainers.run import Run
 from whet.trainers.run_dir import MEDIA, digests
 from whet.trainers.shape import AdaptiveEntropy, Correction, Fixed, Shaper, estimator
 from whet.trainers.stop import likely_steps
+from whet.trainers.teacher import teacher_role
 from whet.trainers.workers import TrainWorker
 from whet.types import Failure, Prompt, Scorer
 from whet.weight_sync.routes import weight_sync
@@ -338,7 +338,7 @@ def _rollouts(
     if ENVIRONMENT in roles:
         hosts = placed_hosts(roles[ENVIRONMENT], config.environment)
     folder, staleness = run_folder(config.trainer) / MEDIA, config.rollout.max_staleness
-    driver = Background if staleness else Driver
+    driver = BackgroundDriver if staleness else Driver
     made = Rollouts(
         begun.loader,
         build_collector(config, tokenizer, engine, config.trainer.seed, driver, hosts, folder),

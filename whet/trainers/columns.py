@@ -26,12 +26,12 @@ from whet.config.compose import flatten
 from whet.config.schema import ActorConfig, TrainConfig
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import ConfigError, EngineError, RegistryError
+from whet.kernels.sampling import uniforms
 from whet.keyed import key
 from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, PROVIDERS, REJECTIONS, VALUE_LOSSES, WEIGHTS
 from whet.rollout.batch import with_failures
 from whet.rollout.rollouts import Rollouts
-from whet.rollout.sampling import uniforms
 from whet.trainers.reward_texts import text_batch, text_reader
 from whet.types import Failure, Group, Trajectory
 

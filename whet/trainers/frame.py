@@ -31,14 +31,14 @@ from whet.phases import phase
 from whet.planning.dtypes import with_dtypes
 from whet.planning.machine import check_disk
 from whet.planning.planner import Counts, Setup, planner
-from whet.tracking.console import COLUMNS, Column, ConsoleTracker
+from whet.tracking.console import COLUMNS, ConsoleColumn, ConsoleTracker
 from whet.tracking.profile import SystemMeter, observed
 from whet.tracking.runs import write_state
 from whet.tracking.service import TrackedRun, open_services
 from whet.tracking.tracker import METRIC_FILES, JsonlTracker, Trackers
-from whet.trainers.measured import asked_of_trained, recorded, shares_of_peak, use_of_ranks
 from whet.trainers.run_dir import RunDir, noted, open_run_dir
 from whet.trainers.stop import Stopped, StopSignals, likely_steps
+from whet.trainers.telemetry import asked_of_trained, recorded, shares_of_peak, use_of_ranks
 
 log = logging.getLogger(__name__)
 SAVE_SECONDS = 600.0  # between two checkpoints of trainer.save_freq=auto
@@ -52,7 +52,7 @@ class Frame:
     """A run of any trainer. A trainer adds its parts, `state`, `load_state` and `check_health`, and a loop that
     `train` runs in a `Schedule`."""
 
-    columns_shown: ClassVar[tuple[Column, ...]] = COLUMNS  # of the console's line
+    columns_shown: ClassVar[tuple[ConsoleColumn, ...]] = COLUMNS  # of the console's line
     tokens_metric: ClassVar[str] = "perf/total_num_tokens"  # what the throughput counts
     default_best_metric: ClassVar[str] = "val/accuracy"
 

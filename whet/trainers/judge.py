@@ -21,8 +21,8 @@ from whet.rollout.protocol import SamplingParams
 from whet.rollout.replicas import Replicas
 from whet.rollout.rollouts import Rollouts
 from whet.trainers.columns import Sources, last_rows, register_provider
-from whet.trainers.hints import text
 from whet.trainers.rollout_worker import RolloutWorker
+from whet.trainers.teacher import text
 from whet.types import Failure, Message, Prompt, Trajectory
 
 OF_POLICY = {"adapter", "port", "routed_experts", "tensor_parallel_size", "weight_delta"}  # options of its engine alone

@@ -20,8 +20,8 @@ from whet.keyed import key
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.rollout.batch import unscored, with_scores
+from whet.trainers.batch_metrics import measure_batch, measure_environment, measure_groups, measure_part
 from whet.trainers.columns import judged
-from whet.trainers.measure import measure_batch, measure_environment, measure_groups, measure_part
 from whet.trainers.run import Run
 from whet.trainers.schedule import Schedule
 

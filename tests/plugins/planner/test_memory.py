@@ -12,6 +12,7 @@ import torch
 
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.config.schema import RolloutConfig
+from whet.kernels.sampling import SamplingState, sample
 from whet.models.load import load_config as load_model_config
 from whet.planning.dtypes import with_dtypes
 from whet.planning.machine import FreeMemory
@@ -29,9 +30,8 @@ from whet.plugins.planner.memory import (
     rollout_bytes,
 )
 from whet.plugins.planner.outline import RowLength, TensorBytes
-from whet.rollout.planned import CacheRoom
 from whet.rollout.protocol import Request, SamplingParams
-from whet.rollout.sampling import SamplingState, sample
+from whet.rollout.requirements import CacheRoom
 from whet.trainers import build, sft
 
 MakeConfig = Callable[..., TrainConfig]

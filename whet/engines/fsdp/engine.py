@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from whet.devices import HOST
-from whet.engines.compact_adamw import CompactAdamW, own_part
 from whet.engines.engine import Engine, rows_of
 from whet.engines.fsdp import checkpoint, checks
 from whet.engines.fsdp.pipeline import padded, run_schedule, stages_of
@@ -30,9 +29,10 @@ from whet.engines.optim import optimizer_for, optimizers_of
 from whet.engines.protocol import Columns, Objective, Spread
 from whet.engines.role import RoleSettings
 from whet.engines.stages import everywhere, run_forward
+from whet.kernels.compact_adamw import CompactAdamW, own_part
+from whet.kernels.compiled_layers import compile_layers
 from whet.metrics import Metrics
-from whet.models.compiled_layers import compile_layers
-from whet.models.load import body_of, cast_weights
+from whet.models.load import body_of, cast_weights, layers
 from whet.models.outputs import layout_of, tokens_of
 from whet.models.packing import Layout
 from whet.models.sequence_parallel import heads_ranks
@@ -80,7 +80,7 @@ class FSDPEngine(Engine):
         if optim is not None and optim.weight_rounding is not None:
             cast_weights(model, torch.bfloat16)
         if compile:
-            compile_layers(model)
+            compile_layers(layers(body_of(model)))
         parts, width = [model], self.ranks.mesh.pipeline
         own, self._num_stages = range(dist.get_rank(self.ranks.pipeline_group), width * stages_per_rank, width), 1
         if width > 1:

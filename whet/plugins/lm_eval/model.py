@@ -21,9 +21,9 @@ from whet.checkpoints.export import model_folder
 from whet.config.schema import Dtype, ModelConfig, RolloutConfig
 from whet.data.chat import SANITIZE, render_chat
 from whet.errors import ConfigError, DataError, describe, pip_install
+from whet.kernels.log_probs import vocab_log_probs
 from whet.keyed import key
 from whet.models.load import cast_weights, load_policy, load_tokenizer, num_positions, stop_token_ids, torch_dtype
-from whet.models.log_probs import vocab_log_probs
 from whet.models.outputs import ForwardSettings, hidden_states
 from whet.models.packing import layout
 from whet.models.positions import position_ids

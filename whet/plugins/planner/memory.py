@@ -21,8 +21,8 @@ from whet.planning.planner import Setup
 from whet.plugins.planner.first import tokens_within
 from whet.plugins.planner.outline import FLOAT32, Outline, RowLength, inner_size, tokens_of
 from whet.registry import ENGINES, ROLLOUT_ENGINES, load_target
-from whet.rollout.planned import CacheRoom, Decoding, Lengths, PlansMemory, RolloutBytes
 from whet.rollout.protocol import SharesModule
+from whet.rollout.requirements import CacheRoom, Decoding, Lengths, PlansMemory, RolloutBytes
 
 log = logging.getLogger(__name__)
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}

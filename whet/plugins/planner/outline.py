@@ -17,11 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from whet.engines.compact_adamw import CompactAdamW
 from whet.engines.optim import optimizer_for, optimizers_of
 from whet.engines.role import RoleSettings
 from whet.errors import ModelError
-from whet.models import attention
+from whet.kernels import attention
+from whet.kernels.compact_adamw import CompactAdamW
+from whet.models.attention import fits_one_call
 from whet.models.encoders.base import body_of as vision_body
 from whet.models.encoders.load import encoders_of
 from whet.models.freeze import freeze
@@ -211,7 +212,7 @@ class Outline:
         """Numbers of its passes: fewer where layers are compiled."""
         role, dtype = self.role, self.role.forward.dtype
         compiles = self.device_type != "cpu" and is_compiled(role.engine.name, role.engine.options)
-        is_known = attention.fits_one_call(self.config, dtype) and not self.experts[0]
+        is_known = fits_one_call(self.config, dtype) and not self.experts[0]
         return COMPILED if compiles and is_known and role.forward.packing else PLAIN
 
     @property

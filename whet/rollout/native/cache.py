@@ -13,10 +13,10 @@ import torch
 
 from whet.devices import moved
 from whet.errors import EngineError
-from whet.models.attention import Scores
+from whet.kernels.attention import Scores
+from whet.kernels.paged_attention import BLOCK_SIZE, BlockIndex, paged_attention
 from whet.models.caches import Pages, layer_caches, token_bytes
 from whet.models.linear_attention import Flow
-from whet.rollout.native.paged_attention import BLOCK_SIZE, BlockIndex, paged_attention
 from whet.rollout.native.states import DecodeFlow, States
 from whet.rollout.protocol import Identity
 

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from whet.devices import HOST, moved, runs_triton
-from whet.models.attention import Scores
+from whet.kernels.attention import Scores
+from whet.kernels.paged_attention import BLOCK_SIZE
+from whet.kernels.sampling import SamplingState, sample
 from whet.models.linear_attention import Flow
 from whet.rollout.native.cache import BlockCache, PagedBatch
-from whet.rollout.native.paged_attention import BLOCK_SIZE
-from whet.rollout.sampling import SamplingState, sample
 
 MIN_ROWS = 16
 # For gates of a number a token: torch computes exp of what is left behind a multiple of 32 by another function.
@@ -31,7 +31,7 @@ T = TypeVar("T")
 Forward = Callable[[torch.Tensor, torch.Tensor, Any, torch.Tensor | None, Mapping[str, Any]], torch.Tensor]
 
 
-class Sampled(NamedTuple):
+class SampledTokens(NamedTuple):
     """Tokens and their log-probs, which are here once `ready` has happened."""
 
     tokens: torch.Tensor  # [n]
@@ -62,10 +62,10 @@ class Columns(Protocol):
     def moved(self, sampling: SamplingState) -> SamplingState:
         """The parameters where the device reads them."""
 
-    def decode(self, forward: Forward, cache: BlockCache, rows: Rows) -> tuple[torch.Tensor, Sampled]:
+    def decode(self, forward: Forward, cache: BlockCache, rows: Rows) -> tuple[torch.Tensor, SampledTokens]:
         """Feeds the newest token of each row, and samples the next.  Returns the logits [n, V] too."""
 
-    def pick(self, logits: torch.Tensor, rows: Rows) -> Sampled:
+    def pick(self, logits: torch.Tensor, rows: Rows) -> SampledTokens:
         """Samples from logits [n, V], as `sampling.sample`, and keeps the tokens as the newest of their slots."""
 
 
@@ -106,19 +106,19 @@ class HostColumns:
     def moved(self, sampling: SamplingState) -> SamplingState:
         return sampling
 
-    def decode(self, forward: Forward, cache: BlockCache, rows: Rows) -> tuple[torch.Tensor, Sampled]:
+    def decode(self, forward: Forward, cache: BlockCache, rows: Rows) -> tuple[torch.Tensor, SampledTokens]:
         ids, slots = self.newest[rows.slots], rows.slots.int()
         inputs = padded(cache, ids, rows.positions + rows.shifts, slots, rows.positions, self.tables)
         logits = forward(*inputs, None, {})[: len(slots)]
         return logits, self.pick(logits, rows)
 
-    def pick(self, logits: torch.Tensor, rows: Rows) -> Sampled:
+    def pick(self, logits: torch.Tensor, rows: Rows) -> SampledTokens:
         sampling, slots = rows.sampling, rows.slots
         if self._rows is None or self._rows[0] is not sampling or self._rows[1] is not slots:
             self._rows = sampling, slots, sampling.rows(slots)
         tokens, log_probs = sample(logits, self._rows[2], rows.counts, rows.generated)
         self.newest[slots] = tokens
-        return Sampled(tokens, log_probs)
+        return SampledTokens(tokens, log_probs)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class DeviceBatch:
     ) -> torch.Tensor:
         """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; remembers key and value."""
         where = self.layer(module.layer_idx) if self.keys.dim() == 5 else self
-        from whet.rollout.native.kernels import decode_attention, tile_attention
+        from whet.kernels.paged_attention_triton import decode_attention, tile_attention
 
         run = tile_attention if self.in_tiles else decode_attention
         kept = (where.keys, where.values, where.tables, where.slots, where.places)
@@ -241,7 +241,7 @@ class DeviceColumns:
         """The columns that a recorded step reads."""
         return sampling.keys, sampling.temperature, sampling.greedy
 
-    def decode(self, forward: Forward, cache: BlockCache, rows: Rows) -> tuple[torch.Tensor, Sampled]:
+    def decode(self, forward: Forward, cache: BlockCache, rows: Rows) -> tuple[torch.Tensor, SampledTokens]:
         count, size = len(rows.slots), batch_size(len(rows.slots))
         self._blocks[-1] = cache.num_blocks  # the spare one
         slots = F.pad(rows.slots, (0, size - count), value=self.max_rows)
@@ -275,7 +275,7 @@ class DeviceColumns:
         logits = logits[:count]
         return logits, self._coming(results[:, :count]) if is_drawn else self.pick(logits, rows)
 
-    def pick(self, logits: torch.Tensor, rows: Rows) -> Sampled:
+    def pick(self, logits: torch.Tensor, rows: Rows) -> SampledTokens:
         slots, counts = moved(torch.stack([rows.slots, rows.counts]), self.device)
         results = torch.empty(2, len(slots), dtype=torch.int32, device=self.device)
         if has_kernels(self.device) and rows.sampling.is_uncut:
@@ -290,7 +290,7 @@ class DeviceColumns:
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor, results: torch.Tensor) -> None:
         """Draws by the kernel."""
-        from whet.rollout.native.kernels import pick
+        from whet.kernels.sampling_triton import pick
 
         pick(logits, self._sampling, slots, counts, self.newest, results)
         self._fix(logits, slots, results)
@@ -298,18 +298,18 @@ class DeviceColumns:
     def _fix(self, logits: torch.Tensor, slots: torch.Tensor, results: torch.Tensor) -> None:
         """Computes log-probs as the trainer does."""
         if self.fixed:
-            from whet.models.head_kernels import statistics
+            from whet.kernels.log_probs_triton import statistics
 
             found = statistics(logits, results[0], 1.0, 0.0, self._sampling.temperature[slots])
             results[1] = found[0].view(torch.int32)
 
-    def _coming(self, results: torch.Tensor) -> Sampled:
+    def _coming(self, results: torch.Tensor) -> SampledTokens:
         """Sends tokens and the bits of log-probs to the host."""
         here = results.to(HOST, non_blocking=True, copy=True)
         ready = torch.Event(self.device) if self.device != HOST else None
         if ready is not None:
             ready.record()
-        return Sampled(here[0], here[1].view(torch.float32), ready)
+        return SampledTokens(here[0], here[1].view(torch.float32), ready)
 
 
 def has_kernels(device: torch.device) -> bool:

@@ -19,15 +19,17 @@ from transformers import PreTrainedModel
 from whet.config.schema import KV_CACHE_BYTES
 from whet.devices import HOST, memory, moved
 from whet.errors import EngineError
+from whet.kernels.compiled_layers import compile_layers
+from whet.kernels.log_probs import LogitForm
+from whet.kernels.paged_attention import BLOCK_SIZE
+from whet.kernels.tiles import tile_tokens, tiles_of
 from whet.models.attention import NAME, PagedContext
+from whet.models.batch_invariant import fix_tiles
 from whet.models.caches import key_value_heads, sequence_bytes, token_bytes
-from whet.models.compiled_layers import compile_layers
 from whet.models.encoders.base import Encoders
 from whet.models.encoders.load import encoders_of
 from whet.models.experts import expert_modules
-from whet.models.fixed import fix_tiles
-from whet.models.log_probs import LogitForm
-from whet.models.packing import tile_tokens, tiles_of
+from whet.models.load import layers
 from whet.models.routing import as_bytes, recording
 from whet.options import Count
 from whet.registry import register_rollout
@@ -45,12 +47,11 @@ from whet.rollout.native.columns import (
     padded,
     rectangular,
 )
-from whet.rollout.native.paged_attention import BLOCK_SIZE
-from whet.rollout.native.running import Running
+from whet.rollout.native.running import RunningSlots
 from whet.rollout.native.scheduler import PREFILL_TOKENS, ScheduledRequest, Scheduler, Stretch, by_tokens
 from whet.rollout.native.states import End, PrefillFlow, held
-from whet.rollout.planned import CacheRoom, Decoding, RolloutBytes
 from whet.rollout.protocol import Request
+from whet.rollout.requirements import CacheRoom, Decoding, RolloutBytes
 from whet.types import Media
 
 LOGIT_BYTES = 24  # of a logit while tokens are chosen: itself, in float32, its probability and sums
@@ -103,7 +104,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         self._cache: BlockCache | None = None
         self._prefixes: Prefixes | None = None  # in the cache
         self._scheduler: Scheduler | None = None  # while there are requests
-        self._running: Running | None = None
+        self._running: RunningSlots | None = None
         self._ended: list[Done[ScheduledRequest]] = []  # not given to the caller yet
         self._tower: tuple[int, object] | None = None  # version of the weights, and those of the vision tower
 
@@ -150,7 +151,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         if self.fixed:
             fix_tiles(module, module.device, self.dtype)
         elif is_stepwise(module.device) and self.compile_decode is not False:
-            compile_layers(module)
+            compile_layers(layers(module))
         elif self.compile_decode:
             self._compiled = torch.compile(self._forward)
         self._columns, self._prompts, self._cache = HostColumns(), None, None
@@ -167,7 +168,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         scheduler.cache, scheduler.prefixes = self._require_cache()
         if self._running is None:
             expected = list(self.unfinished.values())
-            self._running = Running(self.vocab_size, self._columns_on(module), self.max_batch_size, expected)
+            self._running = RunningSlots(self.vocab_size, self._columns_on(module), self.max_batch_size, expected)
         running = self._running
         if admitted := scheduler.admit():
             self._prefill(scheduler, admitted, running)
@@ -200,7 +201,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         self._columns.at([cache.keys, cache.values, *module.parameters(), *module.buffers()])
         return self._columns
 
-    def _finish(self, running: Running) -> None:
+    def _finish(self, running: RunningSlots) -> None:
         """Takes the requests that are known to be done from the scheduler."""
         assert self._scheduler is not None
         for each in running.finish():
@@ -242,7 +243,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         if self._running is not None:  # rows that keep their cache go on, perhaps from other addresses
             self._columns_on(self.policy.require())
 
-    def _prefill(self, scheduler: Scheduler, admitted: Sequence[ScheduledRequest], running: Running) -> None:
+    def _prefill(self, scheduler: Scheduler, admitted: Sequence[ScheduledRequest], running: RunningSlots) -> None:
         """Computes new prompts and the tokens of requests that go on; samples the first token of the others."""
         prompts = [prompt for prompt in dict.fromkeys(each.prompt for each in admitted) if prompt.uncomputed]
         after = self._compute([Stretch(each.uncomputed, each.num_computed, each.blocks, each) for each in prompts])

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import torch
 
 from whet.errors import EngineError
+from whet.kernels.paged_attention import BLOCK_SIZE
 from whet.models.positions import next_position, patches, rotary_positions
 from whet.rollout.in_process import LiveRequest
 from whet.rollout.native.cache import BlockCache, Prefixes, blocks_for
-from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.native.states import End
 from whet.rollout.protocol import Identity, Request
 from whet.types import Media

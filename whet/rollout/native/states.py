@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from whet.devices import HOST, moved
+from whet.kernels.delta_rule import Rule, back, delta_rule, in_grid, weighted, with_zero
 from whet.models.caches import State, layer_caches
-from whet.models.linear_attention import Rule, back, delta_rule, in_grid, weighted, with_zero
 
 End = dict[
     int, tuple[torch.Tensor, torch.Tensor]

@@ -23,16 +23,16 @@ from whet.models.encoders.base import Encoders
 from whet.models.encoders.load import load_encoders
 from whet.models.folder import split_adapters
 from whet.models.load import MisfitError, fitting, num_positions, outline
-from whet.plugins.inference.servers.environment import Environment, Package, find_environment, longest
+from whet.plugins.inference.servers.environment import Interpreter, Package, find_environment, longest
 from whet.plugins.inference.servers.media import QWEN, Sees, SharedMedia, check_media
 from whet.plugins.inference.servers.options import ServerOptions
 from whet.plugins.inference.servers.process import HttpError, Server, free_port
 from whet.plugins.inference.servers.weights import KeptWeights, Part, as_in_checkpoints, in_parts
-from whet.plugins.inference.servers.words import NEVER_SENT, Live, ServerWords, end_of, in_server
+from whet.plugins.inference.servers.wire_protocol import NEVER_SENT, Live, ServerWords, end_of, in_server
 from whet.rollout.episode import joined
 from whet.rollout.ledger import Ledger, check_request, check_whole, too_late
-from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Request, Span, Status, Weights
+from whet.rollout.requirements import Decoding, RolloutBytes
 from whet.types import Failure, Media
 
 FIRST_VERSION = 0  # of the weights that the server itself loaded
@@ -115,7 +115,7 @@ class ServerEngine(ServerWords):
         self._is_open.set()
 
     @classmethod
-    def environment_of(cls, options: Mapping[str, Any]) -> Environment:
+    def environment_of(cls, options: Mapping[str, Any]) -> Interpreter:
         """The environment of an engine with these options.  Raises: ConfigError."""
         return find_environment(cls.package, options["python"])
 

@@ -41,7 +41,7 @@ LAYER = re.compile(r".*?\.\d+\.")  # the beginning of a name, up to the number o
 PART_BYTES = 2**27  # after which a part ends
 ALIGNED = 16  # bytes, for views of any dtype
 SHARED = 7  # of the arguments that rebuild a tensor: those from here on say where its memory is
-Part = dict[str, Any]  # what a server needs to find it, as JSON: see inside/whet_parts.py
+Part = dict[str, Any]  # what a server needs to find it, as JSON: see inside/whet_weight_parts.py
 
 
 @dataclass(frozen=True)

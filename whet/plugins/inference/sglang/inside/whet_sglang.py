@@ -3,7 +3,7 @@
 spawns import this file too, as their main module, so the additions are in all of them.
 
 - Sampling: a token is drawn with a random number that is a function of the request's key and the token's place, as in
-  whet/rollout/sampling.py. SGLang hands seed and position of the token to its draw, which it otherwise does only with
+  whet/kernels/sampling.py. SGLang hands seed and position of the token to its draw, which it otherwise does only with
   kernels for deterministic inference; the client takes the prompt's length off the seed.
 - Rules: allowed tokens, bad words and penalties come with the request, and log-probs are those before them.
 - Ends: a response ends at its stop_token_ids alone, not at those of the folder's configuration too.
@@ -41,7 +41,7 @@ from sglang.srt.model_executor.model_runner_components import weight_updater
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils.weight_versions import compute_weight_version_spans
-from whet_parts import weights_in
+from whet_weight_parts import weights_in
 
 PATCHES = json.loads(os.environ.get("WHET_PATCHES", "[]"))  # token ids; none where the model reads text alone
 _parsed = lru_cache(1024)(json.loads)
@@ -237,7 +237,7 @@ def _load_parts() -> None:
 
 def constrained(logits: torch.Tensor, reqs: Sequence[Any]) -> torch.Tensor | None:
     """The logits that tokens are drawn from; None where they are those of the model: allowed tokens, bad words and
-    penalties as in whet/rollout/sampling.py, and no tokens of patches.   [S, V] -> [S, V]"""
+    penalties as in whet/kernels/sampling.py, and no tokens of patches.   [S, V] -> [S, V]"""
     rules = [(row, req, _rules(req)) for row, req in enumerate(reqs)] if len(reqs) == len(logits) else []
     if not PATCHES and not any(found for _, _, found in rules):
         return None

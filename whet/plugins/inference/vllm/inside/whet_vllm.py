@@ -5,7 +5,7 @@
   their own parameters: vLLM packs a copy of them once, which later weights would not reach.
 - Sampling: log-probs are log_softmax(logits / temperature) before anything that changes the choice. A token is drawn
   with a random number that is a function of the request's key and the token's place in the response, as in
-  whet/rollout/sampling.py. Penalties and bad words read tokens of an earlier attempt as tokens of the response.
+  whet/kernels/sampling.py. Penalties and bad words read tokens of an earlier attempt as tokens of the response.
 - Images and videos: pixel values are read from a file in shared memory when the tower encodes them; features are kept
   until the tower's weights change; rotary positions come with the request.
 """
@@ -203,7 +203,7 @@ def _key_the_sampler() -> None:
 # -- images and videos
 
 
-class Features:
+class FeatureCache:
     """The tower's outputs by digest, the least recently used ones dropped: vLLM forgets its own with each update."""
 
     def __init__(self) -> None:
@@ -235,7 +235,7 @@ class Features:
             self._found.popitem(last=False)
 
 
-FEATURES = Features()
+FEATURES = FeatureCache()
 
 
 def _digest(name: str) -> str:
