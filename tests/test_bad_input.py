@@ -46,12 +46,13 @@ from whet.environments.shipped import Gymnasium
 from whet.environments.tools.toolbox import toolbox_of, with_parser
 from whet.errors import EnvError, WhetError
 from whet.models.load import load_policy, load_tokenizer, reward_config
-from whet.planning import fit
+from whet.planning import machine
 from whet.planning.dtypes import with_dtypes
-from whet.planning.fit import check_fits
 from whet.planning.machine import FreeMemory
 from whet.plugins.inference.servers.environment import Interpreter
 from whet.plugins.inference.vllm.engine import PACKAGE
+from whet.plugins.planner import fit
+from whet.plugins.planner.fit import check_fits
 from whet.programs.protocol import open_sandbox
 from whet.registry import ENVIRONMENTS
 from whet.rewards.judge.rubrics import Rubric
@@ -753,11 +754,11 @@ def test_what_is_wrong_with_the_folder_of_a_run() -> None:
 def test_what_is_wrong_with_the_machine(qwen25_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_dtypes(TrainConfig.model_validate({"model": {"path": str(qwen25_folder)}}))
     for situation, name, left in (
-        ("not enough memory", "free_memory", FreeMemory(4 * 2**20, "the machine's memory")),
-        ("not enough disk", "free_disk", 2**20),
+        ("not enough memory", (fit, "free_memory"), FreeMemory(4 * 2**20, "the machine's memory")),
+        ("not enough disk", (machine, "free_disk"), 2**20),
     ):
         with monkeypatch.context() as patched, pytest.raises(WhetError) as raised:
-            patched.setattr(fit, name, lambda *_, left=left: left)
+            patched.setattr(*name, lambda *_, left=left: left)
             check_fits(setup(config), Path("mine"), setup)
         wrong(situation, str(raised.value))
 

@@ -17,6 +17,7 @@ MOVED = {  # by the old name of a file or folder
     "whet.data.drawn": "whet.plugins.lessons.drawn",
     **{f"whet.tracking.{name}": f"whet.plugins.trackers.{name}" for name in ("mlflow", "swanlab", "trackio", "wandb")},
     "whet.data.pickled": "whet.data.sources",
+    "whet.cli.plan_page": "whet.plugins.planner.plan_page",
     "whet.engines.compact_adamw": "whet.kernels.compact_adamw",
     "whet.engines.compact_kernels": "whet.kernels.compact_adamw_triton",
     "whet.cli.serve": "whet.plugins.serving.command",
@@ -29,6 +30,10 @@ MOVED = {  # by the old name of a file or folder
     "whet.models.head_kernels": "whet.kernels.log_probs_triton",
     "whet.models.init": "whet.plugins.lessons.init_model",
     "whet.models.init_vision": "whet.plugins.lessons.init_model",
+    **{
+        f"whet.planning.{name}": f"whet.plugins.planner.{name}"
+        for name in ("first", "fit", "forecast", "memory", "outline", "scale", "speed")
+    },
     "whet.models.narrow": "whet.kernels.bfloat16_copies",
     "whet.models.varlen": "whet.kernels.varlen_attention",
     "whet.rollout.native.kernels": "whet.kernels.paged_attention_triton",

@@ -216,7 +216,7 @@ def test_a_pool_of_its_own_with_two_processes(
 
 
 def test_a_plan_counts_the_role(train_config: MakeConfig, classifier: Path) -> None:
-    from whet.planning.memory import plan_memory
+    from whet.plugins.planner.memory import plan_memory
 
     made = setup(train_config({"reward_model.model_path": str(classifier)}))
     assert "reward_model" in made.passes

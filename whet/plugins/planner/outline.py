@@ -32,7 +32,7 @@ from whet.models.outputs import ForwardSettings, outputs_of
 from whet.models.packing import Layout, layout
 from whet.models.positions import position_ids
 from whet.models.supported import support_of
-from whet.planning.first import COMPILED, PLAIN, Kept, is_compiled
+from whet.plugins.planner.first import COMPILED, PLAIN, Kept, is_compiled
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in configs of models
 FLOAT32 = 4  # bytes of a master weight, a gradient, a moment

@@ -12,7 +12,7 @@ from whet.config.cluster import PoolConfig
 from whet.config.schema import RunConfig, TrainConfig
 from whet.engines.mesh import FORMER
 from whet.errors import ConfigError
-from whet.planning.first import bytes_of, changed, host_bytes, mesh_of, section_of
+from whet.plugins.planner.first import bytes_of, changed, host_bytes, mesh_of, section_of
 
 PARTS = (1, 2, 4, 8)  # sizes that a mesh is tried with, of ranks that compute a row together
 OF_A_NODE = 8  # accelerators, where the config has no number

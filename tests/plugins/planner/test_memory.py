@@ -15,10 +15,10 @@ from whet.config.schema import RolloutConfig
 from whet.kernels.sampling import SamplingState, sample
 from whet.models.load import load_config as load_model_config
 from whet.planning.dtypes import with_dtypes
-from whet.planning.first import COMPILED, PLAIN, tokens_within
-from whet.planning.fit import rooms
 from whet.planning.machine import FreeMemory
-from whet.planning.memory import (
+from whet.plugins.planner.first import COMPILED, PLAIN, tokens_within
+from whet.plugins.planner.fit import rooms
+from whet.plugins.planner.memory import (
     Lengths,
     Memory,
     _update_bytes,
@@ -29,7 +29,7 @@ from whet.planning.memory import (
     plan_memory,
     rollout_bytes,
 )
-from whet.planning.outline import RowLength, TensorBytes
+from whet.plugins.planner.outline import RowLength, TensorBytes
 from whet.rollout.protocol import Request, SamplingParams
 from whet.rollout.requirements import CacheRoom
 from whet.trainers import build, sft

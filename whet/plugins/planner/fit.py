@@ -16,16 +16,17 @@ from whet.devices import bfloat16_instructions
 from whet.errors import ConfigError, ModelError
 from whet.models.caches import attention_heads
 from whet.phases import counting, phase
-from whet.planning import memory as estimate
-from whet.planning.first import changed, section_of
-from whet.planning.machine import free_accelerator, free_disk, free_memory
-from whet.planning.memory import Memory, Setup
-from whet.planning.outline import FLOAT32, inner_size
+from whet.planning import machine
+from whet.planning.machine import ANYWAY, free_accelerator, free_memory
+from whet.planning.planner import Setup
 from whet.planning.units import size
+from whet.plugins.planner import memory as estimate
+from whet.plugins.planner.first import changed, section_of
+from whet.plugins.planner.memory import Memory, device_of, outlines_of
+from whet.plugins.planner.outline import FLOAT32, inner_size
 from whet.registry import ENGINES
 
 log = logging.getLogger(__name__)
-ANYWAY = "WHET_START_ANYWAY"  # environment variable: starts a run even if it does not fit by the estimate
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def rooms(setup: Setup) -> list[Room]:
     return [host] + [
         Room(f"{device.bound}{of[name]}", plan.device_bytes, plan.device_tensor_bytes, device.bytes, plan, True)
         for name, plan in plans.items()
-        if (device := setup.device_of(name)) is not None
+        if (device := device_of(setup, name)) is not None
     ]
 
 
@@ -98,7 +99,7 @@ def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], recl
     free, cluster = setup.host or free_memory(), setup.config.cluster
     setup = replace(setup, device=setup.device or free_accelerator(cluster))
     try:
-        needed = sum(setup.outlines[name].checkpoint_bytes for name in setup.objectives)
+        needed = sum(outlines_of(setup)[name].checkpoint_bytes for name in setup.objectives)
         bound = upper_bound(setup)
         is_large = free is not None and bound * cluster.devices_here > free.bytes / 2
         share = min(pool.share for pool in cluster.pools.values())
@@ -116,8 +117,8 @@ def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], recl
         log.debug("no estimate: %s", error)
         return 0
     if setup.host is None:
-        check_disk(needed, run_dir, reclaimed_bytes)
-        free_bytes, limit = free_disk(run_dir) + reclaimed_bytes, setup.config.trainer.save_limit
+        machine.check_disk(needed, run_dir, reclaimed_bytes)
+        free_bytes, limit = machine.free_disk(run_dir) + reclaimed_bytes, setup.config.trainer.save_limit
         if limit is not None and needed * (limit + 1) > free_bytes:  # a new one is written before the oldest is deleted
             log.warning(
                 "%d checkpoints and the next one need about %s, but %s has %s free; lower trainer.save_limit",
@@ -129,7 +130,7 @@ def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], recl
 def upper_bound(setup: Setup) -> int:
     """An upper bound on the bytes of one process, from formulas, without tracing the passes."""
     config, total = setup.config, 0
-    for name, model in setup.outlines.items():
+    for name, model in outlines_of(setup).items():
         total += model.weight_bytes * (4 if name in setup.objectives else 1)
         shape = model.config
         ranks = estimate.spread_of(setup, name).row_ranks
@@ -142,7 +143,7 @@ def upper_bound(setup: Setup) -> int:
         chunk = min(setup.roles[name].forward.chunk_tokens, tokens)
         total += shape.vocab_size * (24 * chunk + 3 * FLOAT32 * shape.hidden_size)
     if isinstance(config, TrainConfig):
-        model = setup.outlines["actor"]
+        model = outlines_of(setup)["actor"]
         planned = estimate.rollout_bytes(config, model.config, setup.lengths)
         cache = planned.written if setup.device is None else planned.cache
         total += model.weight_bytes + cache + estimate.sampling_bytes(config, model.config, planned)
@@ -200,7 +201,7 @@ def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, object]]:
         ]
     if isinstance(config, TrainConfig):
         rows = config.rollout.max_batch_size
-        planned = estimate.rollout_bytes(config, setup.outlines["actor"].config, setup.lengths)
+        planned = estimate.rollout_bytes(config, outlines_of(setup)["actor"].config, setup.lengths)
         found += [
             (room.on_device and not config.rollout.free_cache_engine, "rollout.free_cache_engine", True),
             (rows > 16, "rollout.max_batch_size", max(16, rows // 4)),
@@ -243,12 +244,3 @@ def advice(found: list[Change], free: int) -> list[str]:
         still = "no setting saves much" if least is None else f"even then the run needs {size(least)}"
         lines.append(f"- {still}: use a smaller model, or a machine with more memory")
     return lines
-
-
-def check_disk(needed: int, run_dir: Path, reclaimed_bytes: int = 0) -> None:
-    """Checks that a checkpoint of `needed` bytes fits onto the disk.  Raises: ConfigError."""
-    free = free_disk(run_dir) + reclaimed_bytes
-    if needed > free and os.environ.get(ANYWAY, "0") in ("", "0"):
-        found, expected = f"a checkpoint needs about {size(needed)}", f"at most {size(free)}, free in {run_dir}"
-        change = "free disk space, choose another trainer.run_dir"
-        raise ConfigError("disk", found, expected, f"{change}, or set {ANYWAY}=1 in the environment to go on anyway")

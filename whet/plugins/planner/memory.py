@@ -7,18 +7,19 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from whet.config.schema import ExamplesConfig, RolloutConfig, RunConfig, TrainConfig
 from whet.devices import needed_for_tensors, room_for_tensors
 from whet.engines.micro_batches import micro_batches
-from whet.engines.protocol import Objective, Spread, TrainEngine
+from whet.engines.protocol import Spread, TrainEngine
 from whet.engines.role import RoleSettings
 from whet.models.caches import sequence_bytes, token_bytes
-from whet.planning.first import tokens_within
 from whet.planning.machine import FreeMemory
-from whet.planning.outline import FLOAT32, Outline, RowLength, inner_size, tokens_of
+from whet.planning.planner import Setup
+from whet.plugins.planner.first import tokens_within
+from whet.plugins.planner.outline import FLOAT32, Outline, RowLength, inner_size, tokens_of
 from whet.registry import ENGINES, ROLLOUT_ENGINES, load_target
 from whet.rollout.protocol import SharesModule
 from whet.rollout.requirements import CacheRoom, Decoding, Lengths, PlansMemory, RolloutBytes
@@ -30,6 +31,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 PROCESS_BYTES, HEAP, HEAP_WITH_SAMPLING = 110 * 2**20, 1.05, 1.25
 DEVICE_PROCESS_BYTES = 2 * 2**30  # of an accelerator's libraries on the host (not measured yet)
 CACHE = "rollout: KV cache"
+_OUTLINES = WeakKeyDictionary[Setup, dict[str, Outline]]()
 MARGIN = 1.2  # formulas of activations are within a fifth of traced plans
 
 
@@ -86,39 +88,29 @@ class Memory:
         return needed_for_tensors(tensors) if tensors else 0
 
 
-@dataclass(frozen=True)
-class Setup:
-    """A config, with its roles, objectives and lengths."""
+def outlines_of(setup: Setup) -> dict[str, Outline]:
+    """The models of the roles, as shapes without numbers.  Raises: ModelError."""
+    if setup not in _OUTLINES:
+        each = setup.device is not None, setup.media_share
+        _OUTLINES[setup] = {name: Outline(role, *each) for name, role in setup.roles.items()}
+    return _OUTLINES[setup]
 
-    config: RunConfig
-    roles: Mapping[str, RoleSettings]  # roles with a model
-    objectives: Mapping[str, Objective]  # of the trained roles
-    lengths: Lengths
-    passes: tuple[str, ...] = ()  # roles with a forward pass over the rows before the update, once for each pass
-    device: FreeMemory | None = None  # the accelerator of each process; None on the host
-    host: FreeMemory | None = None  # the memory of a node; None for what this machine has free
-    media_share: float = 0.0  # of the tokens of prompts, those of images and videos
 
-    def device_of(self, pool: str) -> FreeMemory | None:
-        """The accelerator of each process of a pool, or its share of one; None for the host."""
-        share, whole = self.config.cluster.pools[pool].share, self.device
-        if whole is None or not self.config.cluster.needs_device(pool):
-            return None
-        if share == 1:
-            return whole
-        return FreeMemory(round(whole.bytes * share), f"{share:g} of {whole.bound}", round(whole.total * share))
+def device_of(setup: Setup, pool: str) -> FreeMemory | None:
+    """The accelerator of each process of a pool, or its share of one; None on the host."""
+    share, whole = setup.config.cluster.pools[pool].share, setup.device
+    if whole is None or not setup.config.cluster.needs_device(pool):
+        return None
+    if share == 1:
+        return whole
+    return FreeMemory(round(whole.bytes * share), f"{share:g} of {whole.bound}", round(whole.total * share))
 
-    @property
-    def has_server(self) -> bool:
-        """Tells whether a separate server samples responses, not a module in a rollout process."""
-        if not isinstance(self.config, TrainConfig):
-            return False
-        return not isinstance(ROLLOUT_ENGINES[self.config.rollout.engine.name].load(), SharesModule)
 
-    @cached_property
-    def outlines(self) -> dict[str, Outline]:
-        """The models of the roles, as shapes without values.  Raises: ModelError."""
-        return {name: Outline(role, self.device is not None, self.media_share) for name, role in self.roles.items()}
+def has_server(config: RunConfig) -> bool:
+    """Tells whether responses come from a program of its own, and not from a module of a rollout process."""
+    if not isinstance(config, TrainConfig):
+        return False
+    return not isinstance(ROLLOUT_ENGINES[config.rollout.engine.name].load(), SharesModule)
 
 
 class _Kept:
@@ -151,14 +143,14 @@ def plan_memory(setup: Setup, pool: str | None = None) -> Memory:
     config, cluster = setup.config, setup.config.cluster
     pool = next(iter(cluster.pools)) if pool is None else pool
     kept, planned = _at_rest(setup, pool)
-    outlines = {name: each for name, each in setup.outlines.items() if cluster.pool_of(name) == pool}
+    outlines = {name: each for name, each in outlines_of(setup).items() if cluster.pool_of(name) == pool}
     trained = [name for name in setup.objectives if name in outlines]
     sizes = {name: _keep_update(kept, setup, name, outlines[name]) for name in trained}
     untouched = 0 if planned is None or setup.device is not None else planned.cache - planned.written
     if isinstance(config, TrainConfig) and "actor" in trained:
         updates = [f"{name} update" for name in trained]
-        kept.keep("batch columns", column_bytes(config, setup.lengths, setup.outlines), updates, on_host=True)
-    checkpoint = sum(setup.outlines[name].checkpoint_bytes for name in setup.objectives)
+        kept.keep("batch columns", column_bytes(config, setup.lengths, outlines_of(setup)), updates, on_host=True)
+    checkpoint = sum(outlines_of(setup)[name].checkpoint_bytes for name in setup.objectives)
     weights = {name: each.num_weights for name, each in outlines.items()}
     return Memory(kept.items(), kept.phases, untouched, weights, sizes, checkpoint)
 
@@ -166,7 +158,7 @@ def plan_memory(setup: Setup, pool: str | None = None) -> Memory:
 def _at_rest(setup: Setup, pool: str) -> tuple[_Kept, RolloutBytes | None]:
     """Counts all memory of a pool's process except model passes, by phase.  Returns the plan of sampling too."""
     config, cluster = setup.config, setup.config.cluster
-    outlines = {name: each for name, each in setup.outlines.items() if cluster.pool_of(name) == pool}
+    outlines = {name: each for name, each in outlines_of(setup).items() if cluster.pool_of(name) == pool}
     samples = isinstance(config, TrainConfig) and cluster.pool_of("rollout") == pool
     updates = tuple(f"{name} update" for name in setup.objectives if name in outlines)
     phases = (*(("rollout",) if samples else ()), *updates) or ("columns",)
@@ -175,7 +167,7 @@ def _at_rest(setup: Setup, pool: str) -> tuple[_Kept, RolloutBytes | None]:
     for name, model in outlines.items():
         _keep_role(kept, setup, name, model, away=("rollout",) if turns and setup.device is not None else ())
     if isinstance(config, TrainConfig) and config.rollout.engine.options.get("weight_delta") is True:
-        size = setup.outlines["actor"].num_weights * ITEM_BYTES[config.rollout.dtype]
+        size = outlines_of(setup)["actor"].num_weights * ITEM_BYTES[config.rollout.dtype]
         if samples or "actor" in outlines:  # of the actor's ranks one on each node sends
             ranks = Counter(slot.node for slot in cluster.slots() if slot.pool.name == pool)
             parts = 1 if samples else min(ranks.values())
@@ -184,18 +176,18 @@ def _at_rest(setup: Setup, pool: str) -> tuple[_Kept, RolloutBytes | None]:
 
 
 def micro_batch_tokens(setup: Setup, name: str) -> int:
-    """The largest number of tokens in a forward pass of a role: the configured number; else the number that fits into
-    the known memory of an accelerator beside other tensors of an update; else the device's default."""
-    role, model = setup.roles[name], setup.outlines[name]
-    device = setup.device_of(setup.config.cluster.pool_of(name))
+    """The most tokens of a forward pass of a role: the number that is set; else what an accelerator of known memory has
+    room for beside all that is there in an update; else a number for the device."""
+    role, model = setup.roles[name], outlines_of(setup)[name]
+    device = device_of(setup, setup.config.cluster.pool_of(name))
     if role.max_tokens_per_micro_batch is not None or device is None or not device.total:
         return role.micro_batch_tokens(model.device_type)
     return tokens_within(room_for_tensors(device.total), *_pass_bytes(setup, name))
 
 
 def _pass_bytes(setup: Setup, name: str) -> tuple[int, float]:
-    """Bytes on an accelerator in passes of a role, by formulas: without activations, and of a token's activations."""
-    model, spread, trains = setup.outlines[name], spread_of(setup, name), name in setup.objectives
+    """Bytes on an accelerator in passes of a role, by formulas: beside activations, and of a token's activations."""
+    model, spread, trains = outlines_of(setup)[name], spread_of(setup, name), name in setup.objectives
     kept, _ = _at_rest(setup, setup.config.cluster.pool_of(name))
     phases = [f"{name} update"] if trains else [each for each in kept.phases if each != "rollout"] or kept.phases
     held = max(map(kept.on_device, phases))
@@ -225,13 +217,13 @@ def cache_room(setup: Setup) -> CacheRoom | None:
     engine = ROLLOUT_ENGINES[config.rollout.engine.name]
     if engine.resolve_options(config.rollout.engine.options, "options").get("kv_cache_bytes") != "auto":
         return None
-    pool, model = config.cluster.pool_of("rollout"), setup.outlines["actor"].config
+    pool, model = config.cluster.pool_of("rollout"), outlines_of(setup)["actor"].config
     kept, planned = _at_rest(setup, pool)
     assert planned is not None
     peaks = [kept.on_device("rollout")]
     for name in () if config.rollout.free_cache_engine else setup.objectives:
         if config.cluster.pool_of(name) == pool:
-            (held, of_token), role = _pass_bytes(setup, name), setup.outlines[name].role
+            (held, of_token), role = _pass_bytes(setup, name), outlines_of(setup)[name].role
             tokens = max(tokens_of(rows, role.forward) for rows in _micro_batches(setup, name))
             peaks.append(held + round(MARGIN * of_token * tokens))
     longest = max(setup.lengths.prompts) + setup.lengths.response
@@ -271,7 +263,7 @@ def _keep_update(kept: _Kept, setup: Setup, name: str, model: Outline) -> int:
 
 def _keep_rollout(kept: _Kept, setup: Setup, turns: bool) -> RolloutBytes:
     """Counts the memory of sampling: a copy of the weights, the KV cache, the logits of a decode step."""
-    config, model = setup.config, setup.outlines["actor"]
+    config, model = setup.config, outlines_of(setup)["actor"]
     assert isinstance(config, TrainConfig)
     others = [phase for phase in kept.phases if phase != "rollout"]
     planned = rollout_bytes(config, model.config, setup.lengths)
@@ -296,10 +288,10 @@ def _samples_from_the_actor(setup: Setup) -> bool:
     config = setup.config
     if not isinstance(config, TrainConfig) or config.cluster.pool_of("rollout") != config.cluster.pool_of("actor"):
         return False
-    if setup.has_server:
+    if has_server(config):
         return False
     dtypes = config.rollout.dtype, config.model.dtype
-    return not setup.outlines["actor"].is_adapted and dtypes == ("float32", "float32")
+    return not outlines_of(setup)["actor"].is_adapted and dtypes == ("float32", "float32")
 
 
 def _update_bytes(
@@ -325,7 +317,7 @@ def _update_bytes(
 def _micro_batches(setup: Setup, name: str) -> list[list[RowLength]]:
     """Returns the micro-batches of a mini-batch, as the engine splits it."""
     rows = mini_batch(setup.config, name, setup.lengths, spread_of(setup, name).row_ranks)
-    role = setup.outlines[name].role
+    role = outlines_of(setup)[name].role
     shares = role.forward.packing and role.forward.share_prompts
     split = micro_batches(
         [row.tokens for row in rows],
