@@ -61,7 +61,7 @@ def test_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
 
 
 def test_the_accelerator_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for each process, or none; on a Ray cluster those that it asks for, here to be seen or not."""
+    """The accelerator of each process, or none; on a Ray cluster the ones that it reserves, visible here or not."""
     monkeypatch.setattr(devices, "count", lambda: 2)
     both = (MemoryUse(5, 9, 0, 0), MemoryUse(3, 8, 0, 0))
     monkeypatch.setattr(devices, "memory", both.__getitem__)

@@ -307,7 +307,7 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
 
 
 def _with_room(specs: Iterable[WorkerSpec], plan: Setup) -> Iterator[WorkerSpec]:
-    """The workers, with sizes that fit their accelerators: the tokens of a micro-batch, the rollout's cache."""
+    """Yields the workers with sizes that fit their accelerators: tokens of a micro-batch, the rollout's cache."""
     plan, planned = replace(plan, device=free_accelerator(plan.config.cluster)), planner()
     for spec in specs:
         if spec.cls is RolloutWorker:

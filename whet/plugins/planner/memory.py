@@ -176,8 +176,8 @@ def _at_rest(setup: Setup, pool: str) -> tuple[_Kept, RolloutBytes | None]:
 
 
 def micro_batch_tokens(setup: Setup, name: str) -> int:
-    """The most tokens of a forward pass of a role: the number that is set; else what an accelerator of known memory has
-    room for beside all that is there in an update; else a number for the device."""
+    """The largest number of tokens in a forward pass of a role: the configured number; else the number that fits into
+    the known memory of an accelerator beside other tensors of an update; else the device's default."""
     role, model = setup.roles[name], outlines_of(setup)[name]
     device = device_of(setup, setup.config.cluster.pool_of(name))
     if role.max_tokens_per_micro_batch is not None or device is None or not device.total:
@@ -186,7 +186,7 @@ def micro_batch_tokens(setup: Setup, name: str) -> int:
 
 
 def _pass_bytes(setup: Setup, name: str) -> tuple[int, float]:
-    """Bytes on an accelerator in passes of a role, by formulas: beside activations, and of a token's activations."""
+    """Bytes on an accelerator in passes of a role, by formulas: without activations, and of a token's activations."""
     model, spread, trains = outlines_of(setup)[name], spread_of(setup, name), name in setup.objectives
     kept, _ = _at_rest(setup, setup.config.cluster.pool_of(name))
     phases = [f"{name} update"] if trains else [each for each in kept.phases if each != "rollout"] or kept.phases
