@@ -14,6 +14,11 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 MOVED = {  # by the old name of a file or folder
+    **{
+        f"whet.config.{name}": f"whet.plugins.migration.{name}"
+        for name in ("convert", "convert_units", "foreign", "foreign_files", "foreign_python")
+    },
+    **{f"whet.config.foreign_{name}": f"whet.plugins.migration.foreign_{name}" for name in ("shell", "shell_language")},
     "whet.data.drawn": "whet.plugins.lessons.drawn",
     **{f"whet.tracking.{name}": f"whet.plugins.trackers.{name}" for name in ("mlflow", "swanlab", "trackio", "wandb")},
     "whet.data.pickled": "whet.data.sources",

@@ -406,6 +406,8 @@ PROVIDERS = Registry("provider of a column", "trainers", "register_provider", ("
 TRACKERS = Registry("tracker", "tracking", "register_tracker", ("run",))  # marks: package
 SANDBOXES = Registry("sandbox", "programs", "register_sandbox", ("address",))
 COMMANDS = Registry("command", "cli", "register_command")  # of plugins; marks: panel, settings, exits
+# Of a plugin, for names and functions of other systems: `config`, `key`: advice.
+FOREIGN = Registry("foreign form", "rewards", "register_foreign", has_foreign_form=False)
 
 register_adv_est = ADV_ESTIMATORS.register
 register_policy_loss = POLICY_LOSSES.register
@@ -431,3 +433,4 @@ register_trainer = TRAINERS.register
 register_tracker = TRACKERS.register
 register_sandbox = SANDBOXES.register
 register_command = COMMANDS.register
+register_foreign = FOREIGN.register
