@@ -26,6 +26,8 @@ MOVED = {  # by the old name of a file or folder
     "whet.models.encoders.cache": "whet.models.encoders.base",
     "whet.models.init": "whet.plugins.lessons.init_model",
     "whet.models.init_vision": "whet.plugins.lessons.init_model",
+    "whet.protocol": "whet.plugins.migration.protocol",
+    "whet.rewards.data_proto": "whet.plugins.migration.data_proto",
     "whet.rollout.vllm.routed": "whet.rollout.vllm.plain",
     "whet.sandbox": "whet.programs",
     **{f"whet.sandbox.{name}": f"whet.plugins.sandbox.{name}" for name in ("http", "inside", "local")},

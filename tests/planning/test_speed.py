@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from whet.batch import Batch
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.data.supervised import SupervisedExample
 from whet.models.load import load_policy
 from whet.planning import speed
 from whet.planning.speed import training_flops
-from whet.protocol import DataProto
 from whet.tracking import profile
 from whet.trainers import workers
 from whet.trainers.build import setup
@@ -39,7 +39,7 @@ def config_of(folder: Path, **overrides: Any) -> SFTConfig:
     return load_config(SFTConfig, None, small | overrides, given={"data"}).config
 
 
-def batch_of(rows: int) -> DataProto:
+def batch_of(rows: int) -> Batch:
     return to_batch([SupervisedExample((5,) * LENGTH, (0,) + (1,) * (LENGTH - 1))] * rows, pad_token_id=0)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.errors import RewardError, SandboxError, describe, last_line
+from whet.registry import FOREIGN
 from whet.rewards.result import NOT_SCORED, as_number, failure, finite, read_result, split_rows
 from whet.types import Failure, Outcome, RewardItem
 
@@ -272,8 +273,7 @@ def _recognise_whole(name: str, annotation: str, names: Collection[str]) -> _For
     """The form of a function whose first parameter holds everything: a dict, a list of dicts, or a DataProto."""
     form = next((usual for usual, pattern in _WHOLE.items() if pattern.match(annotation)), name)
     if form == "data":
-        from whet.rewards.data_proto import make_batch, split_batch_rows
-
+        make_batch, split_batch_rows = FOREIGN["data_proto"].load()()
         asks = {"return_dict": lambda items: True} if "return_dict" in names else {}  # of verl's managers
         return _Form({}, True, {name: make_batch, **asks}, split_batch_rows)
     return _Form({name: _as_dict}, form == "reward_inputs") if form in ("reward_input", "reward_inputs") else None

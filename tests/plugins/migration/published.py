@@ -22,7 +22,7 @@ from whet.metrics import Metrics
 from whet.plugins.migration.convert import Converted, convert
 from whet.plugins.migration.foreign import tables
 from whet.plugins.migration.foreign_files import read
-from whet.protocol import DataProto
+from whet.plugins.migration.protocol import DataProto
 from whet.registry import ADV_ESTIMATORS
 from whet.trainers.objectives import PolicyObjective
 from whet.trainers.shape import Correction, Shaper
