@@ -9,14 +9,19 @@ import sys
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.raising import raises
 from whet import registry
+from whet.config import TrainConfig
+from whet.config.compose import advice
 from whet.errors import RegistryError
 from whet.manifests import NAMES, PLUGINS, manifests, missing_plugin, targets
 from whet.moved import MOVED, today
+from whet.rewards.adapter import adapt, stand_ins
+from whet.rewards.worker import WorkerSpec
 
 HERE = sorted(path.parent.name for path in PLUGINS.glob("*/plugin.toml"))
 KINDS = {
@@ -73,6 +78,24 @@ def test_a_name_whose_plugin_is_gone_says_which(monkeypatch: pytest.MonkeyPatch)
     assert targets("command") == []
     with raises(RegistryError, "command view", expected=re.compile("viewer"), change=re.compile("viewer")):
         registry.Registry("command", "cli", "register_command")["view"]
+
+
+def test_without_migration_its_forms_are_errors_and_its_advice_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_a_batch(data: object) -> object:
+        return data
+
+    monkeypatch.setattr("whet.manifests.manifests", dict)
+    for module in ("config.compose", "rewards.adapter", "rewards.worker"):
+        gone = registry.Registry("foreign form", "rewards", "register_foreign")
+        monkeypatch.setattr(f"whet.{module}.FOREIGN", gone)
+    assert advice("key", TrainConfig, "actor_rollout_ref.rollout.n") is advice("config", "ppo_trainer") is None
+    with stand_ins():
+        assert "verl" not in sys.modules
+    missing = {"expected": re.compile("migration"), "change": re.compile("whet/plugins/migration")}
+    with raises(RegistryError, "foreign form data_proto", **missing):
+        adapt(of_a_batch, kwargs={}, correct_threshold=1.0)
+    with raises(RegistryError, "foreign form manager", **missing):
+        WorkerSpec(SimpleNamespace, {}, 1.0).load()
 
 
 def test_a_config_that_names_an_old_module_is_that_of_today() -> None:

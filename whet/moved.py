@@ -27,7 +27,7 @@ MOVED = {  # by the old name of a file or folder
     "whet.models.init": "whet.plugins.lessons.init_model",
     "whet.models.init_vision": "whet.plugins.lessons.init_model",
     "whet.protocol": "whet.plugins.migration.protocol",
-    "whet.rewards.data_proto": "whet.plugins.migration.data_proto",
+    **{f"whet.rewards.{name}": f"whet.plugins.migration.{name}" for name in ("data_proto", "managers")},
     "whet.rollout.vllm.routed": "whet.rollout.vllm.plain",
     "whet.sandbox": "whet.programs",
     **{f"whet.sandbox.{name}": f"whet.plugins.sandbox.{name}" for name in ("http", "inside", "local")},

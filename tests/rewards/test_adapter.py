@@ -16,7 +16,6 @@ from whet.errors import RewardError, SandboxError
 from whet.rewards.adapter import adapt
 from whet.types import Failure, Message, RewardItem, RewardResult
 
-
 ITEMS = [
     RewardItem("sums", "5", "5", {"level": 1}, "2+3=", (11, 12, 13), (21, 22)),
     RewardItem("products", "7", "6", {"level": 2}, "2*3=", (14,), (23, 24, 25)),

@@ -317,9 +317,7 @@ def test_a_provider_needs_no_config_and_no_rollouts() -> None:
     sources = Sources({name: Waited(name, events) for name in ("ref", "actor")}, 1)  # type: ignore[arg-type]
     mask = torch.ones(8, 6)
     objects = {"error": [None] * 8, "trajectory_uid_name": [f"{row}" for row in range(8)]}
-    batch = Batch.of(
-        {"response_mask": mask, "responses": mask.long(), "rollout_log_probs": -2.0 * mask}, objects
-    )
+    batch = Batch.of({"response_mask": mask, "responses": mask.long(), "rollout_log_probs": -2.0 * mask}, objects)
     names, options = ("old_log_probs", "ref_log_probs", "draws"), {"old_log_probs": {"by": "rollout"}}
     plan = ColumnPlan(tuple(COLUMNS[name] for name in names), {**options, "draws": {"seed": 3}})
     added = plan.add(batch, sources, Metrics())

@@ -12,6 +12,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
@@ -165,6 +166,12 @@ def adapt(
         raise RewardError(show(function), f"takes {found}", f"{wanted} by reward.manager={manager}", change)
     check_options(function, parameters, {*form.values, *form.whole, *form.columns, *form.logs}, kwargs)
     return RewardFunction(function, form, kwargs, correct_threshold, runner)
+
+
+def stand_ins() -> AbstractContextManager[None]:
+    """Makes modules of other systems importable in the block, for files of rewards, where a plugin offers `imports`."""
+    offered = FOREIGN.shipped.get("imports")
+    return nullcontext() if offered is None else offered.load()()
 
 
 def split_calls(items: Sequence[RewardItem], *, takes_batch: bool) -> list[Sequence[RewardItem]]:

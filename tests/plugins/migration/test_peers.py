@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from whet.cli.app import app
 from whet.errors import RegistryError, RewardError
 from whet.models.load import load_tokenizer
+from whet.plugins.migration.managers import OFFERED, stand_ins
 from whet.registry import KL_FORMS
-from whet.rewards.managers import OFFERED, stand_ins
 from whet.rewards.pool import RewardPool
 from whet.types import RewardItem, RewardResult
 
