@@ -406,7 +406,7 @@ PROVIDERS = Registry("provider of a column", "trainers", "register_provider", ("
 TRACKERS = Registry("tracker", "tracking", "register_tracker", ("run",))  # marks: package
 SANDBOXES = Registry("sandbox", "programs", "register_sandbox", ("address",))
 COMMANDS = Registry("command", "cli", "register_command")  # of plugins; marks: panel, settings, exits
-# Of plugins: `config` and `key` (advice on names of other systems), `data_proto`, `manager`, `imports` (of reward files).
+# Of plugins: `config`, `key` (advice on names of other systems), `data_proto`, `manager`, `imports` (of reward files).
 FOREIGN = Registry("foreign form", "rewards", "register_foreign", has_foreign_form=False)
 
 register_adv_est = ADV_ESTIMATORS.register

@@ -18,11 +18,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from whet.engines.fsdp.checkpoint import FILE_BYTES, STATE
+from whet.errors import CheckpointError, EngineError
 from whet.plugins.megatron.core import CheckpointingException, dist_checkpointing, parallel_state
 from whet.plugins.megatron.model import Stage
-from whet.errors import CheckpointError, EngineError
 
+STATE = "engine.json"  # the steps
+FILE_BYTES = 2**30  # of whole weights a file
 FOLDER, FORM = "megatron", ("torch_dist", 1)
 # Each weight's state is one tensor under the weight's name, whatever the mesh.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}

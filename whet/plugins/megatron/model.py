@@ -16,15 +16,15 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from whet.devices import HOST
-from whet.plugins.megatron import core
-from whet.plugins.megatron.ranks import Ranks
-from whet.plugins.megatron.sizes import Sizes
 from whet.engines.role import RoleSettings
 from whet.errors import ConfigError
 from whet.models.attention import attention
 from whet.models.outputs import ForwardSettings, Sampled, statistics_of
 from whet.models.packing import Layout
 from whet.models.sequence_parallel import TokenShare
+from whet.plugins.megatron import core
+from whet.plugins.megatron.ranks import Ranks
+from whet.plugins.megatron.sizes import Sizes
 
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 FIXED: dict[str, Any] = {

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from whet.devices import backends
+from whet.errors import EngineError
+from whet.models.sequence_parallel import TokenShare
 from whet.plugins.megatron.core import (
     ProcessGroupCollection,
     model_parallel_cuda_manual_seed,
@@ -21,8 +23,6 @@ from whet.plugins.megatron.core import (
     parallel_state,
 )
 from whet.plugins.megatron.sizes import Sizes
-from whet.errors import EngineError
-from whet.models.sequence_parallel import TokenShare
 
 BLANK = {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from whet.plugins.megatron.model import Stage
-from whet.plugins.megatron.names import Rule, in_memory, rule_of, whole_weight
-from whet.plugins.megatron.ranks import Ranks
 from whet.engines.role import RoleSettings
 from whet.models.load import check_finite, new_head
 from whet.models.sharded import open_slices
+from whet.plugins.megatron.model import Stage
+from whet.plugins.megatron.names import Rule, in_memory, rule_of, whole_weight
+from whet.plugins.megatron.ranks import Ranks
 
 
 @torch.no_grad()
