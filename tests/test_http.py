@@ -49,7 +49,7 @@ def reply(content: bytes, status: str = "200 OK", *heads: str, length: int | Non
 
 
 def of_servers(port: int, seconds: float) -> None:
-    with closing(servers.Client(port)) as client:
+    with closing(servers.ServerClient(port)) as client:
         assert client.call("POST", "/x", {}, seconds=seconds) == RAN
 
 

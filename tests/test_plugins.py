@@ -22,7 +22,7 @@ from whet.errors import RegistryError
 from whet.manifests import NAMES, PLUGINS, manifests, missing_plugin, targets
 from whet.moved import MOVED, today
 from whet.rewards.adapter import adapt, stand_ins
-from whet.rewards.worker import WorkerSpec
+from whet.rewards.worker import ScorerSpec
 
 HERE = sorted(path.parent.name for path in PLUGINS.glob("*/plugin.toml"))
 KINDS = {
@@ -96,7 +96,7 @@ def test_without_migration_its_forms_are_errors_and_its_advice_is_left_out(monke
     with raises(RegistryError, "foreign form data_proto", **missing):
         adapt(of_a_batch, kwargs={}, correct_threshold=1.0)
     with raises(RegistryError, "foreign form manager", **missing):
-        WorkerSpec(SimpleNamespace, {}, 1.0).load()
+        ScorerSpec(SimpleNamespace, {}, 1.0).load()
 
 
 def test_a_config_that_names_an_old_module_is_that_of_today() -> None:

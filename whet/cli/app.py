@@ -19,7 +19,7 @@ from rich.text import Text
 
 from whet import registry
 from whet.cli.algorithms import algorithms
-from whet.cli.arguments import Command, Group
+from whet.cli.arguments import Command, CommandGroup
 from whet.cli.checks import doctor, plan
 from whet.cli.environments import environments
 from whet.cli.evaluate import compare, evaluate, generate, select
@@ -38,7 +38,7 @@ LOOK = "Checks and reference"
 
 
 app = typer.Typer(
-    cls=Group,
+    cls=CommandGroup,
     help="Post-train language models with reinforcement learning.",
     epilog="Errors are printed without a traceback; --debug or WHET_DEBUG=1 adds it.",
     no_args_is_help=True,
@@ -68,7 +68,7 @@ for panel, functions in PANELS.items():
             shown = None if group else panel
             GROUPS[group].command(name, cls=Command, rich_help_panel=shown, help=entry.doc)(_later)
 for name, typed in list(GROUPS.items())[1:]:
-    app.add_typer(typed, name=name, cls=Group, rich_help_panel=LOOK)
+    app.add_typer(typed, name=name, cls=CommandGroup, rich_help_panel=LOOK)
 
 
 def _show_version(asked: bool) -> None:

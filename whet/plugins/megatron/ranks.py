@@ -28,7 +28,7 @@ BLANK = {name: value for name, value in vars(parallel_state).items() if name.sta
 
 
 @dataclass(frozen=True)
-class Ranks:
+class MeshGroups:
     """The groups of a mesh that this rank is in."""
 
     sizes: Sizes
@@ -56,7 +56,7 @@ class Ranks:
 
 
 @cache  # the roles of a process share groups
-def arrange(sizes: Sizes, device: torch.device) -> Ranks:
+def arrange(sizes: Sizes, device: torch.device) -> MeshGroups:
     """Makes the groups; on every rank."""
     before = {name: getattr(parallel_state, name) for name in BLANK}
     vars(parallel_state).update({**BLANK, "_HYBRID_DP_CP_GROUPS": {}})
@@ -75,7 +75,7 @@ def arrange(sizes: Sizes, device: torch.device) -> Ranks:
             groups = ProcessGroupCollection.use_mpu_process_groups()
             state = {name: getattr(parallel_state, name) for name in BLANK}
             own = groups.tp, groups.pp, groups.dp, groups.ep, groups.expt_tp
-            return Ranks(sizes, device, state, *own, _share(groups.cp), _share(groups.tp_cp))
+            return MeshGroups(sizes, device, state, *own, _share(groups.cp), _share(groups.tp_cp))
     finally:
         vars(parallel_state).update(before)
 

@@ -20,7 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from whet.environments.tools.parsers import CONTROL, Call, parts_of
 from whet.errors import describe
-from whet.plugins.serving.bodies import ApiError, Asked, Raw, ToolsAsked
+from whet.plugins.serving.bodies import ApiError, ClientRequest, Raw, ToolsAsked
 from whet.registry import TOOL_PARSERS
 from whet.rollout.protocol import Likeliest
 from whet.rollout.sampling import BROKEN
@@ -171,10 +171,10 @@ class Piece:
         return [replace(self, finish_reason=None), Piece("", (), (), (), (), self.finish_reason)]
 
 
-class Sample:
+class ResponseChoice:
     """A choice of a response, whose tokens come in parts."""
 
-    def __init__(self, index: int, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, index: int, asked: ClientRequest, tokenizer: PreTrainedTokenizerBase) -> None:
         number, special = index // asked.body.n, special_tokens(tokenizer) if asked.tools else {}
         params = asked.params[number]
         self.index, self.prompt_ids = index, asked.prompts[number]
@@ -212,18 +212,18 @@ class ClientResponse:
 
     kind, chunk_kind, prefix = "", "", ""
 
-    def __init__(self, uid: str, model: str, asked: Asked, texts: TokenTexts) -> None:
+    def __init__(self, uid: str, model: str, asked: ClientRequest, texts: TokenTexts) -> None:
         self.asked, self.uid = asked, f"{self.prefix}-{uid}"
         self._model, self._texts, self._created = model, texts, int(time.time())
         self._version = -1
 
-    def whole(self, samples: Sequence[tuple[Sample, Piece]]) -> Raw:
+    def whole(self, samples: Sequence[tuple[ResponseChoice, Piece]]) -> Raw:
         """The response."""
         choices = [self._full(self._choice(sample, piece), sample, piece) for sample, piece in samples]
         usage = self._usage([sample for sample, _ in samples])
         return {**self._frame(self.kind, [piece for _, piece in samples]), "choices": choices, "usage": usage}
 
-    def chunk(self, sample: Sample, piece: Piece) -> Raw | None:
+    def chunk(self, sample: ResponseChoice, piece: Piece) -> Raw | None:
         """The chunk with a piece; None for a piece in which a client would see nothing."""
         shows_tokens = piece.token_ids and (self.asked.body.likeliest is not None or self.asked.body.return_token_ids)
         if not (piece.text or piece.calls or piece.finish_reason or shows_tokens):
@@ -232,7 +232,7 @@ class ClientResponse:
         frame = {**self._frame(self.chunk_kind, [piece]), "choices": [choice]}
         return {**frame, "usage": None} if self.asked.include_usage else frame
 
-    def end(self, samples: Sequence[Sample]) -> Raw | None:
+    def end(self, samples: Sequence[ResponseChoice]) -> Raw | None:
         """The chunk with the usage, where it is asked for."""
         if not self.asked.include_usage:
             return None
@@ -248,11 +248,11 @@ class ClientResponse:
             "system_fingerprint": fingerprint(self._version),
         }
 
-    def _usage(self, samples: Sequence[Sample]) -> Raw:
+    def _usage(self, samples: Sequence[ResponseChoice]) -> Raw:
         prompt, completion = sum(map(len, self.asked.prompts)), sum(sample.num_tokens for sample in samples)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
-    def _full(self, choice: Raw, sample: Sample, piece: Piece) -> Raw:
+    def _full(self, choice: Raw, sample: ResponseChoice, piece: Piece) -> Raw:
         """A choice with all that both kinds of responses have."""
         choice |= {"index": sample.index, "finish_reason": piece.finish_reason, "logprobs": None}
         if self.asked.body.likeliest is not None:
@@ -263,13 +263,13 @@ class ClientResponse:
         sample.num_shown += 1
         return choice
 
-    def _choice(self, sample: Sample, piece: Piece) -> Raw:
+    def _choice(self, sample: ResponseChoice, piece: Piece) -> Raw:
         raise NotImplementedError
 
-    def _delta(self, sample: Sample, piece: Piece) -> Raw:
+    def _delta(self, sample: ResponseChoice, piece: Piece) -> Raw:
         raise NotImplementedError
 
-    def _log_probs(self, sample: Sample, piece: Piece) -> Raw:
+    def _log_probs(self, sample: ResponseChoice, piece: Piece) -> Raw:
         raise NotImplementedError
 
 
@@ -278,14 +278,14 @@ class ChatAnswer(ClientResponse):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def _choice(self, sample: Sample, piece: Piece) -> Raw:
+    def _choice(self, sample: ResponseChoice, piece: Piece) -> Raw:
         content = None if piece.calls and not piece.text else piece.text
         message: Raw = {"role": "assistant", "content": content, "refusal": None}
         if piece.calls:
             message["tool_calls"] = [call.to_dict() for call in piece.calls]
         return {"message": message}
 
-    def _delta(self, sample: Sample, piece: Piece) -> Raw:
+    def _delta(self, sample: ResponseChoice, piece: Piece) -> Raw:
         delta: Raw = {} if sample.num_shown else {"role": "assistant", "content": ""}
         if piece.text:
             delta["content"] = piece.text
@@ -294,7 +294,7 @@ class ChatAnswer(ClientResponse):
             delta["tool_calls"] = [{"index": first + at, **call.to_dict()} for at, call in enumerate(piece.calls)]
         return {"delta": delta}
 
-    def _log_probs(self, sample: Sample, piece: Piece) -> Raw:
+    def _log_probs(self, sample: ResponseChoice, piece: Piece) -> Raw:
         likeliest = piece.likeliest or [()] * len(piece.token_ids)
         content = [
             {**self._log_prob(token, log_prob), "top_logprobs": [self._log_prob(*other) for other in others]}
@@ -313,13 +313,13 @@ class TextAnswer(ClientResponse):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def _choice(self, sample: Sample, piece: Piece) -> Raw:
+    def _choice(self, sample: ResponseChoice, piece: Piece) -> Raw:
         return {"text": piece.text}
 
-    def _delta(self, sample: Sample, piece: Piece) -> Raw:
+    def _delta(self, sample: ResponseChoice, piece: Piece) -> Raw:
         return self._choice(sample, piece)
 
-    def _log_probs(self, sample: Sample, piece: Piece) -> Raw:
+    def _log_probs(self, sample: ResponseChoice, piece: Piece) -> Raw:
         tokens = [self._texts[token].text for token in piece.token_ids]
         offsets = []
         for text in tokens:

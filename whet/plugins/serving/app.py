@@ -29,15 +29,23 @@ from starlette.types import Receive, Scope, Send
 from whet.config.schema import Dtype
 from whet.errors import EngineError, WhetError
 from whet.guard import RefusedError, check_client, read_body
-from whet.plugins.serving.answers import ChatAnswer, ClientResponse, Piece, Sample, TextAnswer, TokenTexts, fingerprint
-from whet.plugins.serving.bodies import ApiError, Asked, BodyReader, Raw, TextBody, unsupported
+from whet.plugins.serving.answers import (
+    ChatAnswer,
+    ClientResponse,
+    Piece,
+    ResponseChoice,
+    TextAnswer,
+    TokenTexts,
+    fingerprint,
+)
+from whet.plugins.serving.bodies import ApiError, BodyReader, ClientRequest, Raw, TextBody, unsupported
 from whet.plugins.serving.engine_thread import EngineStoppedError, EngineThread
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Status, TellsPrompts
 from whet.types import last_versions
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Samples = AsyncGenerator[tuple[Sample, Event], None]
+Samples = AsyncGenerator[tuple[ResponseChoice, Event], None]
 BODY_SECONDS = 30.0  # for a client to send a body
 ANSWER_SECONDS = 30.0  # over the deadline of a request, for a client to read the end of a response
 SLACK_SECONDS = 1.0  # over the deadline of a request, for the engine to end it, which knows how far it came
@@ -79,7 +87,7 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServeSettings:
     """Values of the options of `whet serve`, which has the defaults. A sample is one of the n responses to a prompt."""
 
     model: str  # a Hugging Face folder or hub name, a checkpoint, or a run
@@ -110,7 +118,7 @@ class App:
     """An OpenAI-compatible application for one model; `asgi` is what a server runs."""
 
     def __init__(
-        self, reader: BodyReader, engine: EngineThread, settings: Settings, described: Callable[[], Raw]
+        self, reader: BodyReader, engine: EngineThread, settings: ServeSettings, described: Callable[[], Raw]
     ) -> None:
         """`described` gives more fields of the model's card."""
         self._reader, self._engine, self._settings, self._described = reader, engine, settings, described
@@ -216,7 +224,7 @@ class App:
         seconds = self._settings.deadline_seconds + ANSWER_SECONDS
         return EventStream(self._chunks(first, events, answer, path, started), events, seconds)
 
-    async def _tables(self, asked: Asked, late_at: float) -> list[list[Raw | None]]:
+    async def _tables(self, asked: ClientRequest, late_at: float) -> list[list[Raw | None]]:
         """The log-probs of each prompt in vLLM's form, by token id in each place behind the first; empty where they are
         not asked for.  Raises: ApiError."""
         body, engine = asked.body, self._engine.engine
@@ -233,11 +241,13 @@ class App:
             found.append([None, *(self._place({token: value, **dict(others)}) for token, value, others in places)])
         return found
 
-    async def _events(self, uid: str, asked: Asked, late_at: float) -> Samples:
+    async def _events(self, uid: str, asked: ClientRequest, late_at: float) -> Samples:
         """Samples what is asked for, and yields events until all is done; left early, it ends the samples."""
         queue: asyncio.Queue[Event | WhetError] = asyncio.Queue()
         requests = asked.requests(uid, self._settings.deadline_seconds)
-        samples = {request.uid: Sample(index, asked, self._reader.tokenizer) for index, request in enumerate(requests)}
+        samples = {
+            request.uid: ResponseChoice(index, asked, self._reader.tokenizer) for index, request in enumerate(requests)
+        }
         room = self._settings.max_running + self._settings.max_waiting
         if self._unfinished + len(requests) > room:
             message = f"the server is full ({self._unfinished} of {room} samples); send the request again later"
@@ -284,13 +294,13 @@ class App:
             message = f"the request failed: its deadline of {self._settings.deadline_seconds:g} s was over{why}"
             raise ApiError(504, message, code="deadline_exceeded") from error
 
-    def _check_likeliest(self, asked: Asked, sampled: Completion | Partial) -> None:
+    def _check_likeliest(self, asked: ClientRequest, sampled: Completion | Partial) -> None:
         count = asked.body.likeliest
         if count and len(sampled.likeliest) < len(sampled.token_ids):
             why = "the engine gives the log-prob of the sampled token alone; set it to 0"
             raise unsupported(asked.body.likeliest_field, count, why)
 
-    async def _whole(self, asked: Asked, late_at: float, events: Samples, answer: ClientResponse) -> Raw:
+    async def _whole(self, asked: ClientRequest, late_at: float, events: Samples, answer: ClientResponse) -> Raw:
         async with aclosing(events):
             tables = await self._tables(asked, late_at)
             pieces = [(sample, self._piece(sample, event)) async for sample, event in events]
@@ -300,11 +310,11 @@ class App:
         return whole
 
     async def _chunks(
-        self, first: tuple[Sample, Event], events: Samples, answer: ClientResponse, path: str, started: float
+        self, first: tuple[ResponseChoice, Event], events: Samples, answer: ClientResponse, path: str, started: float
     ) -> AsyncGenerator[str, None]:
         """The lines of a stream."""
-        samples, status = dict[int, Sample](), 499
-        found: tuple[Sample, Event] | None = first
+        samples, status = dict[int, ResponseChoice](), 499
+        found: tuple[ResponseChoice, Event] | None = first
         try:
             while found is not None:
                 sample, event = found
@@ -325,7 +335,7 @@ class App:
         finally:
             self._counters.requests.labels(path, status).inc()
 
-    def _piece(self, sample: Sample, event: Event) -> Piece:
+    def _piece(self, sample: ResponseChoice, event: Event) -> Piece:
         """The piece of a sample that an event completes."""
         if isinstance(event, Finished):
             done, first = event.completion, sample.num_tokens

@@ -169,7 +169,7 @@ class ToolsAsked:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ClientRequest:
     """A checked request of a client."""
 
     body: ChatBody | TextBody
@@ -212,7 +212,7 @@ class BodyReader:
     tool_parser: str | None = None  # unset: that of the chat template
     most_samples: int = sys.maxsize  # of a request
 
-    def chat(self, raw: object) -> Asked:
+    def chat(self, raw: object) -> ClientRequest:
         """Reads a request for a chat completion.  Raises: ApiError, DataError."""
         body = self._checked(ChatBody, raw)
         self._check_size("messages", body.n, [body.messages, body.tools, body.chat_template_kwargs])
@@ -233,9 +233,9 @@ class BodyReader:
         opening = "" if asked is None else asked.opening
         prompt = self._rendered(template, messages, tools, body.chat_template_kwargs, opening)
         params = self._params(body, prompt, body.max_completion_tokens or body.max_tokens, self.max_tokens)
-        return Asked(body, (tuple(prompt),), (params,), asked)
+        return ClientRequest(body, (tuple(prompt),), (params,), asked)
 
-    def text(self, raw: object) -> Asked:
+    def text(self, raw: object) -> ClientRequest:
         """Reads a request for a completion of text or token ids.  Raises: ApiError, DataError."""
         body = self._checked(TextBody, raw)
         if body.stream and body.prompt_logprobs is not None:
@@ -249,7 +249,7 @@ class BodyReader:
                 self._check_size("prompt", body.n, each)
             given = encode_texts(self.tokenizer, given, add_special_tokens=True)
         params = [self._params(body, prompt, body.max_tokens, DEFAULT_TEXT_TOKENS) for prompt in given]
-        return Asked(body, tuple(map(tuple, given)), tuple(params))
+        return ClientRequest(body, tuple(map(tuple, given)), tuple(params))
 
     def _checked(self, kind: type[B], raw: object) -> B:
         """The body, where its fields have the right form and this model is asked for."""

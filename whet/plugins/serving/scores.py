@@ -24,7 +24,7 @@ from whet.errors import WhetError
 from whet.guard import RefusedError, check_client, read_body
 from whet.limits import read_json
 from whet.models.load import context_length, load_tokenizer, reward_config
-from whet.plugins.serving.app import BODY_SECONDS, Settings
+from whet.plugins.serving.app import BODY_SECONDS, ServeSettings
 from whet.plugins.serving.bodies import ApiError
 from whet.registry import ENGINES
 from whet.trainers.reward_texts import rows_of
@@ -39,7 +39,7 @@ FORMS: dict[str, tuple[str, dict[str, object]]] = {  # name of the scores, and f
 class ScoreApp:
     """An ASGI application, `asgi`, for one reward model."""
 
-    def __init__(self, settings: Settings, folder: str, dtype: Literal["float32", "bfloat16"]) -> None:
+    def __init__(self, settings: ServeSettings, folder: str, dtype: Literal["float32", "bfloat16"]) -> None:
         """Raises: ModelError."""
         trusted = settings.trust_remote_code
         reward_config(folder, trust_remote_code=trusted)

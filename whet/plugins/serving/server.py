@@ -31,7 +31,7 @@ from whet.models.load import (
     torch_dtype,
 )
 from whet.planning.dtypes import choose
-from whet.plugins.serving.app import App, Settings
+from whet.plugins.serving.app import App, ServeSettings
 from whet.plugins.serving.bodies import BodyReader
 from whet.plugins.serving.engine_thread import EngineThread, named
 from whet.plugins.serving.scores import ScoreApp
@@ -43,7 +43,7 @@ FOLLOW_SECONDS = 2.0  # between two looks for a new checkpoint
 END_SECONDS = 5.0  # for clients to read an error
 
 
-def serve(settings: Settings) -> None:
+def serve(settings: ServeSettings) -> None:
     """Serves until a signal.  Raises: WhetError where it cannot start or go on."""
     with ExitStack() as stack:
         bound = stack.enter_context(bound_to(settings.host, settings.port))
@@ -62,14 +62,14 @@ def serve(settings: Settings) -> None:
         server.run(bound)
 
 
-def sampling_of(settings: Settings, folder: str, dtype: Dtype) -> tuple[RolloutConfig, ModelConfig]:
+def sampling_of(settings: ServeSettings, folder: str, dtype: Dtype) -> tuple[RolloutConfig, ModelConfig]:
     """The config of the engine that samples, and of its model."""
     chosen = RolloutEngineConfig(name=settings.engine, options=dict(settings.option))
     rollout = RolloutConfig(engine=chosen, dtype=dtype, max_batch_size=settings.max_running)
     return rollout, ModelConfig(path=folder, dtype=dtype, trust_remote_code=settings.trust_remote_code)
 
 
-def reader_of(settings: Settings, folder: str, name: str) -> BodyReader:
+def reader_of(settings: ServeSettings, folder: str, name: str) -> BodyReader:
     """The reader of requests for the model in a folder, which has this name unless the settings have one."""
     trusted = settings.trust_remote_code
     tokenizer = load_tokenizer(folder, folder, trust_remote_code=trusted)
@@ -85,7 +85,7 @@ def reader_of(settings: Settings, folder: str, name: str) -> BodyReader:
     )
 
 
-def _serve_scores(settings: Settings, app: ScoreApp, bound: socket.socket) -> None:
+def _serve_scores(settings: ServeSettings, app: ScoreApp, bound: socket.socket) -> None:
     """Serves a reward model until a signal.  Raises: ConfigError."""
     if settings.follow:
         raise ConfigError("--follow", "set", "no --follow with a reward model", "leave it out")
@@ -97,7 +97,9 @@ def _serve_scores(settings: Settings, app: ScoreApp, bound: socket.socket) -> No
 class _Server:
     """A loaded engine, its thread, and the HTTP server in front of it."""
 
-    def __init__(self, settings: Settings, reader: BodyReader, engine: RolloutEngine, source: str, dtype: str) -> None:
+    def __init__(
+        self, settings: ServeSettings, reader: BodyReader, engine: RolloutEngine, source: str, dtype: str
+    ) -> None:
         self._settings, self._name, self._source = settings, reader.name, source
         self._dtype = torch_dtype(dtype)
         self._engine = EngineThread(engine, on_death=lambda error: setattr(self._http, "should_exit", True))
@@ -156,7 +158,7 @@ class _Server:
 class HttpServer(uvicorn.Server):
     """uvicorn, which ends requests with an error where they take too long after a signal."""
 
-    def __init__(self, app: Starlette, settings: Settings, engine: EngineThread | None = None) -> None:
+    def __init__(self, app: Starlette, settings: ServeSettings, engine: EngineThread | None = None) -> None:
         http = with_deadline(AutoHTTPProtocol)
         config = uvicorn.Config(app, http=http, log_level="warning", access_log=False, server_header=False)
         config.timeout_graceful_shutdown = round(settings.stop_seconds + (0 if engine is None else END_SECONDS))
@@ -185,7 +187,7 @@ class HttpServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _source(settings: Settings) -> str:
+def _source(settings: ServeSettings) -> str:
     """The model or checkpoint to load.  Raises: ConfigError, CheckpointError."""
     run = Path(settings.model).expanduser()
     found = find_model(settings.model)

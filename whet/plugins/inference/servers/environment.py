@@ -60,7 +60,7 @@ class Package:
 
 
 @dataclass(frozen=True)
-class Environment:
+class Interpreter:
     """An interpreter that has an inference engine of a version that runs."""
 
     python: str
@@ -91,7 +91,7 @@ class Environment:
 
 
 @cache
-def find_environment(package: Package, python: str | None) -> Environment:
+def find_environment(package: Package, python: str | None) -> Interpreter:
     """The environment of the interpreter `python`, or of the one that `make` builds.  Raises: ConfigError."""
     name, wanted, how = package.name, f"{package.title} {package.version}", package.how
     path = python or os.environ.get(package.variable) or str(CHECKOUT / f".venv-{name}" / "bin" / "python")
@@ -113,7 +113,7 @@ def find_environment(package: Package, python: str | None) -> Environment:
         others = "" if package.oldest is None else f", or plain from {'.'.join(map(str, package.oldest))} on"
         expected = f"{package.version}, {package.why}{others}"
         raise ConfigError(path, f"has {package.title} {version}", expected, how)
-    return Environment(path, Path(origin).parent, package, None if is_own else version)
+    return Interpreter(path, Path(origin).parent, package, None if is_own else version)
 
 
 @cache

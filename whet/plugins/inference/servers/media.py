@@ -25,7 +25,7 @@ HEADER_BYTES = 2**12  # names and shapes of the pixel values of one media
 
 
 @dataclass(frozen=True)
-class Shown:
+class RequestMedia:
     """A media of a request."""
 
     kind: str  # to the server: a video of SmolVLM is an image of many tiles
@@ -49,12 +49,14 @@ class SharedMedia:
             self.encoders.prefetch(request.media)
 
     @contextmanager
-    def opened(self, request: Request) -> Iterator[list[Shown]]:
+    def opened(self, request: Request) -> Iterator[list[RequestMedia]]:
         """The media of a request, whose files are there until the end of the context.  Raises: DataError."""
         assert self.encoders is not None
         with ExitStack() as held:
             yield [
-                Shown(self.encoders.stream(media.kind), media.digest, held.enter_context(self._file(media)), places)
+                RequestMedia(
+                    self.encoders.stream(media.kind), media.digest, held.enter_context(self._file(media)), places
+                )
                 for media, places in zip(request.media, patches(request.prompt_ids, request.media), strict=True)
             ]
 

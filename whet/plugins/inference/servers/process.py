@@ -46,7 +46,7 @@ class HttpError(EngineError):
     """An answer other than 200, or one that is too long; `found` has the status and the start of its body."""
 
 
-class Client:
+class ServerClient:
     """Calls of a server, from any thread. Every call has a deadline; at the deadline its connection is closed, which
     tells the server that nobody waits for the answer."""
 
@@ -108,7 +108,7 @@ class Server:
     def __init__(self, kind: str, command: Sequence[str], environment: Mapping[str, str], port: int) -> None:
         self._kind, self.error = kind, EngineError  # that a failure raises
         self.folder = Path(tempfile.mkdtemp(prefix=f"whet-{kind.lower()}-"))
-        self.log, self.client = self.folder / "log", Client(port)
+        self.log, self.client = self.folder / "log", ServerClient(port)
         own = {**environment, "TMPDIR": str(self.folder)}  # sockets that a killed server leaves go with the folder
         # The parent-death signal is that of the thread which starts a process: one that lives as long as this object.
         self.process = self.client.start(_start(command, own, self.log)).result()

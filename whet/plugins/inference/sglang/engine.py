@@ -25,7 +25,7 @@ from whet.models.load import load_tokenizer
 from whet.models.positions import next_position
 from whet.plugins.inference.servers.engine import FIRST_VERSION, POLL_SECONDS, ServerEngine
 from whet.plugins.inference.servers.environment import Package, where_found
-from whet.plugins.inference.servers.media import Shown, positions_of
+from whet.plugins.inference.servers.media import RequestMedia, positions_of
 from whet.plugins.inference.servers.options import ServerOptions
 from whet.plugins.inference.servers.process import HOST as ADDRESS, variables
 from whet.plugins.inference.servers.weights import Part
@@ -90,7 +90,7 @@ class SGLangEngine(ServerEngine):
             "skip_server_warmup": True,
             **({"attention_backend": "torch_native", "disable_cuda_graph": True} if is_host else {}),
         }
-        self._streams: dict[str, tuple[Live, Sampled]] = {}  # by the server's name of the request
+        self._streams: dict[str, tuple[Live, StreamedTokens]] = {}  # by the server's name of the request
         load = partial(load_tokenizer, tokenizer, trust_remote_code=model.trust_remote_code)
         self._load_tokenizer, self._stops = cache(load), LastStops()
         self._never = () if self.encoders is None else self.encoders.forbidden
@@ -108,7 +108,7 @@ class SGLangEngine(ServerEngine):
     async def sample(self, live: Live) -> Completion:
         """Sends a request and reads its answer, piece by piece."""
         name = _named(live.name)
-        sampled = Sampled(live.rest, self._stops.of(live.request.params.stop, self._load_tokenizer))
+        sampled = StreamedTokens(live.rest, self._stops.of(live.request.params.stop, self._load_tokenizer))
         self._streams[name] = live, sampled
         with ExitStack() as files:
             files.callback(self._streams.pop, name, None)
@@ -231,7 +231,9 @@ def environment(threads: int, device: torch.device, num_devices: int, patches: S
     return variables(threads, device, num_devices, INSIDE) | engine | {"WHET_PATCHES": json.dumps(list(patches))}
 
 
-def body_of(request: Request, name: str, version: int, media: Sequence[Shown], never: Sequence[int]) -> dict[str, Any]:
+def body_of(
+    request: Request, name: str, version: int, media: Sequence[RequestMedia], never: Sequence[int]
+) -> dict[str, Any]:
     """The body of a call for `request`, which the server is to call `name`, under weights of `version`. It never
     samples the tokens `never`, whatever is asked for."""
     params, sampled = request.params, len(request.sampled_ids)
@@ -269,7 +271,7 @@ def _rules(request: Request, never: Sequence[int]) -> dict[str, str] | None:
     return {"whet": json.dumps({**rules, **lists, "prompt": len(request.prompt_ids)})}  # SGLang takes no nested lists
 
 
-def _shown(request: Request, media: Sequence[Shown]) -> str:
+def _shown(request: Request, media: Sequence[RequestMedia]) -> str:
     """The media and positions of a request, for media_of of inside/whet_sglang.py: SGLang takes no other fields."""
     return json.dumps({"whet": [asdict(each) for each in media], "positions": _positions(request)})
 
@@ -292,7 +294,7 @@ def _seed(request: Request) -> int:
 
 
 @dataclass
-class Sampled:
+class StreamedTokens:
     """The tokens that a streamed answer has brought so far, up to the one that completes a stop string."""
 
     request: Request

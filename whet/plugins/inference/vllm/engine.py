@@ -22,8 +22,8 @@ from whet.errors import ConfigError, EngineError
 from whet.models.folder import split_adapters
 from whet.models.lora import adapter_config
 from whet.plugins.inference.servers.engine import FIRST_VERSION, ServerEngine
-from whet.plugins.inference.servers.environment import Environment, Package, where_found
-from whet.plugins.inference.servers.media import QWEN, Shown, config_overrides, positions_of
+from whet.plugins.inference.servers.environment import Interpreter, Package, where_found
+from whet.plugins.inference.servers.media import QWEN, RequestMedia, config_overrides, positions_of
 from whet.plugins.inference.servers.options import ServerOptions
 from whet.plugins.inference.servers.process import HOST as ADDRESS, variables
 from whet.plugins.inference.servers.weights import Adapter, Part, adapter_folder
@@ -148,7 +148,7 @@ class VLLMEngine(ServerEngine):
             _for_adapter(model)
 
     @classmethod
-    def _plain(cls, options: Mapping[str, Any]) -> Environment | None:
+    def _plain(cls, options: Mapping[str, Any]) -> Interpreter | None:
         """The environment of an engine in plain mode; None for one that has the insides.  Raises: ConfigError."""
         found = cls.environment_of(options)
         is_plain = options["plain"] or found.other is not None
@@ -307,7 +307,7 @@ def _for_adapter(model: ModelConfig) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(each for each in RANKS if each >= rank)}
 
 
-def command(python: str, port: int, arguments: Mapping[str, Any], plain: Environment | None = None) -> list[str]:
+def command(python: str, port: int, arguments: Mapping[str, Any], plain: Interpreter | None = None) -> list[str]:
     """The command line of a server with these engine arguments; `plain` is the environment of one in plain mode."""
     flags = ["--host", ADDRESS, "--port", str(port), "--disable-uvicorn-access-log"]
     is_new = plain is None or (plain.folder / "entrypoints/launchers/api_server/entry.py").is_file()
@@ -339,7 +339,7 @@ def environment(threads: int, device: torch.device, num_devices: int, is_plain: 
 
 
 def body_of(
-    request: Request, name: str, version: int, adapter: str | None = None, media: Sequence[Shown] = ()
+    request: Request, name: str, version: int, adapter: str | None = None, media: Sequence[RequestMedia] = ()
 ) -> dict[str, Any]:
     """The body of a call for `request`, which the server is to call `name`, under weights of `version`."""
     params, sampled, positions = request.params, len(request.sampled_ids), positions_of(request)
@@ -377,7 +377,7 @@ def body_of(
     }
 
 
-def _features(media: Sequence[Shown], version: int) -> dict[str, Any]:
+def _features(media: Sequence[RequestMedia], version: int) -> dict[str, Any]:
     """The files of media by kind; features of weights of another version are not used."""
     found: dict[str, dict[str, list[Any]]] = {"mm_hashes": {}, "mm_placeholders": {}, "kwargs_data": {}}
     for each in media:

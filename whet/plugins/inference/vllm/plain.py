@@ -17,7 +17,7 @@ from whet.keyed import key
 from whet.models.experts import expert_modules
 from whet.models.load import layers
 from whet.models.routing import as_bytes
-from whet.plugins.inference.servers.environment import Environment
+from whet.plugins.inference.servers.environment import Interpreter
 from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Request
 
@@ -39,7 +39,7 @@ TOLD = ("sampling_params.py", "routed_experts_prompt_start")  # versions whose a
 INSTEAD = "or use the version of `make vllm` with rollout.engine.options.plain=false"
 
 
-def check_options(found: Environment, options: Mapping[str, Any]) -> None:
+def check_options(found: Interpreter, options: Mapping[str, Any]) -> None:
     """Raises: ConfigError for an option that the plain mode does not have."""
     for name, value, default in (("adapter", True, "false"), ("on_new_weights", "keep", "recompute")):
         if options[name] == value:
@@ -47,7 +47,7 @@ def check_options(found: Environment, options: Mapping[str, Any]) -> None:
             raise ConfigError(f"rollout.engine.options.{name}", value, expected, f"change it, {INSTEAD}")
 
 
-def inside(found: Environment | None, sees: bool) -> dict[str, Any]:
+def inside(found: Interpreter | None, sees: bool) -> dict[str, Any]:
     """Returns the engine arguments of the plain mode; without `found`, of whet's additions."""
     additions = "whet_vllm.Extension", "whet", "raw"
     name, backend, mode = additions if found is None else ("whet_transfer.PlainExtension", "whet_plain", "processed")
@@ -57,7 +57,7 @@ def inside(found: Environment | None, sees: bool) -> dict[str, Any]:
     return {**arguments, "logprobs_mode": f"{mode}_logprobs", **images}
 
 
-def without(found: Environment) -> str:
+def without(found: Interpreter) -> str:
     """Returns the warning of a run in plain mode."""
     return (
         f"vLLM {found.version} samples in plain mode, by its public flags and calls. It does without what needs whet's "
@@ -67,7 +67,7 @@ def without(found: Environment) -> str:
     )
 
 
-def plainly_refused(sampling: Sampling, found: Environment) -> ConfigError | None:
+def plainly_refused(sampling: Sampling, found: Interpreter) -> ConfigError | None:
     """Returns the error of a parameter with which the plain mode would give other log-probs."""
     given = {name: vars(sampling)[name] for name in OFF}
     if (name := next((name for name, value in given.items() if value not in OFF[name]), None)) is not None:
@@ -89,7 +89,7 @@ def generated(metrics: str) -> int:
     return sum(int(float(line.split()[-1])) for line in metrics.splitlines() if line.startswith(GENERATED))
 
 
-def check_routed(found: Environment, options: Mapping[str, Any], is_plain: bool) -> None:
+def check_routed(found: Interpreter, options: Mapping[str, Any], is_plain: bool) -> None:
     """Raises: ConfigError where the server would not tell experts."""
     if not options["routed_experts"]:
         return

@@ -24,10 +24,10 @@ from starlette.routing import Route
 
 from whet.errors import WhetError, WorkerError
 from whet.guard import RefusedError, check_client, read_body
-from whet.plugins.serving.app import BODY_SECONDS, Settings
+from whet.plugins.serving.app import BODY_SECONDS, ServeSettings
 from whet.plugins.serving.bodies import BodyReader, Raw
 from whet.plugins.serving.engine_thread import EngineThread
-from whet.plugins.serving.tinker.desk import Bounds, Desk, Failure, Request, Result, Session, Work
+from whet.plugins.serving.tinker.desk import Bounds, ClientSession, Desk, DeskRequest, RequestFailure, Result, Work
 from whet.plugins.serving.tinker.models import Models
 from whet.plugins.serving.tinker.samplers import Samplers
 from whet.plugins.serving.tinker.sampling import Sampling, digest, failure_of
@@ -57,7 +57,7 @@ class TinkerApp:
     """An ASGI application, `asgi`. All methods but work run in the loop of the server."""
 
     def __init__(
-        self, served: Served, models: Models, thread: EngineThread, samplers: Samplers, settings: Settings
+        self, served: Served, models: Models, thread: EngineThread, samplers: Samplers, settings: ServeSettings
     ) -> None:
         self._served, self._models, self._thread, self._settings = served, models, thread, settings
         self._samplers, self._name = samplers, served.reader.name
@@ -164,7 +164,7 @@ class TinkerApp:
         self._clear(self._desk.end(raw["session"]))
         return {}
 
-    def _clear(self, session: Session) -> None:
+    def _clear(self, session: ClientSession) -> None:
         """Frees the models, snapshots and samples of an ended session."""
         for model in session.models:
             self._thread.call(partial(self._models.drop, model))
@@ -222,7 +222,7 @@ class TinkerApp:
 
         def work() -> Result:
             if not isinstance(params, dict):
-                return Failure("models are trained by adamw; send AdamParams", "user")
+                return RequestFailure("models are trained by adamw; send AdamParams", "user")
             return {"type": "optim_step", "metrics": self._models.step(model, params)}
 
         return self._enter(owner, model, raw["seq_id"], raw, work)
@@ -300,7 +300,7 @@ class TinkerApp:
 
         self._thread.call(timed).add_done_callback(ran)
 
-    def _ran(self, request: Request, done: Future[Result | None]) -> None:
+    def _ran(self, request: DeskRequest, done: Future[Result | None]) -> None:
         self._is_busy = False
         if (error := done.exception()) is not None:
             if isinstance(error, WorkerError):  # the ranks are gone
@@ -330,7 +330,7 @@ class TinkerApp:
         match self._desk.read(owner, name, time.monotonic()):
             case bytes() as proto:
                 return Response(proto, media_type=PROTO)
-            case Failure(error=error, category=category):
+            case RequestFailure(error=error, category=category):
                 return {"error": error, "category": category}
             case result:
                 return result

@@ -25,7 +25,7 @@ from whet.metrics import Metrics
 from whet.models.positions import position_ids
 from whet.plugins.serving.tinker.wire import Datum
 from whet.registry import POLICY_LOSSES
-from whet.trainers.objectives import Objective
+from whet.trainers.objectives import LossObjective
 
 Floats = npt.NDArray[np.float32]
 OWN = "whet:"  # before the name of a loss of whet that the SDK has too
@@ -63,7 +63,7 @@ def objective_of(name: str, options: Mapping[str, float | str], *, is_picked: bo
 
 
 @dataclass(frozen=True)
-class SumObjective(Objective):
+class SumObjective(LossObjective):
     """A loss by name, which also keeps the log-probs that it saw, by row of the batch."""
 
     name = "tinker"
@@ -103,7 +103,7 @@ def targets_of(outputs: Columns, batch: Columns) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Rows:
+class DatumRows:
     """The rows of a request as a batch. Place t of datum i is column t + `starts[i]` of its row."""
 
     data: Sequence[Datum]
@@ -112,7 +112,7 @@ class Rows:
     is_picked: bool
 
     @classmethod
-    def of(cls, data: Sequence[Datum], loss: str, vocab_size: int, context: int) -> Rows:
+    def of(cls, data: Sequence[Datum], loss: str, vocab_size: int, context: int) -> DatumRows:
         """Lays rows out for a loss. The prompt of a row is its first token where it is imitated, as in `whet sft`; for
         a policy loss all before the first trained token, which rows share.  Raises: DataError."""
         masks = [trained(datum, number, loss, vocab_size, context) for number, datum in enumerate(data)]

@@ -15,10 +15,10 @@ import numpy as np
 from whet.errors import DataError, WhetError, WorkerError
 from whet.guard import RefusedError
 from whet.keyed import key
-from whet.plugins.serving.app import Settings
+from whet.plugins.serving.app import ServeSettings
 from whet.plugins.serving.bodies import ApiError, BodyReader, Raw
 from whet.plugins.serving.engine_thread import EngineThread
-from whet.plugins.serving.tinker.desk import Desk, Failure, Result, Session
+from whet.plugins.serving.tinker.desk import ClientSession, Desk, RequestFailure, Result
 from whet.plugins.serving.tinker.models import Models
 from whet.plugins.serving.tinker.samplers import SampleRequest, Source
 from whet.plugins.serving.tinker.wire import PromptScores, write_samples
@@ -32,12 +32,12 @@ class Sampling:
     """Samples of clients, from the moment that they are asked for until they have a result."""
 
     def __init__(
-        self, models: Models, thread: EngineThread, settings: Settings, desk: Desk, reader: BodyReader
+        self, models: Models, thread: EngineThread, settings: ServeSettings, desk: Desk, reader: BodyReader
     ) -> None:
         self._models, self._thread, self._settings, self._desk, self._reader = models, thread, settings, desk, reader
         self._tasks: dict[str, asyncio.Task[bytes]] = {}
 
-    def clear(self, session: Session) -> None:
+    def clear(self, session: ClientSession) -> None:
         """Ends the samples of a session that has ended."""
         for name, task in list(self._tasks.items()):
             if name.rpartition(":")[0] in session.samplers:
@@ -59,10 +59,10 @@ class Sampling:
             self._tasks[name].add_done_callback(partial(self._end, session, name, ids))
         return {"request_id": name, "sample_sequence_ids": ids}
 
-    def _end(self, session: Session, name: str, uids: list[str], done: asyncio.Task[bytes]) -> None:
+    def _end(self, session: ClientSession, name: str, uids: list[str], done: asyncio.Task[bytes]) -> None:
         session.samples -= len(uids)
         del self._tasks[name]
-        result: Result = Failure("the request was cancelled", "user")
+        result: Result = RequestFailure("the request was cancelled", "user")
         if not done.cancelled():
             error = done.exception()
             result = done.result() if error is None else failure_of(name, error)
@@ -146,9 +146,9 @@ def digest(asked: Raw | bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=16).digest()
 
 
-def failure_of(name: str, error: BaseException) -> Failure:
+def failure_of(name: str, error: BaseException) -> RequestFailure:
     """An error as the client gets it; of one that is a bug the log has the traceback."""
     if isinstance(error, WhetError | RefusedError | ApiError):
-        return Failure(str(error), "server" if isinstance(error, WorkerError) else "user")
+        return RequestFailure(str(error), "server" if isinstance(error, WorkerError) else "user")
     log.error("request %s failed", name, exc_info=error)
-    return Failure(f"unexpected {type(error).__name__}: {error}; the traceback is in the server's log", "server")
+    return RequestFailure(f"unexpected {type(error).__name__}: {error}; the traceback is in the server's log", "server")

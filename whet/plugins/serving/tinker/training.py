@@ -26,7 +26,7 @@ from whet.engines.role import RoleSettings
 from whet.errors import ConfigError, DataError, EngineError, WhetError
 from whet.models.load import TrainedModel, load_policy
 from whet.models.routers import auxiliary_coefficient
-from whet.plugins.serving.tinker.losses import CROSS_ENTROPY, SHORT, Rows, objective_of, targets_of
+from whet.plugins.serving.tinker.losses import CROSS_ENTROPY, SHORT, DatumRows, objective_of, targets_of
 from whet.plugins.serving.tinker.store import STATE, WHOLE
 from whet.plugins.serving.tinker.wire import LossRequest, write_loss_output
 from whet.registry import ENGINES
@@ -92,7 +92,7 @@ class Training:
         if not request.data:
             raise DataError("data", "is empty", "rows")
         engine = self.engines[request.model_id]
-        rows = Rows.of(request.data, request.loss, vocab_size, context)
+        rows = DatumRows.of(request.data, request.loss, vocab_size, context)
         objective = objective_of(request.loss, request.options, is_picked=rows.is_picked)
         batch, everything = rows.prepared(objective), rows.with_all_places()
         counts = objective.counts(batch.columns())
@@ -184,7 +184,7 @@ class TrainingRank(Worker):
             return error
 
 
-class Ranks:
+class TrainingRanks:
     """Calls `Training` on each rank of processes that this one has started."""
 
     def __init__(self, base: Base, processes: int) -> None:

@@ -203,7 +203,7 @@ def _key_the_sampler() -> None:
 # -- images and videos
 
 
-class Features:
+class FeatureCache:
     """The tower's outputs by digest, the least recently used ones dropped: vLLM forgets its own with each update."""
 
     def __init__(self) -> None:
@@ -235,7 +235,7 @@ class Features:
             self._found.popitem(last=False)
 
 
-FEATURES = Features()
+FEATURES = FeatureCache()
 
 
 def _digest(name: str) -> str:
