@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from whet.batch import Batch
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.data.supervised import SupervisedExample
 from whet.models.load import load_policy
-from whet.plugins.planner import forecast, speed
-from whet.plugins.planner.memory import outlines_of
-from whet.plugins.planner.speed import training_flops
-from whet.protocol import DataProto
+from whet.planning import speed
+from whet.planning.speed import training_flops
 from whet.tracking import profile
 from whet.trainers.build import setup
 from whet.trainers.sft import SFTRun, to_batch, train_sft
@@ -39,7 +38,7 @@ def config_of(folder: Path, **overrides: Any) -> SFTConfig:
     return load_config(SFTConfig, None, small | overrides, given={"data"}).config
 
 
-def batch_of(rows: int) -> DataProto:
+def batch_of(rows: int) -> Batch:
     return to_batch([SupervisedExample((5,) * LENGTH, (0,) + (1,) * (LENGTH - 1))] * rows, pad_token_id=0)
 
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from whet.cli.app import app
 from whet.errors import RegistryError, RewardError
 from whet.models.load import load_tokenizer
+from whet.plugins.migration.managers import OFFERED, stand_ins
 from whet.registry import KL_FORMS
-from whet.rewards.managers import OFFERED, stand_ins
 from whet.rewards.pool import RewardPool
 from whet.types import RewardItem, RewardResult
 
@@ -220,7 +220,7 @@ def test_a_manager_with_easyr1s_imports(tmp_path: Path, model_folder: Path) -> N
 )
 def test_other_imports_of_verl_say_what_to_write(line: str, module: str, tmp_path: Path) -> None:
     (tmp_path / "more.py").write_text(f"from verl import DataProto\n{line}\ndef f(solution_str): return 1.0\n")
-    said = rf"more\.py: imports {module}\b.*`from whet\.protocol import"
+    said = rf"more\.py: imports {module}\b.*`from whet\.plugins\.migration\.protocol import"
     for num_workers, kind in ((0, RegistryError), (1, RewardError)):
         with pytest.raises(kind, match=said):
             RewardPool(f"{tmp_path}/more.py:f", num_workers=num_workers, timeout_seconds=60.0, correct_threshold=1.0)

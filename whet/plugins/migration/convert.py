@@ -9,20 +9,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from whet.config import convert_units
 from whet.config.algorithm_checks import uses_critic
 from whet.config.checks import problems
 from whet.config.commands import schema_of
 from whet.config.compose import put
-from whet.config.convert_units import Key, place
-from whet.config.foreign import UNSET, KeyRow, tables, trainer_of
-from whet.config.foreign_files import Written, scalar
-from whet.config.foreign_python import calculated
-from whet.config.foreign_shell_language import OTHER
 from whet.config.load import load_config, value_lines
 from whet.config.schema import TrainConfig
 from whet.config.section import Section, Values, field_at, is_free, is_known, leaf_fields
 from whet.errors import ConfigError
+from whet.plugins.migration import convert_units
+from whet.plugins.migration.convert_units import Key, place
+from whet.plugins.migration.foreign import UNSET, KeyRow, tables, trainer_of
+from whet.plugins.migration.foreign_files import Written, scalar
+from whet.plugins.migration.foreign_python import calculated
+from whet.plugins.migration.foreign_shell_language import OTHER
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
 
 MAX_DIFFERENCES = 12  # keys of a choice that are listed

@@ -12,8 +12,9 @@ import pytest
 import torch
 import yaml
 
-from tests.config.frameworks import STEPS
-from tests.config.published import (
+from tests.peers.peer import ask, interpreter
+from tests.plugins.migration.frameworks import STEPS
+from tests.plugins.migration.published import (
     FACTS,
     SCRIPTS,
     batch_of,
@@ -25,19 +26,18 @@ from tests.config.published import (
     recipe,
     written,
 )
-from tests.peers.peer import ask, interpreter
 from tests.raising import raises
 from whet.algorithms.calls import Bound
 from whet.config import TrainConfig, load_config
 from whet.config.algorithm_checks import aggregation
 from whet.config.compose import flatten
-from whet.config.convert import convert
-from whet.config.foreign_files import Written, read
 from whet.errors import ConfigError
+from whet.plugins.migration.convert import convert
+from whet.plugins.migration.foreign_files import Written, read
 from whet.trainers.build import train
 from whet.trainers.shape import estimator
 
-PEERS = Path(__file__).parents[1] / "peers"
+PEERS = Path(__file__).parents[2] / "peers"
 
 
 def test_there_are_at_least_twenty_scripts_with_their_addresses() -> None:

@@ -16,7 +16,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from whet.config.foreign_shell_language import MAX_TURNS, OTHER, UNKNOWN, Node, Words, is_known, parse, unset_variables
+from whet.plugins.migration.foreign_shell_language import (
+    MAX_TURNS,
+    OTHER,
+    UNKNOWN,
+    Node,
+    Words,
+    is_known,
+    parse,
+    unset_variables,
+)
 
 MAX_CALLS = 30  # of functions in functions
 _ASSIGNMENT = re.compile(r"(\w+)(?:\[([^]]*)\])?(\+?)=(.*)", re.DOTALL)

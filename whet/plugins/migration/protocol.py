@@ -64,9 +64,7 @@ class DataProto(Batch):
             return cast("TensorDict", self._tensors)
         if not self._tensors and (self.non_tensor_batch or not self._rows):
             return None
-        from tensordict import TensorDict
-
-        vars(self)["_tensors"] = TensorDict(self._tensors, batch_size=[self._rows])
+        vars(self)["_tensors"] = self.tensor_dict()
         return cast("TensorDict", self._tensors)
 
     @classmethod
@@ -128,9 +126,9 @@ class DataProto(Batch):
         `meta_info` as objects of the whole batch. `from_tensordict` reads it back."""
         if both := sorted(self.meta_info.keys() & set(self.keys())):
             raise DataError("meta_info", f"{both} are columns too", "names of its own", "rename one of each")
-        from tensordict import NonTensorData, NonTensorStack, TensorDict
+        from tensordict import NonTensorData, NonTensorStack
 
-        result = TensorDict(self.tensors(), batch_size=[len(self)])
+        result = self.tensor_dict()
         for name, column in self.non_tensor_batch.items():
             result[name] = NonTensorStack(*map(NonTensorData, column))
         for name, value in self.meta_info.items():

@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The DataProto form of a score function: items become a batch, its result becomes rows. The only file here that
-imports torch."""
+"""The DataProto form of a score function: items become a batch, its result becomes rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from whet.errors import RewardError
-from whet.protocol import DataProto
+from whet.plugins.migration.protocol import DataProto
+from whet.registry import register_foreign
 from whet.rewards.result import RESULT, split_rows
 from whet.types import RewardItem
 
 SCORE_COLUMNS = ("token_level_scores", "rm_scores")
+
+
+@register_foreign("data_proto")
+def data_proto_form() -> tuple[Callable[[Sequence[RewardItem]], RewardBatch], Callable[[object, int], list[object]]]:
+    """Returns `make_batch` and `split_batch_rows`: the argument of a call, and its result as rows."""
+    return make_batch, split_batch_rows
 
 
 class RewardBatch(DataProto):

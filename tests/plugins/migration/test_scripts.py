@@ -14,9 +14,9 @@ import yaml
 from whet.config import load_config
 from whet.config.commands import schema_of
 from whet.config.compose import flatten
-from whet.config.convert import Converted, convert
-from whet.config.foreign_files import read
 from whet.errors import ConfigError
+from whet.plugins.migration.convert import Converted, convert
+from whet.plugins.migration.foreign_files import read
 
 SCRIPTS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("scripts.yaml").read_text())
 RECIPES = [name for name, script in SCRIPTS.items() if "recipe" in script]

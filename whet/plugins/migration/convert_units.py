@@ -11,14 +11,14 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from whet.config.foreign import KeyRow
-from whet.config.foreign_python import calculated
 from whet.config.schema import TrainConfig
 from whet.config.section import leaf_fields
 from whet.errors import ConfigError
+from whet.plugins.migration.foreign import KeyRow
+from whet.plugins.migration.foreign_python import calculated
 
 if TYPE_CHECKING:
-    from whet.config.convert import Conversion
+    from whet.plugins.migration.convert import Conversion
 
 Unit = Iterator[tuple[str, Any]]
 _NUMBER = r"[\d.]+(?:[eE][-+]?\d+)?|inf"

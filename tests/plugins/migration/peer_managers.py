@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from whet.protocol import DataProto
+from whet.plugins.migration.protocol import DataProto
 
 
 def score(data_source, solution_str, ground_truth, extra_info=None):

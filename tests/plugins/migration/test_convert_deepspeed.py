@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from whet.config.convert import Converted, convert
-from whet.config.foreign_files import read
+from whet.plugins.migration.convert import Converted, convert
+from whet.plugins.migration.foreign_files import read
 
 
 def converted(folder: Path, content: Any) -> Converted:

@@ -18,7 +18,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from tests.raising import raises
 from whet import column_rules
 from whet.errors import DataError
-from whet.protocol import (
+from whet.plugins.migration.protocol import (
     DataProto,
     DataProtoItem,
     deserialize_single_tensor,

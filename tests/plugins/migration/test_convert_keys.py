@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 from tests.peers.peer import interpreter
 from tests.raising import check_fields
 from whet.cli.app import app
-from whet.config.convert import Converted, convert
-from whet.config.foreign import tables
-from whet.config.foreign_files import Written, read
 from whet.errors import ConfigError
+from whet.plugins.migration.convert import Converted, convert
+from whet.plugins.migration.foreign import tables
+from whet.plugins.migration.foreign_files import Written, read
 
 CORRECTION = "algorithm.correction."
 

@@ -16,13 +16,13 @@ import yaml
 from torch import Tensor
 
 from tests.algorithms.calling import estimate
-from tests.config.frameworks import STEPS
+from tests.plugins.migration.frameworks import STEPS
 from whet.config import TrainConfig, load_config
-from whet.config.convert import Converted, convert
-from whet.config.foreign import tables
-from whet.config.foreign_files import read
 from whet.metrics import Metrics
-from whet.protocol import DataProto
+from whet.plugins.migration.convert import Converted, convert
+from whet.plugins.migration.foreign import tables
+from whet.plugins.migration.foreign_files import read
+from whet.plugins.migration.protocol import DataProto
 from whet.registry import ADV_ESTIMATORS
 from whet.trainers.objectives import PolicyObjective
 from whet.trainers.shape import Correction, Shaper

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase, translate
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from whet.config.foreign_python import Budget, calculated
+from whet.plugins.migration.foreign_python import Budget, calculated
 
 MAX_DEPTH = 50  # of commands in commands, and of substitutions in words
 _PLAIN = re.compile(r"[^\s;&|()<>\"'`$\\]+")

@@ -8,11 +8,11 @@ import pytest
 
 from tests.raising import check_fields, raises
 from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config
-from whet.config.convert import convert
-from whet.config.foreign import foreign_key, foreign_keys
-from whet.config.foreign_files import Written
 from whet.config.section import is_known
 from whet.errors import ConfigError
+from whet.plugins.migration.convert import convert
+from whet.plugins.migration.foreign import foreign_key, foreign_keys
+from whet.plugins.migration.foreign_files import Written
 
 
 @pytest.mark.parametrize(

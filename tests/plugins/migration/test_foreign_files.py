@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.config.published import converted
+from tests.plugins.migration.published import converted
 from tests.raising import check_fields, raises
-from whet.config.convert import Converted, convert
-from whet.config.foreign_files import Written, read
-from whet.config.foreign_shell_language import OTHER
 from whet.errors import ConfigError
+from whet.plugins.migration.convert import Converted, convert
+from whet.plugins.migration.foreign_files import Written, read
+from whet.plugins.migration.foreign_shell_language import OTHER
 
 MAIN = "python3 -m verl.trainer.main_ppo"
 

@@ -19,13 +19,13 @@ from pathlib import Path
 import yaml
 
 from whet.config.compose import MAX_BYTES, check_document, flatten
-from whet.config.foreign import tables
-from whet.config.foreign_python import Budget, TooMuch, arguments_of_calls, attributes_of_configs
-from whet.config.foreign_shell import Launch, Shell, Undecided, is_argument, start_of
-from whet.config.foreign_shell_language import OTHER, UNKNOWN, is_known, unset_variables
 from whet.config.section import Values
 from whet.errors import ConfigError
 from whet.limits import bounded, cause
+from whet.plugins.migration.foreign import tables
+from whet.plugins.migration.foreign_python import Budget, TooMuch, arguments_of_calls, attributes_of_configs
+from whet.plugins.migration.foreign_shell import Launch, Shell, Undecided, is_argument, start_of
+from whet.plugins.migration.foreign_shell_language import OTHER, UNKNOWN, is_known, unset_variables
 
 _PROGRAM = re.compile(r"\$\((date|git|hostname|id|mktemp|uuidgen|whoami)\b")
 _OF_NAMES = re.compile(r"(name|dir|path|folder|group)$")  # keys whose values may hold the output of such a program

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from whet.config.convert import convert
-from whet.config.foreign_files import read
 from whet.errors import ConfigError
+from whet.plugins.migration.convert import convert
+from whet.plugins.migration.foreign_files import read
 
 ESTIMATOR = "algorithm: {adv_estimator: grpo}\n"
 USED = "GRPOConfig(run_name=A40, beta=0.1)\n"
