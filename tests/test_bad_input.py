@@ -43,7 +43,7 @@ from whet.data.samplers import make_loader
 from whet.domains import Domains
 from whet.environments.protocol import Answer, Observation, Task
 from whet.environments.shipped import Gymnasium
-from whet.environments.tools.toolbox import toolbox_of, with_parser
+from whet.environments.tools.toolbox import toolbox_of
 from whet.errors import EnvError, WhetError
 from whet.models.load import load_policy, load_tokenizer, reward_config
 from whet.planning import fit
@@ -260,15 +260,13 @@ def test_tools_that_cannot_be_used(situation: str, tools: list[Any]) -> None:
 
 def test_a_template_that_shows_no_tools() -> None:
     tools = toolbox_of(EnvironmentConfig(tools=["calculator"]))
-    assert tools is not None
     with pytest.raises(WhetError) as raised:
-        with_parser(tools, "{{ messages[0].content }}")
+        tools.with_parser("{{ messages[0].content }}")
     wrong("chat template without tools", str(raised.value))
 
 
 def test_a_parser_that_raises(tokenizer: PreTrainedTokenizerBase) -> None:
     tools = toolbox_of(EnvironmentConfig(tools=["calculator"], tool_parser="own.py:broken"))
-    assert tools is not None
     with pytest.raises(WhetError) as raised:
         tools.calls(tokenizer, [1], 0)
     wrong("parser of calls that raises", str(raised.value))

@@ -117,7 +117,7 @@ def over_http(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
 @pytest.mark.slow
 def test_a_server_in_a_process_has_a_session_for_each_episode(opened: Opened) -> None:
     host = opened(STDIO)
-    schemas = toolbox_of(EnvironmentConfig(tools=[STDIO])).schemas  # type: ignore[union-attr]
+    schemas = toolbox_of(EnvironmentConfig(tools=[STDIO])).schemas
     assert [schema.name for schema in schemas] == ["add", "note", "bad", "picture"]
     assert schemas[0].description == "Adds two integers."
     assert schemas[0].parameters["required"] == ["a", "b"]

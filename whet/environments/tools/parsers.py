@@ -1,14 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsers of tool calls: the text of a turn to calls and the text around them, one registered function a format.
-
-A parser yields the text in parts: a `Call` with its text, or other text. No text makes it raise. A part that was meant
-as a call but is none is a `Call` with an `error`, which the model reads as its result: nothing is dropped.
-
-Marks of the decorator let a server give text and calls while they are sampled. Each call has one of the texts `begin`
-or a match of `begin_patterns`; what comes before that is text. After one of the texts `end`, the parts before it no
-longer change, but for a call at their end that has an error. Without `begin` all waits for the end of the response.
-With `opening`, the texts before and behind the name of a call's tool, a server can have the model begin with a call.
-"""
+"""The parsers of tool calls that ship, one registered function a format, and a turn as its calls and its text."""
 
 from __future__ import annotations
 
@@ -17,20 +8,21 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from whet.environments.calls import (  # `parser_of` for callers under this module's old name
+    CONTROL,
+    Call,
+    Schemas,
+    parser_of as parser_of,
+    parts_of,
+)
 from whet.files import shipped_yaml
-from whet.registry import TOOL_PARSERS, register_tool_parser
+from whet.registry import register_tool_parser
 
-Schemas = Mapping[str, Mapping[str, Any]]  # the JSON schema of the arguments, by name of the tool
-_FORMATS = shipped_yaml("environments/tools/formats.yaml")
-SIGNS: Mapping[str, str | None] = _FORMATS["signs"]
-FORMS: Mapping[str, str] = _FORMATS["forms"]
+FORMS: Mapping[str, str] = shipped_yaml("environments/tools/formats.yaml")  # by parser
 INTERPRETERS = ("python", "ipython", "code_interpreter")  # names of a tool that runs code
-CONTROL = re.compile(r"<\|(?:im_end|eot_id|eom_id|end|call|return|endoftext)\|>|</s>")
-_THOUGHT = r"<think>.*?(?:</think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z)"
-_UNOPENED = r"\A(?:(?!<think>|\[THINK\]).)*?(?:</think>|\[/THINK\])"  # a prompt may end with the opening tag
 _THOUGHTS = re.compile(
     r"(?s).*(?:</think>|\[/THINK\]|<think>.*|\[THINK\].*|<\|channel\|>analysis(?:(?!<\|channel\|>).)*)"
 )
@@ -39,16 +31,6 @@ _ARGUMENTS = {"arguments", "parameters"}
 _BROKEN = re.compile(r"""\{\s*["'](?:type|id|name|function|arguments|parameters)["']\s*:""")
 _PARAMETER = r"<parameter=([^>\n]+)>((?:(?!<parameter=).)*?)</parameter>"  # one begins behind the end of another
 _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of a tool, or what was meant as one and has an error."""
-
-    name: str
-    arguments: Mapping[str, object] = field(default_factory=dict)
-    error: str | None = None  # for the model to read
-    text: str = ""  # as the model wrote it
 
 
 @dataclass(frozen=True)
@@ -76,45 +58,6 @@ def parse(parser: str, text: str, schemas: Schemas) -> Parsed:
             else:
                 content += each
     return Parsed(CONTROL.sub("", content).strip(), tuple(calls))
-
-
-def parts_of(parser: str, text: str, schemas: Schemas, *, is_whole: bool = True) -> Iterator[str | Call]:
-    """The parts of a text by a registered parser, which reads none of its thoughts: they are text. Without its closing
-    tag a thought goes on to the end; with `is_whole` all before the first closing tag is one, with an opening tag or
-    not. Tags in the text of a valid call are the call's. The channels of gpt-oss are left to its parser."""
-    load = TOOL_PARSERS[parser].load()
-
-    def read(text: str) -> Iterator[str | Call]:
-        return (_of_json(part) if isinstance(part, Call) else part for part in load(text, schemas))
-
-    if parser == "gpt-oss" or not ("think>" in text or "THINK]" in text):
-        yield from read(text)
-        return
-    masked, position = text, 0
-    calls = {part.text for part in read(text) if isinstance(part, Call) and part.error is None}
-    for call in sorted(calls, key=len, reverse=True):
-        masked = masked.replace(call, " " * len(call))
-    for thought in re.finditer(f"{_UNOPENED}|{_THOUGHT}" if is_whole else _THOUGHT, masked, re.DOTALL):
-        if position < thought.start():
-            yield from read(text[position : thought.start()])
-        yield text[thought.start() : thought.end()]
-        position = thought.end()
-    if position < len(text):
-        yield from read(text[position:])
-
-
-def _of_json(call: Call) -> Call:
-    """The call, with an error where it has an argument that JSON does not have, such as NaN."""
-    try:
-        json.dumps(dict(call.arguments), allow_nan=False)
-    except (ValueError, TypeError, RecursionError) as error:
-        return Call(call.name, error=f"an argument is no value of JSON ({error}); expected JSON", text=call.text)
-    return call
-
-
-def parser_of(template: str) -> str | None:
-    """The name of the parser for the calls that a chat template writes; None if the template shows no known format."""
-    return next((name for sign, name in SIGNS.items() if sign in template), None)
 
 
 @register_tool_parser(
