@@ -40,7 +40,7 @@ def is_installed(entry: Entry) -> bool:
     """Tells whether a function can be loaded here: the engine on Megatron-Core only in an environment with it."""
     if ".megatron." not in entry.target:
         return True
-    from whet.engines.megatron import sizes
+    from whet.plugins.megatron import sizes
 
     return sizes.is_installed()
 

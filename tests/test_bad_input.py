@@ -50,6 +50,8 @@ from whet.planning import fit
 from whet.planning.dtypes import with_dtypes
 from whet.planning.fit import check_fits
 from whet.planning.machine import FreeMemory
+from whet.plugins.inference.servers.environment import Environment
+from whet.plugins.inference.vllm.engine import PACKAGE
 from whet.programs.protocol import open_sandbox
 from whet.registry import ENVIRONMENTS
 from whet.rewards.judge.rubrics import Rubric
@@ -58,8 +60,6 @@ from whet.rollout.build import check_engine, open_environments
 from whet.rollout.episode import Episode, Limits, Rules
 from whet.rollout.protocol import Completion, SamplingParams
 from whet.rollout.reports import FailureWatch
-from whet.rollout.servers.environment import Environment
-from whet.rollout.vllm.engine import PACKAGE
 from whet.trainers.build import setup
 from whet.trainers.run_dir import open_run_dir
 from whet.trainers.workers import check_reward_model
@@ -320,7 +320,7 @@ def test_arguments_of_a_server(situation: str, server: dict[str, Any], monkeypat
     Path("vllm", "engine").mkdir(parents=True)
     Path("vllm", "engine", "arg_utils.py").write_text("class EngineArgs:\n    max_model_len: int\n    seed: int\n")
     found = Environment("python", Path("vllm").resolve(), PACKAGE)
-    monkeypatch.setattr("whet.rollout.servers.engine.find_environment", lambda *_: found)
+    monkeypatch.setattr("whet.plugins.inference.servers.engine.find_environment", lambda *_: found)
     options = {"engine": {"name": "vllm", "options": {"server": server}}}
     with pytest.raises(WhetError) as raised:
         check_engine(TrainConfig.model_validate({"rollout": options}))

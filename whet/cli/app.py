@@ -27,7 +27,6 @@ from whet.cli.inputs import config, data
 from whet.cli.models import export
 from whet.cli.rewards import check_reward, rewards
 from whet.cli.runs import plot, runs, show
-from whet.cli.serve import serve
 from whet.cli.train import command_of
 from whet.errors import ConfigError, RegistryError, WhetError, did_you_mean, exit_error
 from whet.manifests import missing_plugin
@@ -55,7 +54,7 @@ def _later() -> None:
 PANELS: dict[str, Sequence[Callable[..., None]]] = {
     "Getting started": (),
     "Training": [*map(command_of, registry.TRAINERS.shipped.values())],
-    "After training": (runs, plot, show, evaluate, generate, select, compare, serve, export),
+    "After training": (runs, plot, show, evaluate, generate, select, compare, export),
     LOOK: (doctor, plan, config, data, check_reward),
 }
 GROUPS = {"": app, "algorithms": algorithms, "rewards": rewards, "env": environments}

@@ -41,9 +41,8 @@ from whet.rollout.collect import Collector, Stage
 from whet.rollout.driver import Driver
 from whet.rollout.episode import MAIN, Limits
 from whet.rollout.planned import CacheRoom, ChecksAhead, ChecksMedia
-from whet.rollout.protocol import RolloutEngine, SamplingParams, SharesModule
+from whet.rollout.protocol import RolloutEngine, SamplingParams, SharesModule, Span
 from whet.rollout.sampling import bad_word_ids
-from whet.rollout.servers.process import Span
 from whet.types import Limit, Prompt
 
 log = logging.getLogger(__name__)

@@ -36,11 +36,11 @@ from whet.rollout.protocol import (
     RolloutEngine,
     SharesModule,
     Sleeps,
+    Span,
     Status,
     TakesDelta,
     Weights,
 )
-from whet.rollout.servers.process import Span
 from whet.trainers.measured import MeasuredWorker
 from whet.trainers.workers import TrainWorker, actor_beside, with_adapter
 from whet.weight_sync import buckets

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mesh of a role's processes in Megatron-Core's order, and settings that it refuses; without torch.
+
+pipeline x rows x context x tensor = processes        the first is the outermost
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from whet.config.algorithm_checks import EngineUse, other_kernels
+from whet.engines.sizes import uneven_experts, uneven_sizes
+from whet.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parts of a model."""
+
+    tensor: int = 1  # of a layer's heads and inner numbers
+    pipeline: int = 1  # of the layers, one after another
+    virtual: int = 1  # of a rank's layers, interleaved with those of other ranks
+    expert: int = 1  # of the experts
+    context: int = 1  # of a row's tokens
+    context_by: str = "transformer_engine"
+
+    @property
+    def halves(self) -> bool:
+        """True where Megatron-Core splits rows over ranks itself: each has a chunk of both halves of a row."""
+        return self.context > 1 and self.context_by == "transformer_engine"
+
+    @property
+    def expert_tensor(self) -> int:
+        """Parts of an expert's inner numbers: experts that are spread over ranks are whole."""
+        return 1 if self.expert > 1 else self.tensor
+
+
+def refuses(use: EngineUse) -> Iterator[ConfigError]:
+    """Yields an error for each setting that megatron cannot run with."""
+    yield from other_kernels(use)
+    if not is_installed():
+        change = "run `make megatron`, or pip install megatron-core==0.16.1"
+        yield ConfigError(f"{use.key}.name", "megatron", "an installation of Megatron-Core", change)
+    sizes = Sizes(**{name: use.options[name] for name in Sizes.__dataclass_fields__})
+    yield from _sizes(use, sizes)
+    if sizes.halves and find_spec("transformer_engine") is None:
+        change = "set it to heads, or pip install transformer-engine[pytorch]"
+        key = f"{use.key}.options.context_by"
+        yield ConfigError(key, sizes.context_by, f"an installation of it, with context={sizes.context}", change)
+    reasons = {
+        f"model.lora.rank={use.model.lora.rank}": use.model.lora.rank is not None,
+        f"model.lora.path={use.model.lora.path}": use.model.lora.path is not None,
+        "model.freeze": bool(use.model.freeze),
+        f"{use.key}.packing=false": use.engine.packing is False,
+        f"the images or videos of {use.media}": bool(use.media),
+    }
+    if (optim := use.optim) is not None:
+        reasons |= {
+            f"{use.optim_key}.name={optim.name}": optim.name != "adamw",
+            f"{use.optim_key}.state_dtype={optim.state_dtype}": optim.state_dtype != "float32",
+            f"{use.optim_key}.weight_rounding={optim.weight_rounding}": optim.weight_rounding is not None,
+        }
+    for reason in (each for each, holds in reasons.items() if holds):
+        yield ConfigError(f"{use.key}.name", "megatron", f"an engine that knows {reason}", "set it to fsdp")
+
+
+def is_installed() -> bool:
+    """Tells whether Megatron-Core can be imported; another folder on the path may have the name of the one around."""
+    try:
+        return find_spec("megatron.core") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _sizes(use: EngineUse, sizes: Sizes) -> Iterator[ConfigError]:
+    """Sizes that do not divide the processes, or each other."""
+    key, given = f"{use.key}.options", {name: getattr(sizes, name) for name in ("tensor", "context", "pipeline")}
+    if uneven := list(uneven_sizes(use, key, given)):
+        yield from uneven
+        return
+    stage = use.processes // sizes.pipeline
+    yield from uneven_experts(key, sizes.expert, stage, f"the {stage} processes of a stage")
+    if sizes.virtual > 1 and sizes.pipeline == 1:
+        yield ConfigError(f"{key}.virtual", sizes.virtual, f"1 with {key}.pipeline=1", "raise pipeline, or unset it")
