@@ -42,14 +42,14 @@ from whet.data.loader import PromptLoader
 from whet.data.samplers import make_loader
 from whet.domains import Domains
 from whet.environments.protocol import Answer, Observation, Task
-from whet.environments.shipped import Gymnasium
-from whet.environments.tools.toolbox import toolbox_of
 from whet.errors import EnvError, WhetError
 from whet.models.load import load_policy, load_tokenizer, reward_config
 from whet.planning import fit
 from whet.planning.dtypes import with_dtypes
 from whet.planning.fit import check_fits
 from whet.planning.machine import FreeMemory
+from whet.plugins.agents.shipped import Gymnasium
+from whet.plugins.agents.tools.toolbox import toolbox_of
 from whet.plugins.inference.servers.environment import Environment
 from whet.plugins.inference.vllm.engine import PACKAGE
 from whet.programs.protocol import open_sandbox

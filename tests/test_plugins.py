@@ -101,10 +101,10 @@ def test_a_module_is_found_under_its_old_name(old: str, new: str) -> None:
 
 
 def test_modules_inside_an_old_folder_are_those_of_today() -> None:
+    from whet.viewer import records  # type: ignore[import-not-found]
     from whet.viewer.server import Site  # type: ignore[import-not-found]
 
     from whet.plugins.viewer import records as today, server
-    from whet.viewer import records  # type: ignore[import-not-found]
 
     assert records is today and Site is server.Site
     assert server.__spec__ is not None and server.__spec__.name == "whet.plugins.viewer.server"

@@ -19,6 +19,7 @@ MOVED = {  # by the old name of a file or folder
     "whet.data.pickled": "whet.data.sources",
     "whet.cli.serve": "whet.plugins.serving.command",
     "whet.engines.megatron": "whet.plugins.megatron",
+    **{f"whet.environments.{name}": f"whet.plugins.agents.{name}" for name in ("check", "shipped", "tools")},
     "whet.evaluation.lm_eval": "whet.plugins.lm_eval.model",
     "whet.models.encoders.cache": "whet.models.encoders.base",
     "whet.models.init": "whet.plugins.lessons.init_model",

@@ -406,7 +406,7 @@ PROVIDERS = Registry("provider of a column", "trainers", "register_provider", ("
 TRACKERS = Registry("tracker", "tracking", "register_tracker", ("run",))  # marks: package
 SANDBOXES = Registry("sandbox", "programs", "register_sandbox", ("address",))
 COMMANDS = Registry("command", "cli", "register_command")  # of plugins; marks: panel, settings, exits
-PARTS = Registry("part", "environments", "register_part")  # of plugins: functions that the core calls by name
+PARTS = Registry("part", "cli", "register_part")  # of plugins: functions that the core calls by name
 
 register_adv_est = ADV_ESTIMATORS.register
 register_policy_loss = POLICY_LOSSES.register

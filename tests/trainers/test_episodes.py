@@ -14,8 +14,8 @@ from whet_environments.number_game import NumberGame
 
 from examples.search_qa import write
 from whet.config import TrainConfig, load_config
+from whet.environments.calls import Call
 from whet.environments.protocol import Answer
-from whet.environments.tools.parsers import Call
 from whet.keyed import key
 from whet.plugins.lessons.init_model import init_model
 from whet.trainers.build import train

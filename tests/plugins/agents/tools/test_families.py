@@ -16,7 +16,7 @@ from episodes import episode
 from transformers import AutoTokenizer
 
 from whet.config.schema import EnvironmentConfig
-from whet.environments.tools.toolbox import FORM, described, toolbox_of
+from whet.plugins.agents.tools.toolbox import FORM, described, toolbox_of
 from whet.rollout.batch import rows_of
 
 TOOL = '''

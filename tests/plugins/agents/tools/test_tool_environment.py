@@ -21,10 +21,10 @@ from whet.config.checks import problems
 from whet.config.schema import EnvironmentConfig
 from whet.environments.host import Deadlines, EnvironmentHost, open_host
 from whet.environments.protocol import Answer, Observation
-from whet.environments.tools.sources import _run
 from whet.environments.toolbox import tools_of
-from whet.environments.tools.toolbox import toolbox_of
 from whet.errors import ConfigError
+from whet.plugins.agents.tools.sources import _run
+from whet.plugins.agents.tools.toolbox import toolbox_of
 from whet.rollout.batch import rows_of
 from whet.types import Failure, Message, Prompt
 

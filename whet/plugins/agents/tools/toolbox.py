@@ -17,9 +17,9 @@ from whet.data.chat import DESCRIBED
 from whet.environments.calls import parser_of
 from whet.environments.protocol import Answer, Environment, Observation
 from whet.environments.running import EnvironmentSpec, FailedError, Running
-from whet.environments.tools.parsers import parse
-from whet.environments.tools.sources import BadCallError, Part, Session, ToolSchema, ToolSource, open_source
 from whet.errors import ConfigError, SandboxError, ToolError, describe
+from whet.plugins.agents.tools.parsers import parse
+from whet.plugins.agents.tools.sources import BadCallError, Part, Session, ToolSchema, ToolSource, open_source
 from whet.registry import TOOL_PARSERS, register_part
 from whet.types import Failure, Media, Message, Prompt
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from whet.config.schema import DataConfig, EnvironmentConfig
 from whet.data.chat import encode_rendered, render_chat
 from whet.environments.toolbox import with_tools
-from whet.environments.tools.toolbox import toolbox_of
+from whet.plugins.agents.tools.toolbox import toolbox_of
 from whet.rollout.collect import Collector, Stage
 from whet.rollout.protocol import Completion, Finished, Request, SamplingParams
 from whet.types import Message, Prompt

@@ -21,7 +21,7 @@ from whet.environments.calls import (  # `parser_of` for callers under this modu
 from whet.files import shipped_yaml
 from whet.registry import register_tool_parser
 
-FORMS: Mapping[str, str] = shipped_yaml("environments/tools/formats.yaml")  # by parser
+FORMS: Mapping[str, str] = shipped_yaml("plugins/agents/tools/formats.yaml")  # by parser
 INTERPRETERS = ("python", "ipython", "code_interpreter")  # names of a tool that runs code
 _THOUGHTS = re.compile(
     r"(?s).*(?:</think>|\[/THINK\]|<think>.*|\[THINK\].*|<\|channel\|>analysis(?:(?!<\|channel\|>).)*)"

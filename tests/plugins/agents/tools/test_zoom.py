@@ -14,8 +14,8 @@ from whet.config.schema import EnvironmentConfig
 from whet.data.media import image, images
 from whet.environments.protocol import Answer, Observation
 from whet.environments.running import EnvironmentSpec
-from whet.environments.tools.toolbox import toolbox_of
-from whet.environments.tools.zoom import Zoom
+from whet.plugins.agents.tools.toolbox import toolbox_of
+from whet.plugins.agents.tools.zoom import Zoom
 from whet.types import Media, MediaTokens, Message, Prompt
 
 QUARTERS = {(0, 0): (255, 0, 0), (1, 0): (0, 255, 0), (0, 1): (0, 0, 255), (1, 1): (255, 255, 0)}

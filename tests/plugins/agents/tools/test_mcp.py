@@ -23,8 +23,8 @@ from whet.config.schema import EnvironmentConfig
 from whet.data.media import images
 from whet.environments.host import Deadlines, EnvironmentHost, open_host
 from whet.environments.protocol import Answer, Observation
-from whet.environments.tools.toolbox import toolbox_of
 from whet.errors import ConfigError, ToolError
+from whet.plugins.agents.tools.toolbox import toolbox_of
 from whet.rollout.collect import TemplateCodec
 from whet.types import Failure, Message, Prompt
 
