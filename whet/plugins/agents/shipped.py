@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 from typing import Any
 
-from whet.environments.protocol import Answer, Observation, SingleTurn as SingleTurn  # its name until version 0.4
+from whet.environments.protocol import Answer, Observation, SingleTurn as SingleTurn  # for code of 0.3
 from whet.errors import ConfigError, describe
 from whet.options import Finite
 from whet.registry import load_target, register_environment

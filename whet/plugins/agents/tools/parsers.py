@@ -11,13 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from whet.environments.calls import (  # `parser_of` for callers under this module's old name
-    CONTROL,
-    Call,
-    Schemas,
-    parser_of as parser_of,
-    parts_of,
-)
+from whet.environments.calls import CONTROL, Call, Schemas, parser_of as parser_of, parts_of  # for code of 0.3
 from whet.files import shipped_yaml
 from whet.registry import register_tool_parser
 
@@ -39,11 +33,6 @@ class Parsed:
 
     content: str
     calls: tuple[Call, ...]
-
-    @property
-    def errors(self) -> tuple[Call, ...]:
-        """The calls that are malformed."""
-        return tuple(call for call in self.calls if call.error is not None)
 
 
 def parse(parser: str, text: str, schemas: Schemas) -> Parsed:

@@ -51,8 +51,7 @@ class Toolbox:
     @property
     def starts_servers(self) -> bool:
         """Tells whether the sessions of an episode start programs, such as MCP servers."""
-        servers = [each.get("mcp", ()) for each in self.entries if isinstance(each, Mapping)]
-        return any("command" in each for each in servers)
+        return any("command" in each.get("mcp", ()) for each in self.entries if isinstance(each, Mapping))
 
     def around(self, inner: EnvironmentSpec) -> ToolSpec:
         """The tools around an environment."""
