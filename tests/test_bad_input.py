@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every line of docs/bad-input.md is provoked, and says what the page says.
+"""Every line of docs/bad-input.md is provoked, and the message agrees with the page.
 
-`python -m docs.generate bad_input` writes into the page what is said here."""
+`python -m docs.generate bad_input` writes these messages into the page."""
 
 from __future__ import annotations
 
@@ -44,20 +44,21 @@ from whet.domains import Domains
 from whet.environments.protocol import Answer, Observation, Task
 from whet.errors import EnvError, WhetError
 from whet.models.load import load_policy, load_tokenizer, reward_config
-from whet.planning import fit
+from whet.planning import machine
 from whet.planning.dtypes import with_dtypes
-from whet.planning.fit import check_fits
 from whet.planning.machine import FreeMemory
 from whet.plugins.agents.shipped import Gymnasium
 from whet.plugins.agents.tools.toolbox import toolbox_of
-from whet.plugins.inference.servers.environment import Environment
+from whet.plugins.inference.servers.environment import Interpreter
 from whet.plugins.inference.vllm.engine import PACKAGE
+from whet.plugins.planner import fit
+from whet.plugins.planner.fit import check_fits
 from whet.programs.protocol import open_sandbox
 from whet.registry import ENVIRONMENTS
 from whet.rewards.judge.rubrics import Rubric
 from whet.rewards.pool import RewardPool
 from whet.rollout.build import check_engine, open_environments
-from whet.rollout.episode import Episode, Limits, Rules
+from whet.rollout.episode import Episode, EpisodeLimits, Rules
 from whet.rollout.protocol import Completion, SamplingParams
 from whet.rollout.reports import FailureWatch
 from whet.trainers.build import setup
@@ -82,7 +83,7 @@ def outside(prompts):
 
 
 def wrong(situation: str, found: object) -> None:
-    """Compares what was said with the page, or collects it for the page."""
+    """Compares a message with the page, or collects it for the page."""
     assert situation in MESSAGES
     if COLLECT in os.environ:
         with Path(os.environ[COLLECT]).open("a", encoding="utf-8") as file:
@@ -112,7 +113,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refused(**sections: dict[str, Any]) -> WhetError:
-    """What the checks of a config say."""
+    """The messages of the checks of a config."""
     values: dict[str, Any] = {
         "model": {"path": "model"},
         "data": {"train_files": ["fine.jsonl"]},
@@ -319,7 +320,7 @@ def test_staleness_and_options_of_engines(situation: str, sections: dict[str, di
 def test_arguments_of_a_server(situation: str, server: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     Path("vllm", "engine").mkdir(parents=True)
     Path("vllm", "engine", "arg_utils.py").write_text("class EngineArgs:\n    max_model_len: int\n    seed: int\n")
-    found = Environment("python", Path("vllm").resolve(), PACKAGE)
+    found = Interpreter("python", Path("vllm").resolve(), PACKAGE)
     monkeypatch.setattr("whet.plugins.inference.servers.engine.find_environment", lambda *_: found)
     options = {"engine": {"name": "vllm", "options": {"server": server}}}
     with pytest.raises(WhetError) as raised:
@@ -751,11 +752,11 @@ def test_what_is_wrong_with_the_folder_of_a_run() -> None:
 def test_what_is_wrong_with_the_machine(qwen25_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_dtypes(TrainConfig.model_validate({"model": {"path": str(qwen25_folder)}}))
     for situation, name, left in (
-        ("not enough memory", "free_memory", FreeMemory(4 * 2**20, "the machine's memory")),
-        ("not enough disk", "free_disk", 2**20),
+        ("not enough memory", (fit, "free_memory"), FreeMemory(4 * 2**20, "the machine's memory")),
+        ("not enough disk", (machine, "free_disk"), 2**20),
     ):
         with monkeypatch.context() as patched, pytest.raises(WhetError) as raised:
-            patched.setattr(fit, name, lambda *_, left=left: left)
+            patched.setattr(*name, lambda *_, left=left: left)
             check_fits(setup(config), Path("mine"), setup)
         wrong(situation, str(raised.value))
 
@@ -832,7 +833,9 @@ def test_what_ends_an_episode(qwen25_folder: Path, tokenizer: PreTrainedTokenize
         def calls(self, token_ids: Any, turn: int) -> list[Any]:
             return []
 
-    rules = Rules(Plain(), SamplingParams(max_new_tokens=20), 0, 1, limits=Limits(fails_at=frozenset({"overflow"})))  # type: ignore[arg-type]
+    rules = Rules(
+        Plain(), SamplingParams(max_new_tokens=20), 0, 1, limits=EpisodeLimits(fails_at=frozenset({"overflow"}))
+    )  # type: ignore[arg-type]
     rules = replace(rules, agents={"worker": rules})
 
     def ended(observation: Observation) -> str:

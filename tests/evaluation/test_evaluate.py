@@ -19,7 +19,7 @@ from whet.config import EvalConfig, load_config
 from whet.errors import CheckpointError, ConfigError, DataError, RewardError
 from whet.evaluation import evaluate as evaluation
 from whet.evaluation.answers import Record, by_prompt
-from whet.evaluation.estimators import Estimate
+from whet.evaluation.estimators import MeanEstimate
 from whet.evaluation.evaluate import evaluate, summarise
 from whet.rollout.rollouts import Rollouts
 from whet.trainers.build import train
@@ -57,7 +57,7 @@ def answer(index: int, source: str, accuracy: float | None, *, extracted: str | 
     }
 
 
-def values(metrics: dict[str, Estimate]) -> dict[str, float]:
+def values(metrics: dict[str, MeanEstimate]) -> dict[str, float]:
     return {name: found.value for name, found in metrics.items()}
 
 
@@ -207,7 +207,7 @@ def test_lengths_over_the_models_are_refused(eval_config: MakeConfig, additions:
 def test_one_that_was_cut_off_goes_on_and_ends_as_one_that_was_not(
     eval_config: MakeConfig, additions: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks of two prompts, killed in the third: only what was not written is asked again."""
+    """After a kill in the third chunk of two prompts, only the unwritten prompts are sampled again."""
     judge = tmp_path / "judge.py"
     judge.write_text(
         "from pathlib import Path\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Episodes of one and of several turns, with an engine that is told what to say and with a real one."""
+"""Episodes of one and of several turns, with a scripted engine and with a real one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from whet.phases import watching
 from whet.plugins.lessons.init_model import init_model
 from whet.rollout.batch import rows_of, to_batch
 from whet.rollout.collect import BARE_TAG, Collector, Stage
-from whet.rollout.episode import Limits
+from whet.rollout.episode import EpisodeLimits
 from whet.rollout.protocol import Completion, Event, Request, SamplingParams
 from whet.trainers.build import build, build_scorer
 from whet.trainers.rl import fit
@@ -152,7 +152,7 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> Prompt:
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, *messages: Message) -> str:
-    """What the chat template makes of the whole conversation, by transformers alone."""
+    """The whole conversation, rendered by the chat template through transformers alone."""
     dicts = [message.to_dict() for message in messages]
     return str(tokenizer.apply_chat_template(dicts, tokenize=False, add_generation_prompt=True))
 
@@ -339,7 +339,10 @@ def test_an_episode_that_is_over_at_its_reset_has_failed(tokenizer: PreTrainedTo
 def test_an_episode_ends_after_max_turns(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
     engine = Scripted(tokenizer, "1")
     collector = Collector(
-        engine, tokenizer, stage=Stage(f"{environments}:Endless", limits=Limits(max_turns=3)), apply_chat_template=False
+        engine,
+        tokenizer,
+        stage=Stage(f"{environments}:Endless", limits=EpisodeLimits(max_turns=3)),
+        apply_chat_template=False,
     )
     answer = one(collector.collect([text_prompt(tokenizer)], 1, PARAMS, step=1))
     assert len(answer.turns) == 3 and answer.score == 3.0 and answer.failure is None
@@ -381,7 +384,7 @@ def test_a_template_that_rewrites_is_refused_with_what_to_change(tokenizer: PreT
 def test_two_turns_through_the_whole_loop(
     chat: bool, environments: str, train_config: Callable[..., TrainConfig], additions: list[dict[str, str]]
 ) -> None:
-    """The trainer's log-probs are those of the rollout on the tokens that were sampled, and 0 on the tool's.
+    """The trainer's log-probs equal the rollout's on sampled tokens, and are 0 on the tool's.
 
     A random model ends its turns by chance, so most episodes have both."""
     config = train_config(

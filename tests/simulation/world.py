@@ -25,8 +25,8 @@ from tests.simulation.placed import EnvironmentRanks, Environments, PlacedRanks,
 from tests.simulation.plan import PLACED, Fault, Plan
 from whet.rollout import flow as flowing, snapshot as saving
 from whet.rollout.driver import Driver
-from whet.rollout.episode import Episode, Limits, Rules
-from whet.rollout.fleet import RETRIES, Done, Give, Router, Task
+from whet.rollout.episode import Episode, EpisodeLimits, Rules
+from whet.rollout.fleet import RETRIES, Done, FleetTask, Give, Router
 from whet.rollout.flow import Filter, Flow, HandOut, ReturnedFirst, keep_all
 from whet.rollout.protocol import Request, SamplingParams
 from whet.rollout.rollouts import with_outcomes
@@ -39,7 +39,7 @@ SEED = 5
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint, and what was true when it was written."""
+    """A checkpoint, and the facts that held when it was written."""
 
     version: int
     weights: dict[int, int]
@@ -53,7 +53,7 @@ class Saved:
 
 def episodes_of(plan: Plan, prompts: Sequence[Prompt], step: int) -> list[Episode]:
     """The episodes of prompts."""
-    rules = Rules(Letters(), params_of(plan), SEED, step, limits=Limits(max_turns=plan.max_turns))
+    rules = Rules(Letters(), params_of(plan), SEED, step, limits=EpisodeLimits(max_turns=plan.max_turns))
     return [Episode(prompt, sample, rules) for prompt in prompts for sample in range(plan.n)]
 
 
@@ -138,7 +138,7 @@ class World:
         self._boot(self.saved)
 
     def _boot(self, saved: Saved) -> None:
-        """Starts a trainer from a checkpoint; of what ran before only replicas are left."""
+        """Starts a trainer from a checkpoint; only replicas survive from before."""
         plan = self.plan
         self.incarnation += 1
         self.version, self.weights = saved.version, dict(saved.weights)
@@ -181,7 +181,7 @@ class World:
     def conduct(self, commands: Iterable[flowing.Command]) -> None:
         """Carries out the commands of the flow."""
         for command in commands:
-            if isinstance(command, flowing.Run):
+            if isinstance(command, flowing.RunEpisodes):
                 self.driver.add(command.episodes, self._on_sampled)
             elif isinstance(command, flowing.Score):
                 self._score(command.trajectories)
@@ -201,7 +201,7 @@ class World:
     def _score(self, trajectories: list[Trajectory]) -> None:
         uid = f"{len(self.scored) + len(self.scoring)}"
         self.scoring[uid] = trajectories
-        self.placed["rewards"].submit(Task(uid, trajectories, size=len(trajectories)))
+        self.placed["rewards"].submit(FleetTask(uid, trajectories, size=len(trajectories)))
 
     def on_placed(self, incarnation: int, kind: str, what: str, arguments: tuple[Any, ...]) -> None:
         """Something happens to ranks of environments or rewards."""
@@ -292,7 +292,7 @@ class World:
             self._order(number, Pause(each.generation, is_paused))
 
     def direct(self) -> None:
-        """Brings to replicas what the router has for them."""
+        """Sends the router's commands to replicas."""
         for number, each in self.router.ranks.items():
             if each.loading is not None and self._loads.get(number) != (each.generation, each.loading):
                 self._loads[number] = each.generation, each.loading
@@ -508,7 +508,7 @@ HANDLERS = {
 
 
 def _shown(what: Any) -> Any:
-    """A value as the log has it: what names it, and how long it is."""
+    """A value in the log's form: its names and its length."""
     if isinstance(what, list):
         return [each.uid for each in what]
     if isinstance(what, tuple) and what and isinstance(what[-1], Give):

@@ -108,7 +108,7 @@ def test_a_server_that_dies_costs_its_episode_alone(
     train_config: MakeConfig, additions: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     pytest.importorskip("mcp", reason="MCP is not installed: pip install -e '.[mcp]'")
-    server = str(Path(__file__).parents[1] / "environments" / "tools" / "servers.py")
+    server = str(Path(__file__).parents[1] / "plugins" / "agents" / "tools" / "servers.py")
     started = {"command": [sys.executable, server], "env": {"MARK": str(tmp_path / "died")}}
     values = {
         "environment.tools": [{"mcp": started}],

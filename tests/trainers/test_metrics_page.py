@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/metrics.md is what runs record: short runs together pass every line that records a metric."""
+"""docs/metrics.md lists the metrics that runs record: short runs together pass every line that records a metric."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES, Registry
 from whet.rollout.reports import count_failures
 from whet.tracking import profile
 from whet.tracking.profile import SystemMeter
+from whet.trainers.batch_metrics import measure_environment, measure_groups
 from whet.trainers.columns import ColumnPlan
 from whet.trainers.distill import distill
-from whet.trainers.measure import measure_environment, measure_groups
 from whet.trainers.preference import train_preference
 from whet.trainers.rollout_worker import Direct
 from whet.trainers.sft import train_sft
@@ -88,7 +88,7 @@ def test_what_functions_report_is_in_the_table(registry: Registry, prefix: str) 
 
 
 class Recorded:
-    """What `Metrics` was told: each name's reduction, and the lines of whet that told it."""
+    """Records the calls of `Metrics`: each name's reduction, and the lines of whet that record it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reductions: dict[str, set[str]] = defaultdict(set)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop: it learns, it does what the config says and nothing else, and it does it again to the bit."""
+"""The loop: it learns, follows the config and nothing else, and repeats every bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
 from whet.rollout.batch import to_batch
 from whet.rollout.native import scheduler
-from whet.rollout.rollouts import Sampled
+from whet.rollout.rollouts import SampledTrajectories
 from whet.trainers.build import build, build_scorer, train
 from whet.trainers.rl import add_advantages, estimate_advantages, fit, mini_batches, update
 from whet.trainers.run import Run
@@ -154,7 +154,7 @@ def test_kl_in_the_loss_is_zero_until_the_policy_moves(train_config: MakeConfig,
 
 @pytest.mark.parametrize("where", ["loss", "reward"])
 def test_the_kl_over_the_vocabulary(train_config: MakeConfig, additions: Rows, where: str) -> None:
-    """What k1 has in expectation over the next token, from the distributions themselves."""
+    """The metric equals the expectation of k1 over the next token, from the distributions themselves."""
     config = train_config({"algorithm.kl.where": where, "algorithm.kl.form": "full", "algorithm.kl.coef": 0.05})
     first, second = train(config, reward=length, data=additions).history
     name = {"loss": "actor/kl_loss", "reward": "actor/reward_kl_penalty"}[where]
@@ -315,7 +315,7 @@ def test_a_validation_that_works_does_not_hide_steps_that_all_fail(
 
 
 def test_failed_answers_teach_nothing(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
-    """The step is that of the same batch without them."""
+    """The step equals the step of the same batch without them."""
 
     def picky(solution_str: str) -> float:
         if len(solution_str) % 2:
@@ -334,7 +334,7 @@ def test_failed_answers_teach_nothing(train_config: MakeConfig, additions: Rows,
     def after(groups: Any, folder: str) -> torch.Tensor:
         again = train_config({"trainer.total_steps": 1, "trainer.run_dir": str(tmp_path / folder)})
         fresh = build(again, build_scorer(again.reward, picky), additions)
-        given = Sampled(groups, lambda: replace(taken, groups=groups))
+        given = SampledTrajectories(groups, lambda: replace(taken, groups=groups))
         fresh.rollouts.start = lambda n, step: given  # type: ignore[method-assign]
         fit(fresh)
         fresh.close()
@@ -654,7 +654,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_others(
 
 
 def steps_of(run: Run, folder: Path) -> tuple[torch.Tensor, list[list[str]]]:
-    """Final weights, and what was sampled in each step."""
+    """Final weights, and the responses of each step."""
     sampled = [
         [json.loads(line)["response"] for line in path.read_text().splitlines()]
         for path in sorted((folder / "rollouts").iterdir())

@@ -25,7 +25,7 @@ def env(context: typer.Context) -> None:
 
 @environments.command("list", cls=Command)
 def list_all() -> None:
-    """List the environments that ship and those of installed packages."""
+    """List the shipped environments and the ones of installed packages."""
     output = console()
     print_kind(output, ENVIRONMENTS)
     output.print("`whet env show NAME` prints one; `pip install ./examples/environments` adds games.", style="dim")

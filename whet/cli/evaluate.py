@@ -18,7 +18,7 @@ from whet.cli.tables import Cell, interval, table
 
 if TYPE_CHECKING:
     from whet.config import EvalConfig, GenerateConfig
-    from whet.evaluation.estimators import Estimate
+    from whet.evaluation.estimators import MeanEstimate
     from whet.evaluation.evaluate import Evaluation
     from whet.evaluation.generate import Generated
 
@@ -35,7 +35,7 @@ def evaluate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -
 
 
 def evaluated(config: EvalConfig, **objects: Any) -> Evaluation:
-    """Evaluates, and shows the tables."""
+    """Evaluates, and prints the tables."""
     from whet.evaluation.evaluate import evaluate as run
     from whet.tracking.console import LongPhases, shared_console
 
@@ -82,7 +82,7 @@ def tables(evaluation: Evaluation) -> list[Table]:
     return [*tables, table(["data source", "of k responses", *map(str, ks)], second, left=(0, 1))]
 
 
-def _cells(found: Mapping[str, Estimate], names: list[str]) -> Iterator[str | Text]:
+def _cells(found: Mapping[str, MeanEstimate], names: list[str]) -> Iterator[str | Text]:
     """Yields the cells of a row, each with its 95 % interval: accuracies in percent, a reward as a number."""
     for name in names:
         estimate = found.get(name)
@@ -137,7 +137,7 @@ def generate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -
 
 
 def generated(config: GenerateConfig, *, is_kept: bool = True, **objects: Any) -> Generated:
-    """Samples, and says how much."""
+    """Samples, and prints the numbers of samples."""
     from whet.evaluation.generate import generate as run
     from whet.tracking.console import LongPhases
 

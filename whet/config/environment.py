@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from whet.config.section import Choice, Place, Section, Values, entry_at, key
+from whet.config.section import Choice, Section, SectionPlace, Values, entry_at, key
 from whet.config.sources import missing_file
 from whet.errors import ConfigError
 from whet.manifests import absent, missing_plugin
@@ -26,7 +26,7 @@ ROLE = "role of results: tool, or user for chat templates that know no tools, wh
 
 @dataclass(frozen=True)
 class ToolLimits:
-    """The limits of tools. A call that is late or one too many gets an error as its result, a longer result is cut."""
+    """The limits of tools. A call that is late or over the limit returns an error; a longer result is cut."""
 
     seconds: float = 30.0  # of one call
     start_seconds: float = 60.0  # of all sessions of an episode together
@@ -52,7 +52,7 @@ class ToolsConfig(Section):
     tool_limits: dict[str, PositiveFloat] = key({}, LIMITS)
 
 
-def tool_rule(section: ToolsConfig, at: Place) -> Iterator[ConfigError]:
+def tool_rule(section: ToolsConfig, at: SectionPlace) -> Iterator[ConfigError]:
     """Checks entries and limits without running user code."""
     known = [each.name for each in dataclasses.fields(ToolLimits)]
     if unknown := sorted({*section.tool_limits} - {*known}):
@@ -134,5 +134,5 @@ class EnvironmentConfig(StageConfig):
 
     @property
     def label(self) -> str:
-        """The name in metrics: the registered one, or that of the class."""
+        """The name of the environment in metrics: its registered name or its class's name."""
         return ENVIRONMENTS[self.name].name.rpartition(":")[2]

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of tools in the text of a turn, and the contract of their parsers, one registered function a format.
+"""Parsers of tool calls, one registered function a format: they split the text of a turn into calls and other text.
 
-A parser yields the text in parts: a `Call` with its text, or other text. No text makes it raise. A part that was meant
-as a call but is none is a `Call` with an `error`, which the model reads as its result: nothing is dropped.
+A parser yields the text in parts: a `Call` with its text, or other text. It never raises. A part that was meant as a
+call but is malformed becomes a `Call` with an `error`, which the model reads as its result: no text is dropped.
 
-Marks of the decorator let a server give text and calls while they are sampled. Each call has one of the texts `begin`
-or a match of `begin_patterns`; what comes before that is text. After one of the texts `end`, the parts before it no
-longer change, but for a call at their end that has an error. Without `begin` all waits for the end of the response.
-With `opening`, the texts before and behind the name of a call's tool, a server can have the model begin with a call.
-"""
+Marks of the decorator let a server stream text and calls while they are sampled. Each call has one of the texts `begin`
+or a match of `begin_patterns`; all text before it is plain. After one of the texts `end`, the parts before it no longer
+change, except a final call with an error. Without `begin` all parts wait for the end of the response. With `opening`,
+the texts before and after the name of a call's tool, a server can force the model to begin with a call."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ _UNOPENED = r"\A(?:(?!<think>|\[THINK\]).)*?(?:</think>|\[/THINK\])"  # a prompt
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool, or what was meant as one and has an error."""
+    """A call of a tool, or a malformed call with its error."""
 
     name: str
     arguments: Mapping[str, object] = field(default_factory=dict)
@@ -48,9 +47,9 @@ class Call:
 
 
 def parts_of(parser: str, text: str, schemas: Schemas, *, is_whole: bool = True) -> Iterator[str | Call]:
-    """The parts of a text by a registered parser, which reads none of its thoughts: they are text. Without its closing
-    tag a thought goes on to the end; with `is_whole` all before the first closing tag is one, with an opening tag or
-    not. Tags in the text of a valid call are the call's. The channels of gpt-oss are left to its parser."""
+    """The parts of a text by a registered parser, which skips thoughts: they are text. A thought without its closing
+    tag lasts to the end; with `is_whole` all text before the first closing tag is one, with or without an opening tag.
+    Tags inside a valid call belong to the call. The channels of gpt-oss are left to its parser."""
     load = TOOL_PARSERS[parser].load()
 
     def read(text: str) -> Iterator[str | Call]:
@@ -73,7 +72,7 @@ def parts_of(parser: str, text: str, schemas: Schemas, *, is_whole: bool = True)
 
 
 def _of_json(call: Call) -> Call:
-    """The call, with an error where it has an argument that JSON does not have, such as NaN."""
+    """The call, with an error if it has an argument that JSON lacks, such as NaN."""
     try:
         json.dumps(dict(call.arguments), allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
@@ -82,5 +81,5 @@ def _of_json(call: Call) -> Call:
 
 
 def parser_of(template: str) -> str | None:
-    """The name of the parser for the calls that a chat template writes; None if the template shows no known format."""
+    """The name of the parser for the calls of a chat template; None if the template shows no known format."""
     return next((name for sign, name in SIGNS.items() if sign in template), None)

@@ -37,17 +37,17 @@ class Tools(Protocol):
         """The arguments of the chat template that tell the model its tools."""
 
     def with_parser(self, template: str | None) -> Tools:
-        """Returns the tools with the parser of a chat template; None stands for text without a template.
+        """Returns the tools with the parser for a chat template; None stands for text without a template.
 
-        Raises: ConfigError where the template shows no known format, or no tools at all."""
+        Raises: ConfigError if the template shows no known format, or no tools at all."""
 
     def calls(
         self, tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], turn: int
     ) -> tuple[dict[str, Any], ...]:
-        """Returns the calls in a turn, the `turn`-th of its episode.  Raises: ToolError where the parser raises."""
+        """Returns the calls in a turn, the `turn`-th of its episode.  Raises: ToolError if the parser raises."""
 
     def around(self, inner: EnvironmentSpec) -> Loads:
-        """Returns the tools around an environment."""
+        """Wraps an environment in the tools."""
 
 
 def tools_of(environment: ToolsConfig) -> Tools | None:
@@ -58,7 +58,7 @@ def tools_of(environment: ToolsConfig) -> Tools | None:
 
 
 def with_tools(data: DataConfig, environment: ToolsConfig) -> DataConfig:
-    """The data section with the run's tools among the arguments of the chat template.  Raises: as `tools_of`."""
+    """The data section, with the run's tools among the arguments of the chat template.  Raises: as `tools_of`."""
     tools = tools_of(environment)
     if tools is None:
         return data

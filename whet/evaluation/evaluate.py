@@ -25,7 +25,7 @@ from whet.data.sources import DataRow, write_rows
 from whet.environments.toolbox import with_tools
 from whet.errors import ConfigError
 from whet.evaluation.answers import Journal, Record, by_prompt, readable
-from whet.evaluation.estimators import Estimate, best_at_k, estimate, maj_at_k, mean_at_n, pass_at_k
+from whet.evaluation.estimators import MeanEstimate, best_at_k, estimate, maj_at_k, mean_at_n, pass_at_k
 from whet.metrics import Metrics
 from whet.models.load import context_length, load_tokenizer, stop_token_ids, torch_dtype
 from whet.phases import counted, phase
@@ -50,7 +50,7 @@ BATCHES_PER_CHUNK = 2  # more use the engine better, fewer lose less
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """The metrics of a model; every prompt has the same weight. A failed trajectory counts as wrong.
+    """The metrics of a model; all prompts weigh the same. A failed trajectory counts as wrong.
 
     `metrics` are `mean@n`, `best@n`, `pass@k` and, where the reward function returns the extracted answer, `maj@k`, all
     of the accuracy, and `reward`; `by_data_source` has the same for the prompts of each source.
@@ -61,8 +61,8 @@ class Evaluation:
     failures: int
     truncated: float  # fraction of responses that reached data.max_response_length
     mean_response_tokens: float
-    metrics: dict[str, Estimate]
-    by_data_source: dict[str, dict[str, Estimate]]
+    metrics: dict[str, MeanEstimate]
+    by_data_source: dict[str, dict[str, MeanEstimate]]
     answers: list[Record] = field(default_factory=list)
 
     def __repr__(self) -> str:
@@ -75,15 +75,15 @@ class Evaluation:
         return self.metrics[f"mean@{self.n}"].value
 
     def summary(self) -> dict[str, object]:
-        """Fields except `answers`, as plain values."""
+        """The fields except `answers`, as plain values."""
         return {name: value for name, value in asdict(self).items() if name != "answers"}
 
 
 def evaluate(
     config: EvalConfig, *, reward: Callable[..., Any] | None = None, data: Sequence[Mapping[str, Any]] | None = None
 ) -> Evaluation:
-    """Evaluates a model, a checkpoint or a run's newest one. Where `output` is set, writes answers.jsonl, summary.json
-    and config.yaml there, and continues an interrupted evaluation.
+    """Evaluates a model, a checkpoint or a run's newest checkpoint. If `output` is set, writes answers.jsonl,
+    summary.json and config.yaml there, and continues an interrupted evaluation.
 
     Raises: WhetError for every error that a user can correct, such as a reward that fails on every response.
     """
@@ -151,8 +151,8 @@ def _write_pass_rates(key: str, rows: Sequence[tuple[int, DataRow]], folder: Pat
 
 
 def open_engine(rollout: RolloutConfig, model: ModelConfig, model_path: str, *, version: int = 0) -> RolloutEngine:
-    """Opens an engine that samples from the model in the folder `model_path`, as `version`. One that can be lost is
-    started again then."""
+    """Opens an engine that samples with the model in the folder `model_path`, as `version`. An engine whose server can
+    be lost is then restarted."""
     own, tokenizer, device = model.model_copy(update={"path": model_path}), model.tokenizer_path, devices.here()
     rollout = chosen_engine(rollout, own)
     check_sampling(rollout, {"rollout": rollout})
@@ -189,7 +189,7 @@ def _weights(path: str) -> str:
     return f"the weights of {found}{when}"
 
 
-def _metrics(prompts: Sequence[Sequence[Record]], seed: int) -> dict[str, Estimate]:
+def _metrics(prompts: Sequence[Sequence[Record]], seed: int) -> dict[str, MeanEstimate]:
     accuracy = np.array([[row["accuracy"] or 0.0 for row in rows] for rows in prompts])  # None after a failure
     texts = [[row["extracted"] for row in rows] for rows in prompts]
     n = accuracy.shape[1]

@@ -16,7 +16,7 @@ import torch
 
 from whet.config.schema import LoraConfig, ModelConfig
 from whet.plugins.inference.servers.engine import ServerEngine
-from whet.plugins.inference.servers.environment import Environment
+from whet.plugins.inference.servers.environment import Interpreter
 from whet.rollout.protocol import Event, Request, SamplingParams
 
 CPU = torch.device("cpu")
@@ -33,10 +33,11 @@ def starting(
     monkeypatch: pytest.MonkeyPatch,
     other: str | None = None,
 ) -> Iterator[Start]:
-    """Gives what starts engines of the model in `folder`, and closes them at the end. Their server is the script
-    `fake`, or another command; `found` looks like the server's package, `other` is its version, if not its own."""
+    """Yields a function that starts engines of the model in `folder`, and closes them at the end. Their server is the
+    script `fake`, or another command; `found` looks like the server's package, `other` is its version, if not its own.
+    """
     started: list[ServerEngine] = []
-    environment = Environment(sys.executable, found, kind.package, other)
+    environment = Interpreter(sys.executable, found, kind.package, other)
     monkeypatch.setattr("whet.plugins.inference.servers.engine.find_environment", lambda *_: environment)
 
     def start(script: Sequence[str] = (sys.executable, fake), batch: int = 64, **options: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The enumeration is right, what claims to be exact is, and the step that is looked at is the loop's own."""
+"""The enumeration is right, exact claims are exact, and the observed step is the loop's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from whet.plugins.proofs.certify import (
     STALENESS,
     SUMS,
     Certified,
-    Step,
+    CertifiedStep,
     World,
     certify,
     columns_of,
@@ -126,7 +126,7 @@ def test_known_biases() -> None:
 
 
 def test_the_full_kl_is_what_k2_estimates() -> None:
-    """Both follow each token's KL with the states held fixed; what is estimated varies more."""
+    """Both follow each token's KL with the states held fixed; the estimate varies more."""
     estimated, full = (
         certify(plain(kl=KLConfig(where="loss", form=form, coef=0.5)), SMALL, mode=SUMS) for form in ("k2", "full")
     )
@@ -158,7 +158,7 @@ def test_the_table_has_everything() -> None:
 
 
 def test_the_first_to_end_by_counting() -> None:
-    """Against all ways to sample three groups, in all orders of those that end together."""
+    """The formula agrees with all ways to sample three groups, in all orders of groups that end together."""
     durations, weights = torch.tensor([1, 2, 2, 3]), torch.tensor([0.1, 0.2, 0.3, 0.2], dtype=torch.float64)
     found, kinds = torch.zeros(4, dtype=torch.float64), [*range(4), None]  # None: a group that the filter drops
     for first, *others in itertools.product(kinds, repeat=3):
@@ -176,7 +176,8 @@ def test_the_first_to_end_by_counting() -> None:
 
 
 def test_over_sampling_is_biased_towards_short_responses() -> None:
-    """Exact without it; with it the gradient is that of groups which end early, here by sampling batches."""
+    """Without over-sampling the gradient is exact; with it the gradient favours groups that end early, here by sampling
+    batches."""
 
     def of(extra: float) -> AlgorithmConfig:
         return plain(filter=FilterConfig(name="first_finished", options={"extra": extra}))
@@ -184,7 +185,7 @@ def test_over_sampling_is_biased_towards_short_responses() -> None:
     assert certify(of(0.0), SMALL, mode=SUMS).relative_error < 1e-8
     errors = [certify(of(extra), SMALL, mode=SUMS).relative_error for extra in (0.25, 0.5, 1.0)]
     assert errors == sorted(errors) and errors[0] > 0.02
-    world, step = SMALL, Step.of(of(0.5), SMALL, SUMS)
+    world, step = SMALL, CertifiedStep.of(of(0.5), SMALL, SUMS)
     mean, _ = step.expected_gradient(2, 0.0, 0.0)
     probabilities, lengths = world.log_probs(world.table(1)).sum(-1).exp(), world.mask.sum(-1)
     columns, outputs = columns_of(world, world.table(1), world.table(1)), outputs_of(world, world.table(1))

@@ -18,8 +18,8 @@ from transformers import AddedToken, PreTrainedTokenizerBase, PreTrainedTokenize
 
 from whet.environments.calls import Call, parts_of
 from whet.models.load import load_tokenizer
-from whet.plugins.serving.answers import Piece, Sample, ToolText
-from whet.plugins.serving.bodies import ApiError, Asked, ChatBody, ToolsAsked
+from whet.plugins.serving.answers import Piece, ResponseChoice, ToolText
+from whet.plugins.serving.bodies import ApiError, ChatBody, ClientRequest, ToolsAsked
 from whet.registry import TOOL_PARSERS
 from whet.rollout.protocol import SamplingParams
 
@@ -283,7 +283,7 @@ def sampled(
     ends = [] if seed == 0 else sorted(draw.randrange(len(ids)) for _ in range(draw.randrange(len(ids))))
     params = SamplingParams(100, stop_token_ids=(int(tokenizer.eos_token_id),), stop=stop)
     body = ChatBody(model="m", messages=[{}])
-    sample = Sample(0, Asked(body, ((1,),), (params,), asked), tokenizer)
+    sample = ResponseChoice(0, ClientRequest(body, ((1,),), (params,), asked), tokenizer)
     pieces = [
         sample.add(ids[start:end], [0.0] * (end - start), ()) for start, end in zip([0, *ends], ends, strict=False)
     ]

@@ -20,12 +20,12 @@ from starlette.testclient import TestClient
 from whet.errors import CheckpointError
 from whet.models.load import load_tokenizer, stop_token_ids
 from whet.plugins.serving import app, server
-from whet.plugins.serving.app import App, Settings
+from whet.plugins.serving.app import App, ServeSettings
 from whet.plugins.serving.bodies import BodyReader
 from whet.plugins.serving.engine_thread import EngineThread
 from whet.rollout.protocol import Request, Status
 
-SETTINGS = Settings(
+SETTINGS = ServeSettings(
     model="m",
     name=None,
     follow=False,

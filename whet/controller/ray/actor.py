@@ -17,7 +17,7 @@ from whet.controller.ray.user_code import UserCode
 from whet.errors import WorkerError
 
 
-class Message:
+class FramedMessage:
     """Frames pickled as out-of-band buffers: Ray copies them once, into its object store, where they are read."""
 
     def __init__(self, frames: Sequence[Any]) -> None:
@@ -29,7 +29,7 @@ class Message:
         return sum(frame.nbytes for frame in self.frames)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        return Message, ([pickle.PickleBuffer(frame) for frame in self.frames],)
+        return FramedMessage, ([pickle.PickleBuffer(frame) for frame in self.frames],)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RankActor:
         return self._name
 
     def prepare(self, code: UserCode, opens_store: bool, deadline_seconds: float) -> Location:
-        """Makes the user's code importable, and opens the pool's store where asked.  Returns the actor's location."""
+        """Makes the user's code importable, and opens the pool's store if asked to.  Returns the actor's location."""
         address = ray.util.get_node_ip_address()
         if opens_store:
             self._store = devices.open_store(address, deadline_seconds)
@@ -70,20 +70,20 @@ class RankActor:
         return Location(address, context.get_node_id(), gpu_ids, self._store.port if opens_store else None)
 
     def assign(self, spec: RankSpec, gpu_ids: Sequence[str]) -> None:
-        """Makes the actor a rank of its pool, which sees the GPUs `gpu_ids`, or those that Ray gave it."""
+        """Makes the actor a rank of its pool; it sees the GPUs `gpu_ids`, or else the GPUs that Ray assigned to it."""
         if gpu_ids:
             manager: Any = get_accelerator_manager_for_resource("GPU")
             manager.set_current_process_visible_accelerator_ids(list(gpu_ids))
         self._workers = LocalWorkers(spec, f" on {spec.address}")
 
-    def serve(self, header: bytes, payload: Message) -> Message:
+    def serve(self, header: bytes, payload: FramedMessage) -> FramedMessage:
         """Serves a call of a worker's method."""
         if self._workers is None:
             raise WorkerError(self._name, "called before `assign` made it a rank", "a call of `assign` first")
-        return Message(self._workers.serve([memoryview(header), *payload.frames]))
+        return FramedMessage(self._workers.serve([memoryview(header), *payload.frames]))
 
     @ray.method(concurrency_group=CONCURRENT)
-    def serve_concurrent(self, header: bytes, payload: Message) -> Message:
+    def serve_concurrent(self, header: bytes, payload: FramedMessage) -> FramedMessage:
         """Serves a call at the same time as others."""
         return self.serve(header, payload)
 

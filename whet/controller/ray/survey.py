@@ -34,7 +34,7 @@ CLOCK_READINGS = 5  # the fastest one counts
 
 
 @dataclass(frozen=True)
-class Report:
+class NodeReport:
     """The report of a node."""
 
     node: Node
@@ -46,7 +46,7 @@ class Report:
     unreached: Mapping[str, str] = field(default_factory=dict)  # errors, by address of the other node
 
 
-def survey(cluster: ClusterConfig, packages: Sequence[str], paths: Sequence[str]) -> tuple[str, list[Report]]:
+def survey(cluster: ClusterConfig, packages: Sequence[str], paths: Sequence[str]) -> tuple[str, list[NodeReport]]:
     """Returns the address of the running cluster, and a report of each node, dead ones included.
 
     Raises: ConfigError where no cluster runs."""
@@ -61,7 +61,7 @@ def survey(cluster: ClusterConfig, packages: Sequence[str], paths: Sequence[str]
                 with suppress(RayError):  # `_report` reports it
                     listening[node.address] = (node.address, _ask(probe.listen, node.address))
             reports = [_report(node, probe, packages, paths, listening) for node, probe in probes.items()]
-            dead = [Report(node, "it has left the cluster, or died") for node in all_nodes() if not node.is_alive]
+            dead = [NodeReport(node, "it has left the cluster, or died") for node in all_nodes() if not node.is_alive]
             for probe in probes.values():
                 ray.kill(probe)
             return ":".join(map(str, head_address())), [*reports, *dead]
@@ -70,8 +70,8 @@ def survey(cluster: ClusterConfig, packages: Sequence[str], paths: Sequence[str]
 
 
 def bfloat16_by_node(cluster: ClusterConfig) -> dict[str, list[str]]:
-    """The instructions of each node's processor for products of bfloat16, by address; empty where no cluster runs yet,
-    and the run starts one on this machine.  Raises: ConfigError."""
+    """The processor instructions for bfloat16 products, by node address; empty if no cluster runs yet and the run
+    starts one on this machine.  Raises: ConfigError."""
     named = cluster.address or os.environ.get("RAY_ADDRESS") or read_ray_address()
     if not ray.is_initialized() and named in (None, "local"):
         return {}
@@ -82,7 +82,7 @@ def bfloat16_by_node(cluster: ClusterConfig) -> dict[str, list[str]]:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Versions of Python and of the installed ones among the packages."""
+    """Versions of Python and of the installed packages among `packages`."""
     found = {"python": platform.python_version()}
     for name in packages:
         try:
@@ -94,7 +94,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 class _Probe:
-    """An actor that examines its node, with the standard library alone."""
+    """An actor that examines its node, using only the standard library."""
 
     def listen(self, address: str) -> int:
         """Starts to accept connections.  Returns the port."""
@@ -114,7 +114,7 @@ class _Probe:
     def examine(
         self, packages: Sequence[str], paths: Sequence[str], others: Mapping[str, tuple[str, int]], seconds: float
     ) -> dict[str, Any]:
-        """Returns fields of a Report."""
+        """Returns the fields of a Report."""
         unreached = {}
         for address, listener in others.items():
             try:
@@ -131,7 +131,7 @@ class _Probe:
 
 
 def _there(node: Node) -> dict[str, Any]:
-    """The options of what runs on a node, beside all else."""
+    """Ray options that place an actor on the node, even if its CPUs are in use."""
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False)}
 
 
@@ -141,17 +141,17 @@ def _ask(method: Any, *arguments: Any) -> Any:
 
 def _report(
     node: Node, probe: Any, packages: Sequence[str], paths: Sequence[str], listening: Mapping[str, tuple[str, int]]
-) -> Report:
+) -> NodeReport:
     others = {address: listener for address, listener in listening.items() if address != node.address}
     try:
         found = _ask(probe.examine, list(packages), list(paths), others, CONNECT_SECONDS)
-        return Report(node, clock_seconds=_clock(probe), **found)
+        return NodeReport(node, clock_seconds=_clock(probe), **found)
     except RayError as error:
-        return Report(node, str(error).strip().rpartition("\n")[2] or type(error).__name__)
+        return NodeReport(node, str(error).strip().rpartition("\n")[2] or type(error).__name__)
 
 
 def _clock(probe: Any) -> float:
-    """Seconds by which the node's clock is ahead: of the reading with the shortest round trip."""
+    """Seconds by which the node's clock is ahead, from the reading with the shortest round trip."""
     readings: list[tuple[float, float]] = []
     for _ in range(CLOCK_READINGS):
         before = time.time()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state in a folder, which any mesh of the engine reads.
+"""A state in a folder that the engine can read with any mesh.
 
 engine.json            steps
 megatron/              weights and the optimizer's state in Megatron-Core's distributed form (`torch_dist`)
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from whet.errors import CheckpointError, EngineError
 from whet.plugins.megatron.core import CheckpointingException, dist_checkpointing, parallel_state
-from whet.plugins.megatron.model import Stage
+from whet.plugins.megatron.model import MegatronStage
 
 STATE = "engine.json"  # the steps
 FILE_BYTES = 2**30  # of whole weights a file
@@ -29,15 +29,15 @@ FOLDER, FORM = "megatron", ("torch_dist", 1)
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
-def save(path: Path, stages: Sequence[Stage], optimizer: Any, progress: dict[str, Any]) -> None:
-    """Writes everything but the weights in Hugging Face's form; on every rank.  Raises: CheckpointError."""
+def save(path: Path, stages: Sequence[MegatronStage], optimizer: Any, progress: dict[str, Any]) -> None:
+    """Writes everything except the weights in Hugging Face's form; on every rank.  Raises: CheckpointError."""
     write(path / FOLDER, stages, optimizer, progress["steps_done"])
     if dist.get_rank() == 0:
         (path / STATE).write_text(json.dumps(progress))
 
 
-def write(path: Path, stages: Sequence[Stage], optimizer: Any = None, steps: int = 0) -> None:
-    """Writes stages and optimizer in the distributed form alone.  Raises: CheckpointError."""
+def write(path: Path, stages: Sequence[MegatronStage], optimizer: Any = None, steps: int = 0) -> None:
+    """Writes stages and optimizer in the distributed form only.  Raises: CheckpointError."""
     path.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     try:
@@ -48,7 +48,7 @@ def write(path: Path, stages: Sequence[Stage], optimizer: Any = None, steps: int
 
 
 def save_weights(path: Path, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Writes whole weights on the first rank; all take part."""
+    """Writes whole weights from the first rank; all ranks take part."""
     kept, files = dict[str, torch.Tensor](), 1
     for name, weight in weights:
         if dist.get_rank():
@@ -62,7 +62,7 @@ def save_weights(path: Path, weights: Iterator[tuple[str, torch.Tensor]]) -> Non
     dist.barrier()
 
 
-def load(path: Path, stages: Sequence[Stage], optimizer: Any) -> dict[str, Any]:
+def load(path: Path, stages: Sequence[MegatronStage], optimizer: Any) -> dict[str, Any]:
     """Fills stages and optimizer.  Returns the `progress`; on every rank.
 
     Raises: EngineError for the state of another model or engine; CheckpointError for one that cannot be read."""
@@ -79,8 +79,8 @@ def load(path: Path, stages: Sequence[Stage], optimizer: Any) -> dict[str, Any]:
     return progress
 
 
-def read(path: Path, stages: Sequence[Stage], optimizer: Any = None) -> dict[str, Any]:
-    """Fills stages from a folder of the distributed form, whoever wrote it.  Returns all that was read.
+def read(path: Path, stages: Sequence[MegatronStage], optimizer: Any = None) -> dict[str, Any]:
+    """Fills stages from any folder in the distributed form.  Returns everything that was read.
 
     Raises: CheckpointError."""
     try:
@@ -93,8 +93,8 @@ def read(path: Path, stages: Sequence[Stage], optimizer: Any = None) -> dict[str
     return state
 
 
-def _state(stages: Sequence[Stage], optimizer: Any, steps: int | None) -> dict[str, Any]:
-    """The parts of this rank, with their places in the whole; `steps` is unset to read them."""
+def _state(stages: Sequence[MegatronStage], optimizer: Any, steps: int | None) -> dict[str, Any]:
+    """Parts of this rank with their places in the whole; `steps` is None for reading."""
     metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     state = {f"model{number}": stage.sharded_state_dict(metadata=metadata) for number, stage in enumerate(stages)}
     if optimizer is not None:

@@ -19,11 +19,11 @@ from whet.devices import HOST
 from whet.engines.role import RoleSettings
 from whet.errors import ConfigError
 from whet.models.attention import attention
-from whet.models.outputs import ForwardSettings, Sampled, statistics_of
+from whet.models.outputs import ForwardSettings, SampledPlaces, statistics_of
 from whet.models.packing import Layout
 from whet.models.sequence_parallel import TokenShare
 from whet.plugins.megatron import core
-from whet.plugins.megatron.ranks import Ranks
+from whet.plugins.megatron.ranks import MeshGroups
 from whet.plugins.megatron.sizes import Sizes
 
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -46,7 +46,7 @@ FIXED: dict[str, Any] = {
 
 @dataclass(kw_only=True)
 class Packed(core.PackedSeqParams):  # type: ignore[misc]
-    """Rows end to end, as layers read them."""
+    """The layout of rows end to end, as layers read it."""
 
     where: Layout
     turns: tuple[torch.Tensor, torch.Tensor]  # [1, T, D] cosines and sines of rotary positions
@@ -55,9 +55,9 @@ class Packed(core.PackedSeqParams):  # type: ignore[misc]
 
 
 class PackedAttention(nn.Module):
-    """Rotary positions, then causal attention of packed rows: in the place of Megatron-Core's core attention.
+    """Rotary positions, then causal attention of packed rows, in place of Megatron-Core's core attention.
 
-    With Megatron-Core's context parallelism it is TransformerEngine's, the only one that knows it."""
+    With Megatron-Core's context parallelism it calls TransformerEngine's attention, the only one that supports it."""
 
     def __init__(self, config: Any, **settings: Any) -> None:
         super().__init__()
@@ -81,15 +81,15 @@ class PackedAttention(nn.Module):
 
 
 class Norm(nn.RMSNorm):
-    """torch's norm. Megatron-Core's refuses to stand where ranks share out tokens; its gradient is summed there."""
+    """torch's norm. Megatron-Core's local norm does not allow split tokens; here its gradient is summed over ranks."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
 
-class Stage(core.GPTModel):  # type: ignore[misc]
-    """Some of the layers. Gives hidden states, after the last layer too; a `head` takes the place of the output."""
+class MegatronStage(core.GPTModel):  # type: ignore[misc]
+    """Some of the layers. Returns hidden states, also after the last layer; a `head` replaces the output layer."""
 
     head: nn.Linear | None
     pad_token_id: int | None
@@ -99,7 +99,7 @@ class Stage(core.GPTModel):  # type: ignore[misc]
 
     @property
     def layers_before(self) -> int:
-        """Layers of earlier stages."""
+        """The number of layers in earlier stages."""
         first: int = self.decoder.layers[0].layer_number
         return first - 1
 
@@ -152,8 +152,8 @@ def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype
     )
 
 
-def stage_of(config: Any, model: Any, part: int, role: RoleSettings) -> Stage:
-    """Makes the `part`-th stage of this rank, without numbers, from Megatron-Core's config and transformers'."""
+def stage_of(config: Any, model: Any, part: int, role: RoleSettings) -> MegatronStage:
+    """Makes the `part`-th stage of this rank, without weight values, from Megatron-Core's config and transformers'."""
     spec = core.get_gpt_layer_local_spec(config.num_moe_experts, False, config.qk_layernorm, normalization="RMSNorm")
     own = spec.submodules
     own.input_layernorm = own.pre_mlp_layernorm = Norm
@@ -164,7 +164,7 @@ def stage_of(config: Any, model: Any, part: int, role: RoleSettings) -> Stage:
     ends = {"ignore_virtual": virtual is None, "vp_stage": part if virtual else None}
     is_last, has_head = core.parallel_state.is_pipeline_last_stage(**ends), role.is_value_model or role.is_reward_model
     layers = config.num_layers // config.pipeline_model_parallel_size // (virtual or 1)
-    made = Stage(
+    made = MegatronStage(
         config,
         core.TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm),
         vocab_size=model.vocab_size,
@@ -184,7 +184,7 @@ def stage_of(config: Any, model: Any, part: int, role: RoleSettings) -> Stage:
     return made
 
 
-def pack(body: PreTrainedModel, where: Layout, size: int, ranks: Ranks) -> tuple[torch.Tensor, Packed]:
+def pack(body: PreTrainedModel, where: Layout, size: int, ranks: MeshGroups) -> tuple[torch.Tensor, Packed]:
     """Returns this rank's token ids [1, T] of `size` with padding, and the rows' layout for the layers."""
     found: dict[str, Any] = {}
     places = torch.arange(len(where.input_ids), device=where.input_ids.device)
@@ -204,8 +204,8 @@ def pack(body: PreTrainedModel, where: Layout, size: int, ranks: Ranks) -> tuple
 
 
 def in_halves(where: Layout, sizes: Sizes, size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order of Megatron-Core's context parallelism: rows have padding, and are cut into 2 `context` chunks; first
-    come the chunks of rank 0, of each row the first and the last, then of rank 1, the second and the last but one.
+    """The token order of Megatron-Core's context parallelism: rows are padded and cut into 2 `context` chunks; rank 0
+    has the first and the last chunk of each row, rank 1 the second and the second last, and so on.
 
     Returns: places [T] of the tokens; begins [rows + 1] of the rows with padding, the last one's up to `size`."""
     ranks, step = sizes.context, 2 * sizes.context * sizes.tensor
@@ -219,14 +219,19 @@ def in_halves(where: Layout, sizes: Sizes, size: int = 0) -> tuple[torch.Tensor,
 
 
 def outputs_of(
-    stage: Stage, hidden: torch.Tensor, packed: Packed, needs: frozenset[str], settings: ForwardSettings, heat: float
+    stage: MegatronStage,
+    hidden: torch.Tensor,
+    packed: Packed,
+    needs: frozenset[str],
+    settings: ForwardSettings,
+    heat: float,
 ) -> dict[str, torch.Tensor]:
     """Outputs [B, R] of the last stage, from hidden states [T, 1, H] of this rank's tokens, at temperature `heat`."""
     where = packed.where.at_ends(stage.pad_token_id) if "scores" in needs else packed.where
     if packed.places is not None:
         where = replace(where, states=packed.places[where.states])
     share = settings.token_share
-    at = Sampled.of(where, settings, len(hidden) * (1 if share is None else share.size))
+    at = SampledPlaces.of(where, settings, len(hidden) * (1 if share is None else share.size))
     states = hidden[:, 0].index_select(0, at.states)
     if stage.head is not None:
         return {name: at.to_columns(stage.head(states).squeeze(-1).float()) for name in needs}

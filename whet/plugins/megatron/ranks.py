@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process groups of a mesh. Megatron-Core keeps those of one mesh in globals; each engine has its own here."""
+"""The process groups of a mesh. Megatron-Core keeps the groups of one mesh in globals; here each engine has its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BLANK = {name: value for name, value in vars(parallel_state).items() if name.sta
 
 
 @dataclass(frozen=True)
-class Ranks:
+class MeshGroups:
     """The groups of a mesh that this rank is in."""
 
     sizes: Sizes
@@ -44,7 +44,7 @@ class Ranks:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Sets the globals of Megatron-Core to this mesh, around calls of it."""
+        """Sets the globals of Megatron-Core to this mesh during a block of calls."""
         before = {name: getattr(parallel_state, name) for name in self.state}
         vars(parallel_state).update(self.state)
         try:
@@ -56,7 +56,7 @@ class Ranks:
 
 
 @cache  # the roles of a process share groups
-def arrange(sizes: Sizes, device: torch.device) -> Ranks:
+def arrange(sizes: Sizes, device: torch.device) -> MeshGroups:
     """Makes the groups; on every rank."""
     before = {name: getattr(parallel_state, name) for name in BLANK}
     vars(parallel_state).update({**BLANK, "_HYBRID_DP_CP_GROUPS": {}})
@@ -75,20 +75,20 @@ def arrange(sizes: Sizes, device: torch.device) -> Ranks:
             groups = ProcessGroupCollection.use_mpu_process_groups()
             state = {name: getattr(parallel_state, name) for name in BLANK}
             own = groups.tp, groups.pp, groups.dp, groups.ep, groups.expt_tp
-            return Ranks(sizes, device, state, *own, _share(groups.cp), _share(groups.tp_cp))
+            return MeshGroups(sizes, device, state, *own, _share(groups.cp), _share(groups.tp_cp))
     finally:
         vars(parallel_state).update(before)
 
 
 def _share(group: dist.ProcessGroup) -> TokenShare | None:
-    """The split of tokens over the ranks of a group, on each of which attention sees all tokens."""
+    """The split of tokens over the ranks of a group; attention on each rank sees all tokens."""
     if group.size() == 1:
         return None
     return TokenShare(group, group, dist.new_group([dist.get_rank()], use_local_synchronization=True))
 
 
 def join(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Makes a group for a process on its own.  Raises: EngineError for a part of the ranks."""
+    """Makes a group for a single process.  Raises: EngineError for a subset of the ranks."""
     if not dist.is_initialized():
         dist.init_process_group(backends(device.type), store=dist.HashStore(), rank=0, world_size=1)
     if group is not None and group.size() != dist.get_world_size():

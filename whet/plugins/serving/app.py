@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP side of the server: routes, the API key, limits, and streams of events."""
+"""The HTTP side of the server: routes, API key, limits, and streams of events."""
 
 from __future__ import annotations
 
@@ -29,15 +29,23 @@ from starlette.types import Receive, Scope, Send
 from whet.config.schema import Dtype
 from whet.errors import EngineError, WhetError
 from whet.guard import RefusedError, check_client, read_body
-from whet.plugins.serving.answers import ChatAnswer, ClientResponse, Piece, Sample, TextAnswer, TokenTexts, fingerprint
-from whet.plugins.serving.bodies import ApiError, Asked, BodyReader, Raw, TextBody, unsupported
+from whet.plugins.serving.answers import (
+    ChatAnswer,
+    ClientResponse,
+    Piece,
+    ResponseChoice,
+    TextAnswer,
+    TokenTexts,
+    fingerprint,
+)
+from whet.plugins.serving.bodies import ApiError, BodyReader, ClientRequest, Raw, TextBody, unsupported
 from whet.plugins.serving.engine_thread import EngineStoppedError, EngineThread
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Status, TellsPrompts
 from whet.types import last_versions
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Samples = AsyncGenerator[tuple[Sample, Event], None]
+Samples = AsyncGenerator[tuple[ResponseChoice, Event], None]
 BODY_SECONDS = 30.0  # for a client to send a body
 ANSWER_SECONDS = 30.0  # over the deadline of a request, for a client to read the end of a response
 SLACK_SECONDS = 1.0  # over the deadline of a request, for the engine to end it, which knows how far it came
@@ -50,7 +58,7 @@ HEALTH, CHAT, TEXT = "/health", "/v1/chat/completions", "/v1/completions"
 
 
 class Counters:
-    """The numbers of a server since its start, for Prometheus, and those of its engine."""
+    """The numbers of a server since its start, and of its engine, for Prometheus."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # one more series for each, with the time of its making
@@ -79,7 +87,7 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServeSettings:
     """Values of the options of `whet serve`, which has the defaults. A sample is one of the n responses to a prompt."""
 
     model: str  # a Hugging Face folder or hub name, a checkpoint, or a run
@@ -107,12 +115,12 @@ class Settings:
 
 
 class App:
-    """An OpenAI-compatible application for one model; `asgi` is what a server runs."""
+    """An OpenAI-compatible application for one model; a server runs its `asgi`."""
 
     def __init__(
-        self, reader: BodyReader, engine: EngineThread, settings: Settings, described: Callable[[], Raw]
+        self, reader: BodyReader, engine: EngineThread, settings: ServeSettings, described: Callable[[], Raw]
     ) -> None:
-        """`described` gives more fields of the model's card."""
+        """`described` returns further fields of the model's card."""
         self._reader, self._engine, self._settings, self._described = reader, engine, settings, described
         self._texts, self._counters = TokenTexts(reader.tokenizer), Counters()
         self._created, self._unfinished = int(time.time()), 0  # samples
@@ -128,7 +136,7 @@ class App:
         self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: _not_here})
 
     def _route(self, path: str, endpoint: Callable[[Request], Awaitable[Response]], method: str = "GET") -> Route:
-        """The endpoint behind the API key; errors become responses, and every request is counted."""
+        """Makes a route that checks the API key, converts errors to responses, and counts every request."""
 
         async def counted(request: Request) -> Response:
             try:
@@ -148,7 +156,7 @@ class App:
         return Route(path, counted, methods=[method])
 
     def _told(self, path: str, error: Exception) -> ApiError:
-        """The error as a client gets it; of one that is a bug the log has the traceback."""
+        """Converts an error for the client; the traceback of a bug goes to the log."""
         match error:
             case ApiError():
                 return error
@@ -187,13 +195,13 @@ class App:
         return {**own, **more, **self._described()}
 
     def _status(self) -> Status:
-        """The last known status, since the engine may be busy.  Raises: WhetError of an engine that has failed."""
+        """The last known status, as the engine may be busy.  Raises: WhetError of an engine that has failed."""
         if self._engine.death is not None:
             raise self._engine.death
         return self._engine.status
 
     async def _answer(self, path: str, request: Request) -> Response:
-        """Samples what a request asks for; with stream=true the response begins with the first token."""
+        """Answers a completion request; with stream=true the response begins at the first token."""
         started = time.monotonic()
         most = round(self._settings.max_body_mib * 2**20)
         body = await read_body(request.headers, request.stream(), most, BODY_SECONDS)
@@ -216,9 +224,9 @@ class App:
         seconds = self._settings.deadline_seconds + ANSWER_SECONDS
         return EventStream(self._chunks(first, events, answer, path, started), events, seconds)
 
-    async def _tables(self, asked: Asked, late_at: float) -> list[list[Raw | None]]:
-        """The log-probs of each prompt in vLLM's form, by token id in each place behind the first; empty where they are
-        not asked for.  Raises: ApiError."""
+    async def _tables(self, asked: ClientRequest, late_at: float) -> list[list[Raw | None]]:
+        """The log-probs of each prompt in vLLM's form, by token id at each position after the first; empty if not
+        requested.  Raises: ApiError."""
         body, engine = asked.body, self._engine.engine
         if not isinstance(body, TextBody) or (count := body.prompt_logprobs) is None:
             return []
@@ -233,11 +241,13 @@ class App:
             found.append([None, *(self._place({token: value, **dict(others)}) for token, value, others in places)])
         return found
 
-    async def _events(self, uid: str, asked: Asked, late_at: float) -> Samples:
-        """Samples what is asked for, and yields events until all is done; left early, it ends the samples."""
+    async def _events(self, uid: str, asked: ClientRequest, late_at: float) -> Samples:
+        """Samples a request and yields events until all samples are done; if left early, it ends the samples."""
         queue: asyncio.Queue[Event | WhetError] = asyncio.Queue()
         requests = asked.requests(uid, self._settings.deadline_seconds)
-        samples = {request.uid: Sample(index, asked, self._reader.tokenizer) for index, request in enumerate(requests)}
+        samples = {
+            request.uid: ResponseChoice(index, asked, self._reader.tokenizer) for index, request in enumerate(requests)
+        }
         room = self._settings.max_running + self._settings.max_waiting
         if self._unfinished + len(requests) > room:
             message = f"the server is full ({self._unfinished} of {room} samples); send the request again later"
@@ -270,12 +280,12 @@ class App:
             self._engine.abort([request.uid for request in requests])
 
     def _place(self, log_probs: Mapping[int, float]) -> Raw:
-        """Log-probs by token id, each with the token's text."""
+        """Log-probs by token id, with the text of each token."""
         decode = self._reader.tokenizer.decode
         return {str(token): {"logprob": each, "decoded_token": decode([token])} for token, each in log_probs.items()}
 
     async def _in_time(self, work: Awaitable[T], late_at: float) -> T:
-        """The result of `work`.  Raises: ApiError at the time `late_at` of the loop, whatever the engine does."""
+        """The result of `work`.  Raises: ApiError once the loop's time reaches `late_at`, whatever the engine does."""
         try:
             async with asyncio.timeout_at(late_at):
                 return await work
@@ -284,13 +294,13 @@ class App:
             message = f"the request failed: its deadline of {self._settings.deadline_seconds:g} s was over{why}"
             raise ApiError(504, message, code="deadline_exceeded") from error
 
-    def _check_likeliest(self, asked: Asked, sampled: Completion | Partial) -> None:
+    def _check_likeliest(self, asked: ClientRequest, sampled: Completion | Partial) -> None:
         count = asked.body.likeliest
         if count and len(sampled.likeliest) < len(sampled.token_ids):
             why = "the engine gives the log-prob of the sampled token alone; set it to 0"
             raise unsupported(asked.body.likeliest_field, count, why)
 
-    async def _whole(self, asked: Asked, late_at: float, events: Samples, answer: ClientResponse) -> Raw:
+    async def _whole(self, asked: ClientRequest, late_at: float, events: Samples, answer: ClientResponse) -> Raw:
         async with aclosing(events):
             tables = await self._tables(asked, late_at)
             pieces = [(sample, self._piece(sample, event)) async for sample, event in events]
@@ -300,11 +310,11 @@ class App:
         return whole
 
     async def _chunks(
-        self, first: tuple[Sample, Event], events: Samples, answer: ClientResponse, path: str, started: float
+        self, first: tuple[ResponseChoice, Event], events: Samples, answer: ClientResponse, path: str, started: float
     ) -> AsyncGenerator[str, None]:
-        """The lines of a stream."""
-        samples, status = dict[int, Sample](), 499
-        found: tuple[Sample, Event] | None = first
+        """Yields the lines of a stream."""
+        samples, status = dict[int, ResponseChoice](), 499
+        found: tuple[ResponseChoice, Event] | None = first
         try:
             while found is not None:
                 sample, event = found
@@ -325,7 +335,7 @@ class App:
         finally:
             self._counters.requests.labels(path, status).inc()
 
-    def _piece(self, sample: Sample, event: Event) -> Piece:
+    def _piece(self, sample: ResponseChoice, event: Event) -> Piece:
         """The piece of a sample that an event completes."""
         if isinstance(event, Finished):
             done, first = event.completion, sample.num_tokens
@@ -340,7 +350,7 @@ class App:
 
 
 class ShortestFirst:
-    """Runs functions in threads, those of the shortest bodies first, so that a long text holds up no short one."""
+    """Runs functions in threads, shortest bodies first, so that a long text does not delay short ones."""
 
     def __init__(self, threads: int = READING_THREADS) -> None:
         self._threads, self._pool = threads, ThreadPoolExecutor(threads, "prompts")
@@ -348,7 +358,7 @@ class ShortestFirst:
         self._order, self._running, self._long = count(), 0, 0
 
     async def run(self, size: int, function: Callable[[], T]) -> T:
-        """The result of the function for a body of `size` bytes, once it is its turn."""
+        """Runs the function for a body of `size` bytes when its turn comes, and returns the result."""
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         heapq.heappush(self._waiting, (size, next(self._order), turn))
@@ -375,7 +385,7 @@ class ShortestFirst:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. Lines and samples are ended when the client leaves, or takes too long to read."""
+    """Server-sent events. Its lines and samples end when the client leaves, or reads too slowly."""
 
     def __init__(self, lines: AsyncGenerator[str, None], samples: Samples, seconds: float) -> None:
         super().__init__(lines, media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -393,7 +403,7 @@ class EventStream(StreamingResponse):
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of the work, which is cancelled when the client leaves.  Raises: ClientDisconnect."""
+    """The result of the work, which is cancelled if the client leaves.  Raises: ClientDisconnect."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -412,7 +422,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def in_own_words(error: WhetError) -> EngineError:
-    """An engine's error, with the options of the server and the fields of requests in place of config keys."""
+    """An engine's error, with server options and request fields in place of config keys."""
     own = {"rollout.engine.options.": "--option ", "data.max_response_length": "max_tokens"}
 
     def named(text: str) -> str:
@@ -426,7 +436,7 @@ def _line(content: Raw) -> str:
 
 
 async def _not_here(request: Request, error: Exception) -> Response:
-    """The response where no route fits."""
+    """The response for an unknown route."""
     assert isinstance(error, HTTPException)
     expected = f"the server has POST {CHAT}, POST {TEXT}, GET /v1/models, /v1/models/MODEL, {HEALTH} and /metrics"
     message = f"{request.method} {request.url.path}: {error.detail}; {expected}"

@@ -64,9 +64,9 @@ def serve(
     if tool_parser is not None:
         TOOL_PARSERS[tool_parser].load()
     with of_extra("serve", "google", "starlette", "uvicorn", "prometheus_client"):
-        from whet.plugins.serving.app import Settings
+        from whet.plugins.serving.app import ServeSettings
         from whet.plugins.serving.server import serve as run
         from whet.plugins.serving.tinker.server import serve as run_tinker
     most = max_body_mib or (16.0 if tinker else 4.0)
     # The fields of the settings have the names of the parameters.
-    (run_tinker if tinker else run)(Settings(**{**context.params, "option": options, "max_body_mib": most}))
+    (run_tinker if tinker else run)(ServeSettings(**{**context.params, "option": options, "max_body_mib": most}))

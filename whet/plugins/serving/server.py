@@ -31,7 +31,7 @@ from whet.models.load import (
     torch_dtype,
 )
 from whet.planning.dtypes import choose
-from whet.plugins.serving.app import App, Settings
+from whet.plugins.serving.app import App, ServeSettings
 from whet.plugins.serving.bodies import BodyReader
 from whet.plugins.serving.engine_thread import EngineThread, named
 from whet.plugins.serving.scores import ScoreApp
@@ -43,8 +43,8 @@ FOLLOW_SECONDS = 2.0  # between two looks for a new checkpoint
 END_SECONDS = 5.0  # for clients to read an error
 
 
-def serve(settings: Settings) -> None:
-    """Serves until a signal.  Raises: WhetError where it cannot start or go on."""
+def serve(settings: ServeSettings) -> None:
+    """Serves until a signal.  Raises: WhetError if it cannot start or continue."""
     with ExitStack() as stack:
         bound = stack.enter_context(bound_to(settings.host, settings.port))
         with long_phase("loading the model"):
@@ -62,15 +62,15 @@ def serve(settings: Settings) -> None:
         server.run(bound)
 
 
-def sampling_of(settings: Settings, folder: str, dtype: Dtype) -> tuple[RolloutConfig, ModelConfig]:
-    """The config of the engine that samples, and of its model."""
+def sampling_of(settings: ServeSettings, folder: str, dtype: Dtype) -> tuple[RolloutConfig, ModelConfig]:
+    """The configs of the sampling engine and of its model."""
     chosen = RolloutEngineConfig(name=settings.engine, options=dict(settings.option))
     rollout = RolloutConfig(engine=chosen, dtype=dtype, max_batch_size=settings.max_running)
     return rollout, ModelConfig(path=folder, dtype=dtype, trust_remote_code=settings.trust_remote_code)
 
 
-def reader_of(settings: Settings, folder: str, name: str) -> BodyReader:
-    """The reader of requests for the model in a folder, which has this name unless the settings have one."""
+def reader_of(settings: ServeSettings, folder: str, name: str) -> BodyReader:
+    """The reader of requests for the model in a folder, under `name` unless the settings have a name."""
     trusted = settings.trust_remote_code
     tokenizer = load_tokenizer(folder, folder, trust_remote_code=trusted)
     return BodyReader(
@@ -85,7 +85,7 @@ def reader_of(settings: Settings, folder: str, name: str) -> BodyReader:
     )
 
 
-def _serve_scores(settings: Settings, app: ScoreApp, bound: socket.socket) -> None:
+def _serve_scores(settings: ServeSettings, app: ScoreApp, bound: socket.socket) -> None:
     """Serves a reward model until a signal.  Raises: ConfigError."""
     if settings.follow:
         raise ConfigError("--follow", "set", "no --follow with a reward model", "leave it out")
@@ -97,7 +97,9 @@ def _serve_scores(settings: Settings, app: ScoreApp, bound: socket.socket) -> No
 class _Server:
     """A loaded engine, its thread, and the HTTP server in front of it."""
 
-    def __init__(self, settings: Settings, reader: BodyReader, engine: RolloutEngine, source: str, dtype: str) -> None:
+    def __init__(
+        self, settings: ServeSettings, reader: BodyReader, engine: RolloutEngine, source: str, dtype: str
+    ) -> None:
         self._settings, self._name, self._source = settings, reader.name, source
         self._dtype = torch_dtype(dtype)
         self._engine = EngineThread(engine, on_death=lambda error: setattr(self._http, "should_exit", True))
@@ -111,7 +113,7 @@ class _Server:
         self._http = HttpServer(app.asgi, settings, self._engine)
 
     def run(self, bound: socket.socket) -> None:
-        """Serves until a signal, or until the engine fails.  Raises: WhetError then."""
+        """Serves until a signal, or until the engine fails.  Raises: WhetError for a failed engine."""
         settings, (host, port) = self._settings, bound.getsockname()[:2]
         log.info("serving %s with %s, as %r, on http://%s:%d/v1", self._source, settings.engine, self._name, host, port)
         log.info("Ctrl-C ends it when running requests are done, after %g s at the latest", settings.stop_seconds)
@@ -154,9 +156,9 @@ class _Server:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, which ends requests with an error where they take too long after a signal."""
+    """uvicorn, extended to end requests with an error if they take too long after a signal."""
 
-    def __init__(self, app: Starlette, settings: Settings, engine: EngineThread | None = None) -> None:
+    def __init__(self, app: Starlette, settings: ServeSettings, engine: EngineThread | None = None) -> None:
         http = with_deadline(AutoHTTPProtocol)
         config = uvicorn.Config(app, http=http, log_level="warning", access_log=False, server_header=False)
         config.timeout_graceful_shutdown = round(settings.stop_seconds + (0 if engine is None else END_SECONDS))
@@ -164,7 +166,8 @@ class HttpServer(uvicorn.Server):
         self._settings, self._engine = settings, engine
 
     def run_on(self, bound: socket.socket) -> None:
-        """Serves until a signal, or until the engine fails, which is stopped.  Raises: WhetError then."""
+        """Serves until a signal, or until the engine fails; stops the engine.  Raises: WhetError for a failed
+        engine."""
         if self._settings.host not in LOCAL and not self._settings.api_key:
             log.warning("anyone who reaches %s:%d may use this server; set --api-key KEY", *bound.getsockname()[:2])
         try:
@@ -178,14 +181,14 @@ class HttpServer(uvicorn.Server):
             raise death
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Takes no more connections, and waits for requests to end."""
+        """Refuses new connections, and waits for requests to end."""
         log.info("the server ends with its running requests; Ctrl-C again ends it at once")
         if self._engine is not None:
             asyncio.get_running_loop().call_later(self._settings.stop_seconds, self._engine.end_requests)
         await super().shutdown(sockets)
 
 
-def _source(settings: Settings) -> str:
+def _source(settings: ServeSettings) -> str:
     """The model or checkpoint to load.  Raises: ConfigError, CheckpointError."""
     run = Path(settings.model).expanduser()
     found = find_model(settings.model)
@@ -207,7 +210,7 @@ def _source(settings: Settings) -> str:
 
 
 def _identity(folder: Path) -> tuple[str, int]:
-    """A checkpoint's name and the time of its end: a run that goes on from an older one writes folders again."""
+    """A checkpoint's name and the time of its completion: a run resumed from an older one writes folders again."""
     with suppress(OSError):  # removed meanwhile
         return folder.name, (folder / checkpoint.MANIFEST).stat().st_mtime_ns
     return folder.name, 0
@@ -221,7 +224,7 @@ def _step(source: str) -> int | None:
 
 @contextmanager
 def bound_to(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket with the address, before the model is loaded.  Raises: ConfigError."""
+    """Yields a socket bound to the address, before the model is loaded.  Raises: ConfigError."""
     try:
         # Without the protocol asyncio would leave Nagle's algorithm on, which delays replies by 40 ms.
         [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -238,7 +241,7 @@ def bound_to(host: str, port: int) -> Iterator[socket.socket]:
 
 @contextmanager
 def _signals_end_quietly() -> Iterator[None]:
-    """Marks a block whose server handles SIGINT and SIGTERM: it raises them again at its end, for nobody here."""
+    """Catches the SIGINT and SIGTERM that the block's server raises again at its end."""
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

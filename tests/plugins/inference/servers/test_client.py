@@ -13,18 +13,18 @@ from queue import Queue
 import pytest
 
 from tests.by_hand import Answer, ByHand, always
-from whet.plugins.inference.servers.process import Client, HttpError
+from whet.plugins.inference.servers.process import HttpError, ServerClient
 
 JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 8\r\n\r\n"
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Answer], tuple[ByHand, Client]]]:
-    made = list[ByHand | Client]()
+def serve() -> Iterator[Callable[[Answer], tuple[ByHand, ServerClient]]]:
+    made = list[ByHand | ServerClient]()
 
-    def start(answer: Answer) -> tuple[ByHand, Client]:
+    def start(answer: Answer) -> tuple[ByHand, ServerClient]:
         server = ByHand(answer)
-        client = Client(server.port)
+        client = ServerClient(server.port)
         made.extend((client, server))
         return server, client
 
@@ -33,7 +33,7 @@ def serve() -> Iterator[Callable[[Answer], tuple[ByHand, Client]]]:
         each.close()
 
 
-Serve = Callable[[Answer], tuple[ByHand, Client]]
+Serve = Callable[[Answer], tuple[ByHand, ServerClient]]
 
 
 def test_a_body_goes_out_and_json_comes_back_over_one_connection(serve: Serve) -> None:
@@ -119,7 +119,7 @@ def test_a_connection_that_the_server_closed_meanwhile_is_not_used_again(serve: 
 def test_nobody_listens() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
-    with closing(Client(port)) as client, pytest.raises(ConnectionError):
+    with closing(ServerClient(port)) as client, pytest.raises(ConnectionError):
         client.call("GET", "/health", seconds=10)
 
 

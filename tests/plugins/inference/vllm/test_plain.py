@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plain mode, against a server that answers as vLLM 0.26 does, and what it refuses."""
+"""The plain mode, against a server that answers like vLLM 0.26, and its refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from whet.config.schema import ModelConfig, TrainConfig
 from whet.errors import ConfigError, EngineError, WeightSyncError
 from whet.keyed import key
 from whet.plugins.inference.servers import engine as servers_engine
-from whet.plugins.inference.servers.environment import Environment, find_environment
+from whet.plugins.inference.servers.environment import Interpreter, find_environment
 from whet.plugins.inference.vllm import engine as engine_module
 from whet.plugins.inference.vllm.engine import PACKAGE, VLLMEngine, completion_of
 from whet.plugins.inference.vllm.plain import generated
@@ -44,7 +44,7 @@ PROTOCOL = "entrypoints/scale_out/token_in_token_out/protocol.py"
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A folder that looks like that of vLLM 0.26 as far as it is read."""
+    """A folder that looks like vLLM 0.26's, as far as it is read."""
     files = {
         "__init__.py": "raise AssertionError('imported')",
         "engine/arg_utils.py": "class EngineArgs:\n    max_model_len: int = 1\n",
@@ -236,7 +236,7 @@ def test_versions_that_do_not_run(package: Path, monkeypatch: pytest.MonkeyPatch
         version_found(package, monkeypatch, version)
 
 
-def version_found(package: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> Environment:
+def version_found(package: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> Interpreter:
     info = package.with_name(f"vllm-{version}.dist-info")
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
@@ -254,7 +254,7 @@ def test_the_command_line(package: Path, is_new: bool) -> None:
         (package / "entrypoints/openai/cli_args.py").write_text("enable_scale_out: bool = False\n")
         (package / "entrypoints/launchers/api_server").mkdir(parents=True)
         (package / "entrypoints/launchers/api_server/entry.py").touch()
-    found = Environment("python", package, PACKAGE, "0.26.0")
+    found = Interpreter("python", package, PACKAGE, "0.26.0")
     line = engine_module.command("python", 80, {"logprobs_mode": "processed_logprobs"}, plain=found)
     entry = "vllm.entrypoints.launchers.api_server.entry" if is_new else "vllm.entrypoints.openai.api_server"
     assert line[2] == entry and ("--enable-scale-out" in line) == is_new and "--middleware" not in line
@@ -328,8 +328,8 @@ def test_a_config_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A run says once what it does without; the pinned version with plain=true does too."""
-    found = [Environment("python", package, PACKAGE, "0.33.0")]
+    """A run logs once the features that it lacks; the pinned version with plain=true does too."""
+    found = [Interpreter("python", package, PACKAGE, "0.33.0")]
     monkeypatch.setattr(servers_engine, "find_environment", lambda *_: found[0])
     config = train_config({"rollout.engine.name": "vllm", "rollout.top_p": 0.9})
     with raises(ConfigError, key="rollout.top_p", found=0.9, change=re.compile("`make vllm`")):
@@ -339,7 +339,7 @@ def test_a_config_is_refused_before_anything_starts(
     assert len(said) == 1 and "vLLM 0.33.0" in said[0] and "on_new_weights=keep" in said[0]
     for options, count in (({}, 0), ({"plain": True}, 1)):
         caplog.clear()
-        found[:] = [Environment("python", package, PACKAGE)]
+        found[:] = [Interpreter("python", package, PACKAGE)]
         config = train_config({"rollout.engine.name": "vllm", "rollout.engine.options": options, "rollout.top_p": 1.0})
         check_sampling(config.rollout, {"rollout": config.rollout})
         check_engine(config)

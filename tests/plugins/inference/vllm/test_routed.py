@@ -19,7 +19,7 @@ from whet.config.schema import ModelConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.load import body_of, outline
 from whet.models.routing import as_column
-from whet.plugins.inference.servers.environment import Environment
+from whet.plugins.inference.servers.environment import Interpreter
 from whet.plugins.inference.vllm.engine import PACKAGE, VLLMEngine
 from whet.plugins.inference.vllm.plain import KEY, check_routed, mixtures, routed_of
 from whet.plugins.lessons.init_model import init_model
@@ -70,7 +70,7 @@ def test_layers_with_experts(model_folder: Path, tmp_path: Path) -> None:
 
 
 def test_versions_that_tell_none(tmp_path: Path) -> None:
-    found = Environment("python", tmp_path, PACKAGE)
+    found = Interpreter("python", tmp_path, PACKAGE)
     (tmp_path / "sampling_params.py").write_text("routed_experts: int = 0")
     given = {"routed_experts": True}
     check_routed(found, {"routed_experts": False}, False)

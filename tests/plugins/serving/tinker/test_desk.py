@@ -8,7 +8,7 @@ import random
 import pytest
 
 from whet.guard import RefusedError
-from whet.plugins.serving.tinker.desk import Bounds, Desk, Failure
+from whet.plugins.serving.tinker.desk import Bounds, Desk, RequestFailure
 
 ME, YOU = "me", "you"
 
@@ -138,7 +138,7 @@ def test_a_gap_fails_those_behind_it_and_the_model_goes_on() -> None:
     made.sweep(30.0)
     assert [each.result for each in late] == [None, None]
     made.sweep(36.0)
-    assert all(isinstance(each.result, Failure) and each.result.category == "user" for each in late)
+    assert all(isinstance(each.result, RequestFailure) and each.result.category == "user" for each in late)
     made.enter(name, 5, b"", "5", 0, 40.0)
     assert taken(made) == ["5"]
     with pytest.raises(RefusedError) as error:

@@ -12,11 +12,11 @@ import torch
 from tests.plugins.serving.tinker.rows import datum, request
 from tests.raising import raises
 from whet.errors import DataError, WhetError
-from whet.plugins.serving.tinker.losses import Rows, SumObjective, objective_of
+from whet.plugins.serving.tinker.losses import DatumRows, SumObjective, objective_of
 
 
-def rows(loss: str, *data: bytes) -> Rows:
-    return Rows.of(request("m", data, loss).data, loss, 100, 50)
+def rows(loss: str, *data: bytes) -> DatumRows:
+    return DatumRows.of(request("m", data, loss).data, loss, 100, 50)
 
 
 def test_rows_that_are_imitated_begin_with_one_token() -> None:

@@ -14,7 +14,7 @@ from whet.devices import HOST
 from whet.errors import DataError
 from whet.plugins.serving.tinker.models import Models
 from whet.plugins.serving.tinker.store import ModelKind, Saved, Store
-from whet.plugins.serving.tinker.training import Base, Ranks
+from whet.plugins.serving.tinker.training import Base, TrainingRanks
 
 ADAM = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01, "grad_clip_norm": 1.0}
 KINDS = {
@@ -68,7 +68,7 @@ def story(models: Models) -> list[np.ndarray]:
 def test_two_processes_have_the_numbers_of_one(model_folder: Path, tmp_path: Path, engine: str) -> None:
     base = Base(str(model_folder))
     alone = story(Models(base, "nano", "float32", Store(tmp_path / "one"), 512, HOST))
-    with closing(Ranks(base, 2)) as ranks:
+    with closing(TrainingRanks(base, 2)) as ranks:
         both = story(Models(base, "nano", "float32", Store(tmp_path / "two"), 512, HOST, engine, ranks))
     assert len(alone) == len(both)
     for one, two in zip(alone, both, strict=True):

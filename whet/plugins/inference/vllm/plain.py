@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plain mode of the engine `vllm`: public flags and calls alone, for every version of vLLM but the pinned one; and
-the experts that it chose for each token (`--enable-return-routed-experts`), for the routers of the trainer."""
+"""The plain mode of the engine `vllm`: only public flags and calls, for every version of vLLM except the pinned one;
+and the experts that it chose for each token (`--enable-return-routed-experts`), for the trainer's routers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from whet.keyed import key
 from whet.models.experts import expert_modules
 from whet.models.load import layers
 from whet.models.routing import as_bytes
-from whet.plugins.inference.servers.environment import Environment
-from whet.rollout.planned import Sampling
+from whet.plugins.inference.servers.environment import Interpreter
 from whet.rollout.protocol import Completion, Request
+from whet.rollout.requirements import Sampling
 
 OFF: Mapping[str, tuple[object, ...]] = {  # values with which vLLM's processed log-probs are log_softmax(logits / T)
     "top_p": (1,),
@@ -39,16 +39,16 @@ TOLD = ("sampling_params.py", "routed_experts_prompt_start")  # versions whose a
 INSTEAD = "or use the version of `make vllm` with rollout.engine.options.plain=false"
 
 
-def check_options(found: Environment, options: Mapping[str, Any]) -> None:
-    """Raises: ConfigError for an option that the plain mode does not have."""
+def check_options(found: Interpreter, options: Mapping[str, Any]) -> None:
+    """Raises: ConfigError for an option that the plain mode does not support."""
     for name, value, default in (("adapter", True, "false"), ("on_new_weights", "keep", "recompute")):
         if options[name] == value:
             expected = f"{default}, as {found.python} with {found.version} has no additions to vLLM"
             raise ConfigError(f"rollout.engine.options.{name}", value, expected, f"change it, {INSTEAD}")
 
 
-def inside(found: Environment | None, sees: bool) -> dict[str, Any]:
-    """Returns the engine arguments of the plain mode; without `found`, of whet's additions."""
+def inside(found: Interpreter | None, sees: bool) -> dict[str, Any]:
+    """Returns the engine arguments of the plain mode; without `found`, of the mode with whet's additions."""
     additions = "whet_vllm.Extension", "whet", "raw"
     name, backend, mode = additions if found is None else ("whet_transfer.PlainExtension", "whet_plain", "processed")
     arguments = {"worker_extension_cls": name, "weight_transfer_config": {"backend": backend}}
@@ -57,7 +57,7 @@ def inside(found: Environment | None, sees: bool) -> dict[str, Any]:
     return {**arguments, "logprobs_mode": f"{mode}_logprobs", **images}
 
 
-def without(found: Environment) -> str:
+def without(found: Interpreter) -> str:
     """Returns the warning of a run in plain mode."""
     return (
         f"vLLM {found.version} samples in plain mode, by its public flags and calls. It does without what needs whet's "
@@ -67,8 +67,8 @@ def without(found: Environment) -> str:
     )
 
 
-def plainly_refused(sampling: Sampling, found: Environment) -> ConfigError | None:
-    """Returns the error of a parameter with which the plain mode would give other log-probs."""
+def plainly_refused(sampling: Sampling, found: Interpreter) -> ConfigError | None:
+    """Returns the error of a parameter with which the plain mode would return other log-probs."""
     given = {name: vars(sampling)[name] for name in OFF}
     if (name := next((name for name, value in given.items() if value not in OFF[name]), None)) is not None:
         expected = "its default: others change the log-probs that vLLM gives in plain mode"
@@ -80,7 +80,7 @@ def plainly_refused(sampling: Sampling, found: Environment) -> ConfigError | Non
 
 
 def seed_of(request: Request) -> int:
-    """Returns the seed of a request; another one where it is sent again behind tokens that it has."""
+    """Returns the seed of a request; a different one if it is sent again after tokens that it has."""
     return key(request.key, "vllm", len(request.sampled_ids))
 
 
@@ -89,8 +89,8 @@ def generated(metrics: str) -> int:
     return sum(int(float(line.split()[-1])) for line in metrics.splitlines() if line.startswith(GENERATED))
 
 
-def check_routed(found: Environment, options: Mapping[str, Any], is_plain: bool) -> None:
-    """Raises: ConfigError where the server would not tell experts."""
+def check_routed(found: Interpreter, options: Mapping[str, Any], is_plain: bool) -> None:
+    """Raises: ConfigError if the server would not return experts."""
     if not options["routed_experts"]:
         return
     if not is_plain:

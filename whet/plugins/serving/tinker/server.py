@@ -14,14 +14,14 @@ from whet.checkpoints.export import find_model, model_folder
 from whet.errors import ConfigError
 from whet.models.load import load_tokenizer, torch_dtype
 from whet.planning.dtypes import choose
-from whet.plugins.serving.app import Settings
+from whet.plugins.serving.app import ServeSettings
 from whet.plugins.serving.engine_thread import EngineThread
 from whet.plugins.serving.server import HttpServer, bound_to, reader_of, sampling_of
 from whet.plugins.serving.tinker.app import Served, TinkerApp
 from whet.plugins.serving.tinker.models import Models
 from whet.plugins.serving.tinker.samplers import Samplers, Shared
 from whet.plugins.serving.tinker.store import Store
-from whet.plugins.serving.tinker.training import Base, Ranks
+from whet.plugins.serving.tinker.training import Base, TrainingRanks
 from whet.rollout.build import rollout_engine
 from whet.rollout.protocol import RolloutEngine, SharesModule
 from whet.tracking.console import long_phase
@@ -29,8 +29,8 @@ from whet.tracking.console import long_phase
 log = logging.getLogger(__name__)
 
 
-def serve(settings: Settings) -> None:
-    """Serves until a signal.  Raises: WhetError where it cannot start or go on."""
+def serve(settings: ServeSettings) -> None:
+    """Serves until a signal.  Raises: WhetError if it cannot start or continue."""
     with ExitStack() as stack:
         bound = stack.enter_context(bound_to(settings.host, settings.port))
         with long_phase("loading the model"):
@@ -41,7 +41,7 @@ def serve(settings: Settings) -> None:
             reader = reader_of(settings, folder, own.resolve().name if own.exists() else settings.model)
             base, ranks = Base(folder, trusted), None
             if settings.ranks > 1:
-                ranks = Ranks(base, settings.ranks)
+                ranks = TrainingRanks(base, settings.ranks)
                 stack.callback(ranks.close)
             store = Store(Path(settings.folder).expanduser().resolve())
             given = dtype, store, reader.context, devices.here(), settings.train_engine, ranks
@@ -58,7 +58,7 @@ def serve(settings: Settings) -> None:
         http.run_on(bound)
 
 
-def _engine(settings: Settings, folder: str, dtype: Literal["float32", "bfloat16"]) -> Shared:
+def _engine(settings: ServeSettings, folder: str, dtype: Literal["float32", "bfloat16"]) -> Shared:
     """The engine that samples.  Raises: ConfigError for one that cannot sample from a module of this process."""
     rollout, model = sampling_of(settings, folder, dtype)
     load = cache(partial(load_tokenizer, folder, trust_remote_code=settings.trust_remote_code))
