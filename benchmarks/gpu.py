@@ -27,7 +27,7 @@ from benchmarks.competitor import ROOT
 from benchmarks.machine import provenance
 from docs.generate import gpu as page
 from whet import devices
-from whet.planning.fit import size
+from whet.planning.units import size
 
 PAGE, FILE = ROOT / "docs" / "gpu.md", page.FILE
 SECONDS = 480.0  # for all parts without a name

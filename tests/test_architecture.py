@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of the package, held by tests: layers, sizes, names, and what may be imported where."""
+"""The shape of the package, held by tests: layers, sizes, names, and the imports allowed in each place."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def _own_imports(file: Path) -> Iterator[tuple[int, str, str]]:
 
 @cache
 def _imports(file: Path) -> list[tuple[int, str]]:
-    """Line and module of every import in a file, those inside functions too."""
+    """Line and module of every import in a file, including imports inside functions."""
     found = []
     package = ["whet", *file.relative_to(PACKAGE).parts[:-1]]
     for node in ast.walk(tree(file)):

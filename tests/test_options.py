@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranges of options: those that the issue of a silent run names, those of every shipped function, those of users."""
+"""Ranges of options: the ones named by the issue of a silent run, of every shipped function, of users."""
 
 from __future__ import annotations
 

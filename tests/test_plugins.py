@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plugins: what their manifests say is what they have, and whet is whole without any of them."""
+"""Plugins: their manifests agree with their content, and whet is whole without any of them."""
 
 from __future__ import annotations
 

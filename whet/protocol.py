@@ -37,9 +37,8 @@ class DataProtoItem:
 class DataProto(Batch):
     """A batch with verl's names and methods; `union`, `rename`, `reorder` and `pop` do not change it: use their result.
 
-    `batch` has the tensor columns as a TensorDict, None without any; what is written into it is in the batch. A
-    DataProto without any column has no rows, and union with it is always possible.
-    """
+    `batch` has the tensor columns as a TensorDict, None without any; writes to it change the batch. A DataProto without
+    any column has no rows, and union with it is always possible."""
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class DataProto(Batch):
 
     @property
     def batch(self) -> TensorDict | None:
-        """The tensor columns as verl has them."""
+        """The tensor columns as a TensorDict, verl's form."""
         if not isinstance(self._tensors, dict):
             return cast("TensorDict", self._tensors)
         if not self._tensors and (self.non_tensor_batch or not self._rows):
@@ -258,7 +257,7 @@ class DataProto(Batch):
         return self.rows(order)
 
     def make_iterator(self, mini_batch_size: int, epochs: int = 1, seed: int | None = None) -> Iterator[Self]:
-        """Yields mini-batches of `mini_batch_size` rows, each row once an epoch; the last of an epoch may be smaller.
+        """Yields mini-batches of `mini_batch_size` rows, each row once an epoch; an epoch's last one may be smaller.
 
         With a seed every epoch has its own order, a function of (seed, epoch); without a seed rows stay in order.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects by their place: `package.module:name` or `path/file.py:name`."""
+"""Objects by their location: `package.module:name` or `path/file.py:name`."""
 
 from __future__ import annotations
 

@@ -406,7 +406,7 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def device_busy(work: Callable[[], Any]) -> tuple[list[float], list[str]]:
-    """The share of a call's time in which the device is busy, and what takes most of it."""
+    """The share of a call's time in which the device is busy, and the operators that take most of it."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as found:

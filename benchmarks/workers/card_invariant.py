@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `batch_invariant` costs on this card, and what it gives: the same requests and updates with it and without.
+"""Costs and benefits of `batch_invariant` on this card: the same requests and updates with it and without.
 
     python -m benchmarks.workers.card_invariant invariant:0.5b [--out FILE]
 

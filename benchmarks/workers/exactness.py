@@ -34,7 +34,8 @@ class GradientWorker(TrainWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def gradient(self) -> torch.Tensor:
-        """What the last update left, all weights end to end, on the host: other processes may have no accelerator."""
+        """The gradients of the last update, all weights end to end, on the host: other processes may have no
+        accelerator."""
         module = self.engine.whole_module()
         assert module is not None
         return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]).cpu()
@@ -75,7 +76,7 @@ def log_prob_gap(model_path: str, requests: Sequence[tuple[list[int], int]]) -> 
 
 
 def as_batch(requests: Sequence[Request], completions: Sequence[Completion]) -> DataProto:
-    """What the loop would make of these answers."""
+    """The batch that the loop would make of these responses."""
     groups = []
     for index, (request, done) in enumerate(zip(requests, completions, strict=True)):
         prompt = Prompt(str(index), index, (), request.prompt_ids, "benchmark", None)
@@ -87,7 +88,7 @@ def as_batch(requests: Sequence[Request], completions: Sequence[Completion]) -> 
 def gradient_differences(
     model_path: str, requests: Sequence[tuple[list[int], int]], splits: Sequence[tuple[str, int, int]]
 ) -> list[dict[str, object]]:
-    """|g - g'| / |g'| for each split (packed or padded, tokens a micro-batch, processes), g' that of PADDED_WHOLE."""
+    """|g - g'| / |g'| for each split (packed or padded, tokens a micro-batch, processes), with g' of PADDED_WHOLE."""
     batch = ragged_batch(list(requests))
     reference = gradient(model_path, batch, PADDED_WHOLE)
     found: list[dict[str, object]] = []

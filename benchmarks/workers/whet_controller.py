@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call costs in the calling process, where workers return at once."""
+"""The cost of a call in the calling process, where workers return at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANKS = 8
 
 
 class Zeros(Worker):
-    """Says what it would return."""
+    """Returns its result unchanged."""
 
     @register(Dispatch.DP_COMPUTE)
     def forward(self, batch: DataProto) -> dict[str, torch.Tensor]:

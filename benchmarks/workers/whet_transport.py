@@ -13,7 +13,7 @@ from whet.protocol import DataProto
 
 
 class Echo(Worker):
-    """Hands back what it is given."""
+    """Returns its arguments."""
 
     @register(Dispatch.DP_COMPUTE)
     def echo(self, batch: DataProto) -> DataProto:

@@ -103,7 +103,8 @@ def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_of(name: str) -> dict[str, Any]:
-    """All keys of a script, those of the file that it names and those that it sets included, references replaced."""
+    """All keys of a script, including the keys of the file that it names and the ones that it sets, with references
+    replaced."""
     facts = FACTS[name]
     keys = {**(FACTS[facts["base"]]["keys"] if "base" in facts else {}), **facts["keys"], **facts.get("code", {})}
     whole = {f"${{{key}}}": value for key, value in keys.items()}
@@ -118,8 +119,8 @@ OF_THEIR_DATA = ("data.mix", "reward.domains", "reward.kwargs")
 
 
 def recipe(name: str, folder: Path, overrides: Mapping[str, Any]) -> TrainConfig:
-    """The recipe as a file, loaded with a model and data from here, for one process without a GPU; domains are those of
-    their data."""
+    """The recipe as a file, loaded with a model and data of this machine, for one process without a GPU, and without
+    the domains of the original data."""
     file, result = folder / "recipe.yaml", converted(name, folder)
     for key in [key for key in result.values if key.startswith(OF_THEIR_DATA) or OF_THEIR_DEVICES.match(key)]:
         del result.values[key]

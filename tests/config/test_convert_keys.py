@@ -173,7 +173,7 @@ def test_a_function_that_whet_does_not_have_is_asked_for() -> None:
 
 
 def test_the_whole_file_of_verl_converts() -> None:
-    """727 keys, all at their default: only what has to be set is listed, and no two keys are in conflict."""
+    """All 727 keys have their defaults: the report lists only required keys, and no two keys conflict."""
     python = interpreter("WHET_PEERS_VENV", ".venv-peers")
     (file,) = python.parents[1].glob("lib/*/site-packages/verl/trainer/config/_generated_ppo_trainer.yaml")
     found = convert(read(str(file), "verl"), "verl")
@@ -557,7 +557,7 @@ def test_another_length_that_the_penalty_counts_from_is_told(length: int, is_tol
 
 
 def test_the_critic_of_verl_has_the_aggregation_of_the_actor() -> None:
-    """Its critic.yaml: loss_agg_mode is that of the actor where it is not set."""
+    """In verl's critic.yaml, loss_agg_mode follows the actor's by default."""
     mode = {"actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean"}
     found = {each: verl(**mode, **{"algorithm.adv_estimator": each}) for each in ("gae", "grpo")}
     told = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forms in which commands and scripts of other frameworks are written, and what is told where a value is not known."""
+"""Forms in which commands and scripts of other frameworks are written, and the report for unknown values."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ def test_case_takes_the_branch_whose_pattern_matches(mode: str, n: int, rate: fl
 
 
 def test_case_of_an_unknown_value_is_a_choice() -> None:
-    """Without an argument the last branch is taken; `small` and `tiny` are one, and x, what x* matches, is another."""
+    """Without an argument the last branch is taken; `small` and `tiny` share a branch, and x, which x* matches, has
+    another."""
     found = read(CASE.format(mode="$1"), "verl")
     rates = {name: each["lr"] for name, each in found.branches["MODE"].items()}
     numbers = {name: each["rollout.n"] for name, each in found.branches["MODE"].items()}
@@ -427,7 +428,8 @@ def test_the_reward_functions_of_trl() -> None:
     ],
 )
 def test_the_penalty_for_length_of_trl(penalty: str, limit: int) -> None:
-    """min(-(len - (limit - 256)) / 256, 0) times its weight in both, where the limit is that of responses."""
+    """The penalty is min(-(len - (limit - 256)) / 256, 0) times its weight in both, with the response length as
+    limit."""
     keys = {"reward_weights": [1.0, 0.5], "max_completion_length": limit}
     found = of_functions(["a.b.accuracy", penalty], **keys).values
     assert (found["algorithm.overlong.penalty"], found["algorithm.overlong.buffer_length"]) == (0.5, 256)

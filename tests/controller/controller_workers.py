@@ -22,7 +22,7 @@ from whet.protocol import DataProto
 
 
 class Actor(Worker):
-    """Says which rank did what to which rows."""
+    """Records rank, method and rows of each call."""
 
     def __init__(self, placement: Placement, scale: int = 1) -> None:
         super().__init__(placement)
@@ -41,7 +41,7 @@ class Actor(Worker):
 
     @register(Dispatch.DP_COMPUTE)
     def total(self, batch: DataProto) -> DataProto:
-        """The global sum of `value`, as every row is told it, beside the row's own name."""
+        """The global sum of `value`, repeated for every row, beside the row's own name."""
         total = batch["value"].sum()
         if self.process_group is not None:
             torch.distributed.all_reduce(total, group=self.process_group)
@@ -181,7 +181,7 @@ class OwnError(ConfigError):
 
 
 def running(pids: Sequence[int]) -> list[int]:
-    """Those of the processes that have not ended."""
+    """The processes that have not ended."""
     return [pid for pid in pids if _is_running(pid)]
 
 

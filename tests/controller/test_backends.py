@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every backend must do: in this process, in two of their own, in two Ray actors."""
+"""Requirements of every backend: in this process, in two other processes, in two Ray actors."""
 
 import multiprocessing
 import os

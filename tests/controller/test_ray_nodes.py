@@ -223,7 +223,7 @@ def nodes(two_nodes: TwoNodes) -> TwoNodes:
 
 
 def heard(driver: subprocess.Popen[str]) -> dict[str, Any]:
-    """What the driver says next. Between its lines Ray may speak of a node that the test before has killed."""
+    """The next message of the driver. Between its lines Ray may write about a node that an earlier test killed."""
     assert driver.stdout is not None
     for line in driver.stdout:
         if line.startswith("{"):
@@ -239,7 +239,7 @@ def go_on(driver: subprocess.Popen[str], line: str = "") -> None:
 
 
 def launched(driver: subprocess.Popen[str]) -> dict[str, Any]:
-    """What the driver says of its group, once it is at work."""
+    """The driver's report about its group, once it works."""
     found = heard(driver)
     assert found["total"] == [36] * 9  # a collective between the nodes
     assert sorted(found["addresses"]) == [HEAD, SECOND]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only Ray has: shared memory, names in its dashboard, a cluster that may be too small or not there."""
+"""Features of Ray alone: shared memory, names in its dashboard, a cluster that is too small or missing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every training engine is held to, against `SingleEngine` with padding and one micro-batch.
+"""Requirements of every training engine, checked against `SingleEngine` with padding and one micro-batch.
 
 In one process `check_forward` and `check_update` take an engine (test_single.py); on several, `launched` starts workers
 with any engine through the controller, `drive` trains them, and `check_records` compares that to a run of `single`
@@ -39,7 +39,7 @@ NEEDS = ("log_probs", "entropy")
 
 @dataclass(frozen=True)
 class Variant:
-    """How an engine splits its work; none of it may change what comes out."""
+    """The way in which an engine splits its work; it must not change the results."""
 
     packing: bool
     max_tokens_per_micro_batch: int
@@ -246,7 +246,7 @@ class Pool(Worker):
 
 @dataclass(frozen=True)
 class Record:
-    """What a run of some steps showed."""
+    """The record of a run of some steps."""
 
     metrics: list[dict[str, float]]  # by step
     outputs: dict[str, torch.Tensor]  # after the last

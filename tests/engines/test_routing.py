@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routers' auxiliary loss against transformers' own, and what is measured of routers by hand."""
+"""The routers' auxiliary loss against transformers' own, and the metrics of routers worked by hand."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from triton.runtime import interpreter
 
 
 def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on products are summed in float64, in which those of bfloat16 are exact."""
+    """Makes products from now on sum in float64, in which bfloat16 products are exact."""
 
     def wide(handle: Any) -> Any:
         if handle.dtype.scalar == tl.bfloat16:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal attention in two products against that of torch's kernel."""
+"""Causal attention in two products against the attention of torch's kernel."""
 
 from __future__ import annotations
 

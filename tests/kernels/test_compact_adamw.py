@@ -155,7 +155,7 @@ def test_a_part_draws_what_the_whole_draws_there() -> None:
 
 
 def fitted(rounding: Literal["stochastic", "kahan"] | None, dtype: torch.dtype, steps: int = 400) -> float:
-    """The error of a matrix that is to become another, by steps of a hundredth of what bfloat16 can tell apart."""
+    """The error after fitting a matrix to another, by steps of a hundredth of bfloat16's resolution."""
     draw = torch.Generator().manual_seed(0)
     target = 1 + 0.05 * torch.randn(64, 64, generator=draw)
     weight = nn.Parameter(torch.ones(64, 64, dtype=dtype))

@@ -47,8 +47,8 @@ def trained(state_dtype: str, rounding: str | None, dtype: torch.dtype, steps: i
 def test_the_kernel_takes_the_steps_of_the_loop(
     state_dtype: str, rounding: str | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Products and sums may be fused: what is stored in float32 differs in the last bits, and what is rounded, at
-    random or to a code, hardly ever."""
+    """Products and sums may be fused: float32 values differ in the last bits, and values rounded at random or to a code
+    hardly ever."""
     looped = trained(state_dtype, rounding, dtype)
     launches, plain = list[int](), compact_adamw_triton.step
     monkeypatch.setattr(compact_adamw, "runs_triton", lambda *_: True)

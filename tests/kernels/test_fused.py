@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norm and MLP in place of a model's own: what they compute, their gradients, and what is left alone."""
+"""Norm and MLP in place of a model's own: their results, their gradients, and the modules left alone."""
 
 from __future__ import annotations
 

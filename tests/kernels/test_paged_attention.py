@@ -130,7 +130,7 @@ def test_bfloat16_rounds_the_float32_result() -> None:
 def test_values_that_are_the_beginnings_of_keys(
     function: Callable[..., torch.Tensor], window: int, dtype: torch.dtype
 ) -> None:
-    """The same as values of their own; what was never written must not matter."""
+    """The result equals the one with separate values; unwritten memory must not matter."""
     draw = torch.Generator().manual_seed(0)
     q, k = (torch.randn(40, heads, 48, generator=draw).to(dtype) for heads in (6, 1))
     tables = torch.tensor([[2, 0, 1]], dtype=torch.int32)

@@ -60,8 +60,8 @@ def test_the_rest_of_a_context_is_not_read() -> None:
 )
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_attention_in_tiles(heads: int, kv_heads: int, dim: int, window: int, cap: float, has_sinks: bool) -> None:
-    """A sequence of several tiles, the end of one that began before, a single token, and padding; what no token sees
-    is no number."""
+    """A sequence of several tiles, the end of one that began before, a single token, and padding; keys that no token
+    sees are NaN."""
     torch.manual_seed(0)
     lengths, starts, rows = torch.tensor([70, 5, 1]), torch.tensor([0, 30, 47]), torch.tensor([3, 0, 1])
     blocks, total = 24, int(lengths.sum())

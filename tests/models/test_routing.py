@@ -123,7 +123,7 @@ def as_batch(made: Sequence[Request], found: Sequence[Completion]) -> DataProto:
 
 
 def test_the_rollout_tells_the_experts_of_each_token(mixture: Path, model: PreTrainedModel) -> None:
-    """Those that the trainer's own routers choose, as both compute in float32."""
+    """The experts equal the choices of the trainer's own routers, as both compute in float32."""
     engine = NativeEngine(torch.float32, routed_experts=True)
     engine.attach(model, 1)
     made, found = sampled(engine)

@@ -102,7 +102,7 @@ def test_a_model_without_positions_reads_rows_of_any_length(
 
 
 class _Changed(torch.nn.Module):
-    """A body whose states are those of another one, changed."""
+    """A body whose states are the changed states of another one."""
 
     def __init__(self, body: Any, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -127,8 +127,8 @@ class _Changed(torch.nn.Module):
 def test_a_model_is_tried_when_it_is_loaded(
     change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], part: str, tmp_path: Path
 ) -> None:
-    """The states of the first read later tokens, those of the second padding; the third is changed by padding on its
-    left alone, and so is sampled in rows of one length."""
+    """The states of the first model read later tokens, the ones of the second read padding; padding on the left changes
+    the third, so it samples rows of one length."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SMALL))
     model.model = _Changed(model.model, change)
     if part:

@@ -80,7 +80,7 @@ class Peer:
         return definitions(self.folder / "pipeline" / "rlvr" / file, **self.given, **given)
 
     def config(self, keys: Mapping[str, Any]) -> SimpleNamespace:
-        """Their config with what its functions read."""
+        """ROLL's config, with the fields that its functions read."""
         told = {name: keys.get(name, default) for name, default in DEFAULTS.items()}
         generating = SimpleNamespace(generating_args=SimpleNamespace(num_return_sequences=N))
         correction = SimpleNamespace(is_weight=SimpleNamespace(enabled=False))

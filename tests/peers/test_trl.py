@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""whet's losses against those of TRL 1.16's GRPOTrainer on a thousand random ragged batches, and its length penalty."""
+"""whet's losses against TRL 1.16's GRPOTrainer on a thousand random ragged batches, and its length penalty."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "
 
 
 def compare(python: Path, folder: Path, calls: list[Call]) -> Iterator[tuple[Call, Any]]:
-    """What verl says to each call."""
+    """The calls with verl's results."""
     return zip(calls, ask(python, WORKER, folder, calls), strict=True)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward managers in the interfaces of verl and EasyR1, and functions for them: what users of these bring along."""
+"""Reward managers in the interfaces of verl and EasyR1, and functions for them, as their users bring along."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def score_all(data_sources, solution_strs, ground_truths, extra_infos, **options
 
 
 class VerlForm:
-    """What verl's managers have in common."""
+    """The shared part of verl's managers."""
 
     def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="data_source", **kwargs) -> None:
         self.tokenizer, self.num_examine = tokenizer, num_examine
@@ -69,7 +69,7 @@ class OneByOne(VerlForm):
 
 
 class HandsOn(OneByOne):
-    """A class whose constructor hands on what it is given."""
+    """A class whose constructor passes on its arguments."""
 
     def __init__(self, *args, bonus=0.0, **kwargs) -> None:
         super().__init__(*args, **kwargs)

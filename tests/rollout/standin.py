@@ -34,7 +34,7 @@ def decode_attention(
     cap: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The kernel's work in torch: the layout of the cache is that of an accelerator."""
+    """Does the kernel's work in torch, with the cache layout of an accelerator."""
     by_block = keys.permute(1, 0, 3, 2).contiguous(), values.transpose(0, 1).contiguous()
     out = reference(query, key, value, *by_block, tables, slots.int(), positions, scale, window, cap, sinks)
     block = tables[slots, positions // BLOCK_SIZE].long()
@@ -84,7 +84,7 @@ def pick(
 
 
 class Recorder(columns.Graphs):
-    """Replays a step with what it captured when it was recorded: columns that are not where they were go unseen."""
+    """Replays a step with the values captured at its recording: columns at other addresses go unseen."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

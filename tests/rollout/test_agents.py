@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Episodes with several players, sub-agents and limits, with an engine that is told what to say."""
+"""Episodes with several players, sub-agents and limits, with a scripted engine."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Trainer(TrainWorker):
         return count
 
     def open_outlets(self, routes: Sequence[Route], deadline_seconds: float) -> dict[Way, str]:
-        """Counts what is sent from now on."""
+        """Counts the bytes sent from now on."""
         found = super().open_outlets(routes, deadline_seconds)
         for outlet in self._outlets.values():
             self._count(outlet)
@@ -161,7 +161,7 @@ class Trainer(TrainWorker):
 
 
 class Rollout(RolloutWorker):
-    """Says what its module computes."""
+    """Reports the outputs of its module."""
 
     machines: tuple[str, ...] = ()
     count = 0

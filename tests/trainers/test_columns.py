@@ -311,8 +311,8 @@ def test_a_column_that_reads_a_judged_one_waits_for_the_judge() -> None:
 
 
 def test_a_provider_needs_no_config_and_no_rollouts() -> None:
-    """As in a trainer of preferences: roles, a batch, and what the plan names for a provider. One that asks the policy
-    says that nothing samples."""
+    """As in a trainer of preferences, it needs only roles, a batch, and the providers that the plan names. A provider
+    that asks the policy reports that nothing samples."""
     events: list[str] = []
     sources = Sources({name: Waited(name, events) for name in ("ref", "actor")}, 1)  # type: ignore[arg-type]
     mask = torch.ones(8, 6)
@@ -399,7 +399,7 @@ def test_stale_samples_always_have_old_log_probs(source: str, planned: bool, tra
 
 
 def test_providers_are_known_before_their_files_are_imported() -> None:
-    """Read from the source: in this process only what `whet.registry` imports is loaded."""
+    """Names are read from the source: this process loads only the imports of `whet.registry`."""
     said = "import sys; from whet.registry import PROVIDERS; print('whet.trainers' in sys.modules, *PROVIDERS.names())"
     known = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, timeout=60, check=True)
     is_loaded, *names = known.stdout.split()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights, rejections and columns of losses, in a real run; and what does not go together."""
+"""Weights, rejections and columns of losses, in a real run; and conflicting settings."""
 
 from __future__ import annotations
 

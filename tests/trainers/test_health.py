@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is skipped, what is warned of, and which answers are named."""
+"""Skipped updates, warnings, and the trajectories that they name."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_what_ends_the_run_is_what_is_raised() -> None:
 
 
 def test_a_run_that_takes_turns_learns_the_same(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
-    """A reference and validation among them; what sampling needs is gone whenever a model is trained."""
+    """The run has a reference and validation; memory that only sampling needs is free whenever a model is trained."""
 
     def trained(**overrides: Any) -> tuple[list[dict[str, float]], list[str]]:
         deeds: list[str] = []

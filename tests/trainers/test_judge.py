@@ -58,7 +58,7 @@ def test_its_verdicts_are_the_reward(
     sampled = Collector.collect
 
     def collect(self: Collector, prompts: Sequence[Prompt], *given: Any, **named: Any) -> list[list[Trajectory]]:
-        """What the model would write, but for the words of its verdicts: yes where the response is of even length."""
+        """Samples like the model, except for verdicts: yes for a response of even length."""
         found = sampled(self, prompts, *given, **named)
         if named["purpose"] != "judge":
             return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/metrics.md is what runs record: short runs together pass every line that records a metric."""
+"""docs/metrics.md lists the metrics that runs record: short runs together pass every line that records a metric."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_what_functions_report_is_in_the_table(registry: Registry, prefix: str) 
 
 
 class Recorded:
-    """What `Metrics` was told: each name's reduction, and the lines of whet that told it."""
+    """Records the calls of `Metrics`: each name's reduction, and the lines of whet that record it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reductions: dict[str, set[str]] = defaultdict(set)

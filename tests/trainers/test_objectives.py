@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines minimise: numbers worked by hand, and a user's own functions from loss to optimizer step."""
+"""Objectives of engines: numbers worked by hand, and a user's own functions from loss to optimizer step."""
 
 from __future__ import annotations
 
@@ -158,7 +158,8 @@ def test_without_old_log_probs_they_are_the_current_ones() -> None:
 
 
 def test_interpolated_old_log_probs_by_hand() -> None:
-    """l - u = 0.6 for tokens that the weights before the update sampled, those one version and two versions before."""
+    """l - u = 0.6 for tokens sampled by the weights before the update, by the weights one version and two versions
+    earlier."""
     log_probs, sampler = torch.full((1, 3), -1.0), torch.full((1, 3), -1.6)
     old = interpolated(log_probs, sampler, torch.tensor([[0, 1, 2]]))
     assert torch.allclose(old, torch.tensor([[-1.6, -1.3, -1.2]]))

@@ -20,7 +20,7 @@ from whet.trainers.run import largest_jumps, reward_gap
 def steps(
     rewards: list[float], accuracies: dict[int, float], low: float = 0.0, high: float = 1.0
 ) -> list[dict[str, float]]:
-    """What a run logs: a validation at step 0 and after some steps."""
+    """The history of a run: a validation at step 0 and after some steps."""
     history = [{"step": 0.0, "val/accuracy": accuracies[0]}]
     for step, reward in enumerate(rewards, start=1):
         record = {"step": float(step), "critic/score/mean": reward, "critic/score/min": low, "critic/score/max": high}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward model as a role: its scores are those of transformers for the sampled ids, and what is trained on."""
+"""A reward model as a role: its scores equal transformers' for the sampled ids, and the trained numbers follow."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_a_pool_of_its_own_with_two_processes(
 
 
 def test_a_plan_counts_the_role(train_config: MakeConfig, classifier: Path) -> None:
-    from whet.planning.memory import plan_memory
+    from whet.plugins.planner.memory import plan_memory
 
     made = setup(train_config({"reward_model.model_path": str(classifier)}))
     assert "reward_model" in made.passes
@@ -365,7 +365,7 @@ def test_texts_that_cannot_go_over_are_refused(
 
 @pytest.mark.slow
 def test_an_engine_without_scores(train_config: MakeConfig, classifier: Path, additions: Rows, tmp_path: Path) -> None:
-    """An engine of a user that knows nothing of classifiers is named with what it gives."""
+    """The error for a user's engine without scores names the engine and its outputs."""
     path = tmp_path / "mine.py"
     path.write_text(
         "from whet.engines.single import SingleEngine\n"

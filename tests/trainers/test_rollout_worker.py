@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After a sync the rollout computes what the trainer does, to the bit, wherever the two run."""
+"""After a sync the rollout computes the same bits as the trainer, wherever the two run."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def batch(rows: int = 6) -> DataProto:
 
 
 def check(config: TrainConfig, actor: WorkerGroup, rollout: WorkerGroup, model_folder: Path) -> None:
-    """Versions 0 and 1: log-probs of the rollout's module, and what it samples, are those of the trainer's weights."""
+    """Checks for versions 0 and 1 that log-probs of the rollout's module, and its samples, belong to the trainer's
+    weights."""
     dtype = getattr(torch, config.rollout.dtype or config.model.dtype)
     sync = weight_sync(actor, rollout, config.rollout.dtype or config.model.dtype, SECONDS)
     made, digests = suite.requests(groups=2, n=4), []

@@ -19,7 +19,7 @@ SECONDS = 10.0
 
 
 class Scene:
-    """A run whose rollout is apart, unless told otherwise; step 3 has a checkpoint due."""
+    """A run with a separate rollout, unless set otherwise; step 3 has a checkpoint due."""
 
     def __init__(self, *, samples_apart: bool = True) -> None:
         self.validated: list[int] = []

@@ -189,7 +189,7 @@ def test_cpo_trains(wrap_method: str, train_config: MakeConfig, additions: Rows)
 def test_every_token_can_be_looked_at(
     train_config: MakeConfig, additions: Rows, tmp_path: Path, model_folder: Path
 ) -> None:
-    """trainer.log_tokens: what the hint says of a token, and what the wrapper made of it."""
+    """trainer.log_tokens writes the hint's effect on a token, and the wrapper's term."""
     config = train_config({**CPO, "algorithm.adv_options.wrap_method": "tok_kl", "trainer.log_tokens": 1})
     run = train(config, reward=length, data=additions)
     rows = [json.loads(line) for line in (tmp_path / "run" / "tokens" / "step_000001.jsonl").open()]

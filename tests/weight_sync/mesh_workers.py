@@ -22,7 +22,7 @@ ROOM = 2**14  # of a narrow bucket, which most weights do not fit into
 
 
 class Sender(suite.Probe):
-    """Counts what it sends, in buckets of any size."""
+    """Counts the bytes that it sends, in buckets of any size."""
 
     is_narrow, buckets, sent = False, 0, 0
 

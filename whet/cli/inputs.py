@@ -66,7 +66,7 @@ def config(
 
 
 def _convert(words: list[str], system: str | None, output: Path | None, variables: list[str]) -> None:
-    """Writes the recipe for a file or command of another framework; with `output` prints what is not in it."""
+    """Writes the recipe for a file or command of another framework; with `output` prints the keys that it lacks."""
     from whet.config.convert import SYSTEMS, convert
     from whet.config.foreign_files import read
 
@@ -165,7 +165,7 @@ def _convert_rows(words: list[str]) -> None:
 
 
 def config_of(command: str | None, recipe: str | None, words: list[str]) -> WholeConfig:
-    """Loads the config for `command`; without one as that of `whet train`, or of `whet sft` if only sft accepts it."""
+    """Loads the config for `command`; without one, for `whet train`, or for `whet sft` if only sft accepts it."""
     from whet.config import load_config
     from whet.config.commands import schema_of
 

@@ -107,7 +107,7 @@ def check_reward(
 
 
 def example_rows(entry: Entry) -> list[CheckedPrompt]:
-    """The examples that are paid most, as rows with a right response."""
+    """The examples with the highest reward, as rows with a right response."""
     from whet.rewards.check import CheckedPrompt
 
     given = examples_of(entry)
@@ -123,7 +123,7 @@ def example_rows(entry: Entry) -> list[CheckedPrompt]:
 
 
 def _rows_of(file: Path, count: int, prompt_key: str, answer_key: str | None) -> list[CheckedPrompt]:
-    """Raises: DataError."""
+    """Reads rows of a file.  Raises: DataError."""
     from whet.data.prompts import find_field, ground_truth, read_messages
     from whet.data.sources import read_rows
     from whet.rewards.check import CheckedPrompt

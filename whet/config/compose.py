@@ -41,8 +41,8 @@ MAX_VALUES = 100_000  # with every alias (*name) expanded
 def compose(
     schema: type[Section], recipe: str | Path | None, overrides: Sequence[str] | Mapping[str, object]
 ) -> tuple[Values, dict[str, str]]:
-    """Returns all values of the schema after recipe and overrides, unknown keys included; and by dotted key the source
-    of each that is not a default.  Raises: ConfigError."""
+    """Returns all values of the schema after recipe and overrides, including unknown keys; and, by dotted key, the
+    source of each value that is not a default.  Raises: ConfigError."""
     path = find_recipe(recipe, schema.command) if recipe is not None else None
     texts, arguments = ([], _plain(overrides)) if isinstance(overrides, Mapping) else (overrides, {})
     parsed = [_parse(schema, text) for text in texts]
@@ -94,8 +94,7 @@ def _explained(recipe: str | Path | None, schema: type[Section], path: Path | No
 def find_recipe(recipe: str | Path, command: str = "train") -> Path:
     """The file of a shipped recipe, by name, or of a user's recipe, by path.  Raises: ConfigError.
 
-    A name with a recipe for the command means that one: `whet eval gsm8k` reads gsm8k_eval.yaml.
-    """
+    A recipe for the command takes precedence: `whet eval gsm8k` reads gsm8k_eval.yaml."""
     name, path = str(recipe), Path(recipe).expanduser()
     for shipped in (f"{name}_{command}", name):
         if shipped in _shipped():
@@ -147,7 +146,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def put(tree: Values, key: str, value: object) -> None:
-    """Sets a dotted key in a tree of sections; those that are missing are made."""
+    """Sets a dotted key in a tree of sections; missing sections are created."""
     *sections, name = key.split(".")
     reduce(lambda section, each: section.setdefault(each, {}), sections, tree)[name] = value
 
@@ -182,7 +181,7 @@ def _parse(schema: type[Section], text: str) -> Override:
 
 
 def unknown_key(schema: type[Section], key: str, source: str) -> ConfigError:
-    """Returns the error for an unknown key, with our name for another framework's key, or the nearest key."""
+    """Returns the error for an unknown key; it names whet's key for another framework's, or the nearest key."""
     near = nearest_key(schema, key)
     if near == key:
         return ConfigError(key, f"one name with dots ({source})", "nested sections", "write a section for each part")
@@ -195,7 +194,7 @@ def unknown_key(schema: type[Section], key: str, source: str) -> ConfigError:
 
 
 def _run_hydra(recipe: Path | None, overrides: list[Override]) -> tuple[DictConfig, list[tuple[Path, str]]]:
-    """Returns the composed tree, and its recipe files in order of priority (last wins), each with its section."""
+    """Returns the composed tree, and its recipe files with their sections, in order of priority (last wins)."""
     import hydra
     from hydra.core.global_hydra import GlobalHydra
     from hydra.types import RunMode
@@ -229,7 +228,7 @@ def _own_hydra() -> Iterator[None]:
 
 
 def _part_file(name: str, folder: Path) -> Path | None:
-    """Finds an included file as Hydra does: beside the recipe, else among the shipped ones; None for Hydra's own."""
+    """Finds an included file as Hydra does: beside the recipe, else among shipped files; None for Hydra's own files."""
     return next((place / name for place in (folder, *folders()) if (place / name).is_file()), None)
 
 
@@ -256,14 +255,14 @@ def _resolve(schema: type[Section], composed: DictConfig, arguments: Mapping[str
 
 
 def _refers(tree: object) -> bool:
-    """Tells whether a value in the tree refers to another, or is missing."""
+    """Tells whether the tree has an interpolation or a missing value."""
     if isinstance(tree, dict | list):
         return any(map(_refers, tree.values() if isinstance(tree, dict) else tree))
     return isinstance(tree, str) and ("${" in tree or tree == "???")
 
 
 def _merged(below: object, above: object) -> object:
-    """Puts a tree over another: mappings are merged, any other value replaces what is below it."""
+    """Merges the tree `above` into `below`: mappings are merged, any other value is replaced."""
     match below, above:
         case dict(), dict():
             return below | {key: _merged(below.get(key), value) for key, value in above.items()}
@@ -271,7 +270,7 @@ def _merged(below: object, above: object) -> object:
 
 
 def _drop_empty_sections(schema: type[Section], composed: DictConfig) -> None:
-    """Removes sections that are null, as YAML reads one whose lines are all commented out."""
+    """Removes sections that are null: YAML reads a section whose lines are all commented out as null."""
     for name, field in schema.model_fields.items():
         if is_section(field.annotation) and name in composed:
             if composed[name] is None:
@@ -314,7 +313,7 @@ def _as_plain(value: Any) -> object:
 
 
 def _explain(error: Exception, what: str) -> ConfigError:
-    """The error for one of Hydra or OmegaConf: its config key, and the first lines of it and its cause."""
+    """Converts an error of Hydra or OmegaConf: its config key, and the first lines of the error and its cause."""
     from omegaconf.errors import OmegaConfBaseException
 
     chain = [each for each in (error, error.__cause__) if each is not None]

@@ -34,7 +34,7 @@ SYSTEMS = {table.system.lower(): table.system for table in tables()}
 
 @dataclass
 class Converted:
-    """A recipe of a command of whet by dotted key, the origin of each value, and what is not in it, with the reason."""
+    """The converted recipe: values by dotted key, the origin of each, and the keys left out, with the reason."""
 
     system: str
     command: str = "train"
@@ -47,7 +47,7 @@ class Converted:
     speed: list[str] = field(default_factory=list)  # keys that concern speed, memory or logs alone
 
     def to_yaml(self) -> str:
-        """The recipe as YAML, with the origin of each value, and the lists as comments, by their weight."""
+        """The recipe as YAML, with the origin of each value; other keys follow as comments, important ones first."""
         tree: Values = {}
         for key, value in self.values.items():
             put(tree, key, value)
@@ -68,8 +68,8 @@ class Converted:
 
 
 def convert(written: Written, system: str) -> Converted:
-    """Returns the recipe for the keys of a file or command of a framework; behind an @ the system may name a trainer or
-    a version of it (verl@0.3).  Raises: ConfigError."""
+    """Returns the recipe for the keys of a file or command of a framework; `system` may name a trainer or a version
+    after an @ (verl@0.3).  Raises: ConfigError."""
     name, _, trainer = system.lower().partition("@")
     known = [f"{table.system.lower()}@{table.trainer}" for table in tables() if table.trainer]
     if name not in SYSTEMS or (trainer and system.lower() not in known):
@@ -95,7 +95,7 @@ def convert(written: Written, system: str) -> Converted:
 
 
 def _recipe(written: Written, result: Converted, values: Values) -> Values:
-    """The recipe with the values of a turn or a branch, without the names of runs."""
+    """The recipe with the values of one turn of a loop or of one branch, without the names of runs."""
     found = Conversion(replace(written, values=values), result.system).run().values
     return {key: value for key, value in found.items() if key not in NAMES_OF_RUNS}
 
@@ -106,7 +106,7 @@ def _differing(recipes: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def _check_branches(written: Written, result: Converted) -> None:
-    """Raises: ConfigError where a branch that is not decided changes the recipe, with the values of each."""
+    """Raises: ConfigError where the recipe depends on a branch that is not decided, with the values of each way."""
     choices = list[str]()
     for name, ways in written.branches.items():
         recipes = {value: _recipe(written, result, values) for value, values in ways.items()}
@@ -124,7 +124,7 @@ def _check_branches(written: Written, result: Converted) -> None:
 
 
 class Conversion:
-    """The keys of one file or command, and the recipe that they become row by row."""
+    """The keys of one file or command, and the recipe into which they are converted row by row."""
 
     def __init__(self, written: Written, system: str) -> None:
         of_system = [each for each in tables() if each.system == system and each.trainer in ("", written.trainer)]
@@ -156,7 +156,7 @@ class Conversion:
         }
 
     def run(self) -> Converted:
-        """Converts row by row, those that read what others wrote last; then drops what whet would not read."""
+        """Converts row by row, last the rows that read converted values; then drops keys that whet would not read."""
         for row in sorted(self.rows, key=lambda row: row.unit is not None):
             if row.join is not None:
                 self._join(row)
@@ -182,14 +182,14 @@ class Conversion:
         return self.result
 
     def value(self, key: str) -> Any:
-        """The value of a key of theirs, or its default."""
+        """The value of the other framework's key, or its default."""
         found = self.given.get(key, self.defaults.get(key))
         if isinstance(found, str) and (reference := re.fullmatch(r"\$\{([\w.]+)\}", found)):
             return self.value(reference[1])
         return found
 
     def write(self, key: str, value: object, origin: str, *, over: bool = True) -> None:
-        """Sets a key of the recipe. A key that another one has set keeps its value, and the difference is told."""
+        """Sets a key of the recipe. A key that another row has set keeps its value; the report has the difference."""
         if key in self.result.values:
             if over and self.result.values[key] != value and not origin.startswith("default"):
                 if self.result.origins[key].startswith(("default", "always")):
@@ -239,7 +239,7 @@ class Conversion:
         return calculated(re.sub(r"\{([\w.]+)(?:,([\w.]+))?\}", of_key, formula), {"value": value})
 
     def _copy(self, row: KeyRow, value: Any, ours: tuple[str, ...], origin: str) -> None:
-        """Writes a value, translated by the row; of a list each item."""
+        """Writes a value, translated by the row; of a list, each item is translated."""
         if isinstance(value, list):
             value = [row.values.get(each, each) if isinstance(each, str) else each for each in value]
         elif isinstance(value, (str, int, float, bool)) and value in row.values:
@@ -258,7 +258,7 @@ class Conversion:
             self.write(key, scalar(setting) if setting else value, origin)
 
     def _join(self, row: KeyRow) -> None:
-        """Several keys that become one, such as a file and a function in it."""
+        """Joins several keys into one, such as a file and the function in it."""
         if row.theirs[0] in self.given:
             parts = [str(self.given.get(key, "compute_score")) for key in row.theirs]
             self.write(row.ours[0], str(row.join).join(parts), row.theirs[0])
@@ -279,7 +279,7 @@ class Conversion:
         return any(name == key and (not sign or value == scalar(wanted)) for name, sign, wanted in patterns)
 
     def _unknown(self) -> None:
-        """Keys that no row has: those below a key of a row are converted with it, the others told."""
+        """Reports keys that no row has; a key below another row's key is converted with it."""
         known = {key.partition("=")[0]: row for row in self.rows for key in row.theirs}
         if self.given and not any(key == each or key.startswith(f"{each}.") for key in self.given for each in known):
             found = f"{', '.join(list(self.given)[:3])}{', ...' if len(self.given) > 3 else ''}"
@@ -303,7 +303,7 @@ class Conversion:
                 by_kind.get(row.kind or "", self.result.without).append(f"{key}={value}" + _remark(row))
 
     def _drop_unread(self) -> None:
-        """Drops options that the function does not have, an aggregation beside a fixed one, and an idle critic."""
+        """Drops options that the function lacks, an aggregation where the loss fixes another, and an idle critic."""
         values = self.result.values
         self._drop_unregistered()
         self._rewrite_equals()
@@ -329,8 +329,8 @@ class Conversion:
             values["algorithm.kl.where"], self.result.origins["algorithm.kl.where"] = "none", "no KL term"
 
     def _rewrite_equals(self) -> None:
-        """Writes what whet refuses in a form with the same numbers: several greedy responses, which are one; a group of
-        one response, whose mean verl does not subtract; a lower bound of a ratio below 0."""
+        """Rewrites values that whet refuses in a form with the same numbers: several greedy responses become one; a
+        group of one response, whose mean verl does not subtract; a lower bound of a ratio below 0."""
         values, low = self.result.values, "algorithm.loss_options.clip_ratio_low"
         if not values.get("trainer.validation.temperature") and values.get("trainer.validation.n", 1) > 1:
             values["trainer.validation.n"] = 1
@@ -371,7 +371,7 @@ class Conversion:
                 self.result.ignored.append(f"{origin}: {why}")
 
     def _load(self) -> Section:
-        """The config of the recipe, without values that whet refuses, which are told."""
+        """The config of the recipe, without the values that whet refuses; the report names them."""
         for key in [key for key in self.result.values if not is_known(self.schema, key)]:
             self._drop(key, "no key")
         for _ in range(len(self.result.values) + 1):
@@ -393,7 +393,7 @@ class Conversion:
         raise ConfigError(self.result.system, found, change="give other keys")
 
     def _count_defaults(self) -> None:
-        """Counts keys at their default, or in a section that is switched off, in place of lines about them."""
+        """Counts keys with their default value, or in a section that is switched off, instead of listing them."""
         off = tuple(
             f"{key.rpartition('.')[0]}." for key, value in self.given.items() if value is False and _SWITCH(key)
         )

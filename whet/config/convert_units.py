@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts keys whose values need a calculation or other keys: `unit` in foreign_keys.yaml names the function.
 
-A function yields keys of whet with their values for one key of another framework. It raises ConfigError, of which the
-report has a line, where a value has to be set by hand. `place` completes processes and devices at the end."""
+A function yields keys of whet with their values for one key of another framework. It raises ConfigError where a value
+has to be set by hand; the report shows the error. `place` completes processes and devices at the end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Key(NamedTuple):
 
 
 def _updates(of: Conversion, role: str) -> int:
-    """Updates of a role (actor, critic) in a step; of a run on examples one."""
+    """The number of updates of a role (actor, critic) in a step; 1 for a run on examples."""
     values, default = of.result.values, leaf_fields(TrainConfig)["data.train_batch_size"].default
     batch: int = values.get("data.train_batch_size") or default
     mini_batch: int = values.get(f"{role}.mini_batch_size") or batch
@@ -53,13 +53,13 @@ def _updates(of: Conversion, role: str) -> int:
 
 
 def updates(of: Conversion, key: Key) -> Unit:
-    """Steps of the loop in updates of the optimizer; a negative number is none."""
+    """Converts steps of the loop to optimizer updates; a negative number counts as unset."""
     if key.value > 0:
         yield key.ours[0], key.value * _updates(of, key.ours[0].partition(".")[0])
 
 
 def steps(of: Conversion, key: Key) -> Unit:
-    """Updates of the optimizer in steps of the loop, rounded up; a number below 1 is a share of all updates."""
+    """Converts optimizer updates to steps of the loop, rounded up; a number below 1 is a share of all updates."""
     total, each = of.value("max_steps") or -1, _updates(of, "actor")
     updates = key.value * total if 0 < key.value < 1 else key.value
     if updates > 0:
@@ -69,7 +69,7 @@ def steps(of: Conversion, key: Key) -> Unit:
 
 
 def refills(of: Conversion, key: Key) -> Unit:
-    """The most batches of a step, of which the first is no refill."""
+    """Converts the largest number of batches a step to refills: the first batch is no refill."""
     if key.value > 0:
         yield key.ours[0], key.value - 1
     else:
@@ -78,13 +78,14 @@ def refills(of: Conversion, key: Key) -> Unit:
 
 
 def trackers(of: Conversion, key: Key) -> Unit:
-    """The trackers, and the two that whet's own commands read."""
+    """The trackers, with the two that whet's own commands read."""
     names = [each.strip() for each in key.value.split(",")] if isinstance(key.value, str) else key.value
     yield key.ours[0], list(dict.fromkeys([*(key.row.values.get(name, name) for name in names), "console", "jsonl"]))
 
 
 def ratio(of: Conversion, key: Key) -> Unit:
-    """A share of all steps in updates, where their number is known; TRL's are updates, as are numbers from 1 up."""
+    """Converts a share of all steps to updates, if the number of steps is known; a share of TRL refers to its
+    updates."""
     steps = of.result.values.get("trainer.total_steps")
     if not key.value:
         return
@@ -99,13 +100,13 @@ def ratio(of: Conversion, key: Key) -> Unit:
 
 
 def one_word(of: Conversion, key: Key) -> Unit:
-    """A word of the row, alone or in a list."""
+    """A value that is one of the row's words, alone or in a list."""
     [word] = key.value if isinstance(key.value, list) else [key.value]
     yield key.ours[0], key.row.values[word]
 
 
 def overlong(of: Conversion, key: Key) -> Unit:
-    """DAPO's penalty, where the buffer is switched on and the manager reads it."""
+    """DAPO's penalty for length, if its buffer is switched on and the reward manager reads it."""
     manager = next((name for each in VERL_MANAGER if isinstance(name := of.value(each), str)), "naive")
     if manager != "dapo":
         of.result.check.append(f"{key}: left out, as verl's manager {manager} does not read it (dapo does)")
@@ -114,7 +115,7 @@ def overlong(of: Conversion, key: Key) -> Unit:
 
 
 def response_length(of: Conversion, key: Key) -> Unit:
-    """The length from which DAPO's penalty counts back: that of responses here."""
+    """Checks that the length from which DAPO's penalty counts back equals the response length, as whet requires."""
     default = leaf_fields(TrainConfig)[key.ours[0]].default  # here and there
     if key.value != of.given.get(key.ours[0], default):
         raise ConfigError(key.name, key.value, change="the penalty counts back from data.max_response_length here")
@@ -122,7 +123,7 @@ def response_length(of: Conversion, key: Key) -> Unit:
 
 
 def _weight(level: str, is_masked: bool, low: float | None, high: float | None) -> Unit:
-    """The ratio of trainer and sampler as a weight: 0 beyond the bounds where it is masked, else the bound."""
+    """The weight of trainer over sampler: beyond the bounds 0 if `is_masked`, else the bound."""
     lower, upper = ("low", "high") if is_masked else ("floor", "cap")
     yield "algorithm.correction.weight", "icepop" if is_masked else "importance"
     yield "algorithm.correction.weight_options.level", level
@@ -132,7 +133,7 @@ def _weight(level: str, is_masked: bool, low: float | None, high: float | None) 
 
 
 def verl_weight(of: Conversion, key: Key) -> Unit:
-    """A threshold is the cap, or `low_high` the bounds outside which the weight is 0."""
+    """The weight of verl's correction: a threshold becomes the cap; outside `low_high` the weight is 0."""
     if key.name != key.row.theirs[0] or not key.value:
         return
     low, high = _bounds(of, key.row, 2.0)
@@ -145,7 +146,7 @@ def verl_weight(of: Conversion, key: Key) -> Unit:
 
 
 def _bounds(of: Conversion, row: KeyRow, default: Any) -> tuple[float | None, float]:
-    """The lower and the upper one of `low_high` or `high`.  Raises: ConfigError where they are no numbers."""
+    """The lower and the upper bound of `low_high` or `high`.  Raises: ConfigError where they are no numbers."""
     text = of.given.get(row.theirs[1], default)
     found = re.fullmatch(rf"(?:({_NUMBER})_)?({_NUMBER})", str(text))
     if found is None or float(found[2]) <= 0:
@@ -154,7 +155,7 @@ def _bounds(of: Conversion, row: KeyRow, default: Any) -> tuple[float | None, fl
 
 
 def verl_rejection(of: Conversion, key: Key) -> Unit:
-    """Bounds of k1 are bounds of the ratio there, the lower one by default 1 / upper; of k2 and k3 there is one."""
+    """The rejection of verl: bounds of k1 become bounds of the ratio, by default (1 / upper, upper)."""
     if key.name != key.row.theirs[0] or not key.value:
         return
     level, _, form = key.value.rpartition("_")
@@ -170,8 +171,8 @@ def verl_rejection(of: Conversion, key: Key) -> Unit:
 
 
 def trl_batches(of: Conversion, key: Key) -> Unit:
-    """Prompts of a step and of an update, from products that count responses. A step is one batch of generation, or
-    one update where that needs several."""
+    """Prompts of a step and of an update, from TRL's counts of responses. A step is one batch of generation, or one
+    update if that needs several batches."""
     given, n = of.given, of.value("num_generations")
     processes, gathered = given.get("num_processes", 1), given.get("gradient_accumulation_steps", 1)
     if "num_processes" not in given:
@@ -186,7 +187,7 @@ def _has_environments(of: Conversion) -> bool:
 
 
 def roll_lengths(of: Conversion, key: Key) -> Unit:
-    """Tokens of a response: those of a sequence without its prompt, or max_new_tokens, with environments of a turn."""
+    """Tokens of a response: length of a sequence minus its prompt, or max_new_tokens; with environments, of a turn."""
     sequence, *of_turn = key.row.theirs
     if key.name == sequence:
         if key.value > (prompt := of.value("prompt_length")):
@@ -202,7 +203,7 @@ def roll_lengths(of: Conversion, key: Key) -> Unit:
 
 
 def _responses(of: Conversion) -> tuple[int, int]:
-    """Responses of a step and of a prompt."""
+    """The numbers of responses of a step and of a prompt."""
     if _has_environments(of):  # the batch size counts trajectories
         return of.value("rollout_batch_size"), of.given.get("train_env_manager.group_size", 1)
     n = of.value("num_return_sequences_in_group")
@@ -210,13 +211,13 @@ def _responses(of: Conversion) -> tuple[int, int]:
 
 
 def roll_step(of: Conversion, key: Key) -> Unit:
-    """Prompts of a step."""
+    """The number of prompts of a step."""
     step, n = _responses(of)
     yield from ((target, each) for target, each in _prompts(of, step, n, n) if target == key.ours[0])
 
 
 def roll_batches(of: Conversion, key: Key) -> Unit:
-    """Prompts or examples of an update: rows of a device, times accumulation, times the ranks that read other rows."""
+    """Prompts or examples of an update: rows of a device times accumulation times data-parallel ranks."""
     given, role = of.given, key.name.partition(".")[0]
     ranks = len(devices_of(given.get(f"{role}.device_mapping", [0])) or [0])
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
@@ -241,7 +242,7 @@ def _prompts(of: Conversion, step: int, update: int, n: int) -> Unit:
 
 
 def function_path(of: Conversion, key: Key) -> Unit:
-    """A function by the path of its module, or `reward_func` of a file; no function of a URL."""
+    """A function named by the path of its module, or `reward_func` of a file; a URL gives none."""
     if str(key.value).endswith(".py"):
         yield key.ours[0], f"{key.value}:reward_func"
     elif "/" not in str(key.value) and "." in str(key.value):
@@ -251,7 +252,7 @@ def function_path(of: Conversion, key: Key) -> Unit:
 
 
 def functions(of: Conversion, key: Key) -> Unit:
-    """Functions of the script; the others are asked for."""
+    """The functions of the script; the report asks for functions defined elsewhere."""
     names = [key.value] if isinstance(key.value, str) else [str(each) for each in key.value]
     if others := [name for name in names if ":" not in name]:
         of.result.check.append(f"{key.name}={', '.join(others)}: set {key.ours[0]} ({key.row.remark})")
@@ -259,7 +260,7 @@ def functions(of: Conversion, key: Key) -> Unit:
 
 
 def roll_environment(of: Conversion, key: Key) -> Unit:
-    """The environment of the first tag of training, with its settings."""
+    """The environment of the first training tag, with its settings."""
     tags = of.given.get("train_env_manager.tags") or [""]
     used = list(dict.fromkeys(tags if isinstance(tags, list) else [tags]))
     below = f"{key.name}.{used[0]}."
@@ -276,14 +277,14 @@ def roll_environment(of: Conversion, key: Key) -> Unit:
 
 
 def shares(of: Conversion, key: Key) -> Unit:
-    """Shares of domains, of which the last has the rest."""
+    """Shares of domains; the last domain gets the rest."""
     *first, last = (name for name in key.value)
     domains = {name.rpartition(".")[2]: round(key.value[name], 6) for name in first}
     yield key.ours[0], {**domains, last.rpartition(".")[2]: round(1 - sum(domains.values()), 6)}
 
 
 def roll_norm(of: Conversion, key: Key) -> Unit:
-    """Rewards of environments are normalised as this says, whatever the estimator."""
+    """Normalisation of rewards in environments, which applies with every estimator."""
     if key.name != key.row.theirs[0] or of.value("adv_estimator") in ("step_reinforce", "gigpo"):
         return
     over = "batch" if of.given.get(key.row.theirs[1], "batch") == "batch" else "group"
@@ -317,7 +318,7 @@ def rewards(of: Conversion, key: Key) -> Unit:
 
 
 def trl_weight(of: Conversion, key: Key) -> Unit:
-    """The weight for vLLM's probabilities by its mode, such as token_truncate, with the bounds of other keys."""
+    """TRL's correction for vLLM's probabilities, by its mode, such as token_truncate, with bounds from other keys."""
     mode, *uppers, lower = key.row.theirs
     if key.name == mode:
         level, _, how = key.value.partition("_")
@@ -327,7 +328,7 @@ def trl_weight(of: Conversion, key: Key) -> Unit:
 
 
 def trl_rewards(of: Conversion, key: Key) -> Unit:
-    """Functions of trl.rewards, and others by the path of their module; the penalty for length is no function here."""
+    """Functions of trl.rewards, and others by the path of their module; TRL's penalty for length is a key in whet."""
     names = [key.value] if isinstance(key.value, str) else [str(each) for each in key.value]
     weights, kept = of.result.values.get("reward.weights") or [1.0] * len(names), dict[str, Any]()
     for name, weight in zip(names, weights, strict=False):
@@ -351,8 +352,8 @@ def trl_rewards(of: Conversion, key: Key) -> Unit:
 
 
 def place(of: Conversion) -> None:
-    """Completes `cluster`: Ray for several nodes, their number for pools; drops sizes that do not divide the processes,
-    and the engine that shards where there is one process."""
+    """Completes `cluster`: Ray for several nodes, and the number of nodes of pools; drops sizes that do not divide the
+    processes, and the sharding engine if there is one process."""
     values, origins = of.result.values, of.result.origins
     nodes, gpus = values.get("cluster.nnodes", 1), values.get("cluster.n_gpus_per_node", 1)
     if not isinstance(nodes, int) or not isinstance(gpus, int):
@@ -396,7 +397,7 @@ def place(of: Conversion) -> None:
 
 
 def _rows(of: Conversion) -> int:
-    """Rows of an update of the policy; of examples any number."""
+    """Rows of an update of the policy; without limit for examples."""
     values = of.result.values
     prompts = values.get("actor.mini_batch_size") or values.get("data.train_batch_size") or 32
     return max(1, prompts * values.get("rollout.n", 8)) if of.result.command == "train" else 10**9

@@ -23,7 +23,7 @@ UNSET = object()  # the default of a key that has none in the table
 
 @dataclass(frozen=True)
 class KeyRow:
-    """Keys of a framework, one or several, and what becomes of their values."""
+    """Several keys of a framework, or a single one, and the conversion of their values."""
 
     theirs: tuple[str, ...]  # keys, some as key=value
     ours: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class KeyRow:
     join: str | None = None
 
     def without(self, keys: Collection[str]) -> list[KeyRow]:
-        """The row without some of its keys, where it has others."""
+        """The row without `keys`; empty if it has no other key."""
         left = [(key, ours) for key, ours in self.pairs() if key not in keys]
         if len(left) == len(self.theirs):
             return [self]
@@ -75,7 +75,7 @@ class Table:
     defaults: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # by pattern of a section and by name
 
     def is_default(self, key: str, value: object) -> bool:
-        """Tells whether a key with its default, or one that says nothing about training, is not worth a line."""
+        """Tells whether the report may skip a key: it has its default, or does not concern training."""
         section, _, name = key.rpartition(".")
         given = (each.get(name, UNSET) for pattern, each in self.defaults.items() if fnmatchcase(section, pattern))
         return any(fnmatchcase(key, pattern) for pattern in self.quiet) or value in given
@@ -95,7 +95,7 @@ def _row(row: Mapping[str, Any]) -> KeyRow:
 
 
 def trainer_of(system: str, program: str, keys: Mapping[str, object]) -> tuple[str, bool]:
-    """The trainer that a program, or keys of its config, name, and whether the program is one of the framework's own.
+    """The trainer that a program, or its config's keys, name, and whether the program belongs to the framework.
 
     Raises: ConfigError for a trainer that is not converted."""
     rules = [rule for table in tables() if table.system == system for rule in table.trainers]
@@ -125,7 +125,7 @@ def foreign_keys() -> tuple[tuple[str, str, tuple[str, ...], str], ...]:
 
 
 def foreign_config(name: str) -> str | None:
-    """Advice where a name is that of a published config of another framework."""
+    """Advice for a name that is the name of another framework's published config."""
     found = [(table.system, table.configs[name]) for table in tables() if name in table.configs]
     told = " and ".join(f"a config of {system}: name the recipe {ours}" for system, ours in found)
     convert = f"`whet config convert SCRIPT --from {'|'.join(system.lower() for system, _ in found)}`"
@@ -133,7 +133,7 @@ def foreign_config(name: str) -> str | None:
 
 
 def foreign_key(schema: type[Section], key: str) -> str | None:
-    """Returns what to write instead of another system's key (or a key below it); None for a key of no known system."""
+    """Returns the keys to write instead of another framework's key (or a key below it); None for an unknown key."""
     found = [
         (len(theirs), system, ours, f" ({remark})" if remark else "")
         for system, theirs, ours, remark in foreign_keys()

@@ -46,7 +46,7 @@ _ACCELERATE = re.compile(r"--config_file[ =](\S+)")
 
 @dataclass
 class Written:
-    """Values that a file or command sets, by dotted key, and what could not be read."""
+    """The values that a file or command sets, by dotted key, and the parts that could not be read."""
 
     values: Values = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
@@ -57,15 +57,15 @@ class Written:
     trainer: str = field(default="", compare=False)  # the table that is for it
 
     def every(self) -> list[Values]:
-        """The values of the recipe, of all turns and of all branches."""
+        """The values of the recipe, for every turn of its loops and every branch."""
         found = [*chain(*self.loops.values()), *chain(*(ways.values() for ways in self.branches.values()))]
         return [self.values, *(each for each in found if each is not self.values)]
 
 
 def read(source: str, system: str, fixed: Mapping[str, str] | None = None) -> Written:
-    """Reads a file, or a command in one text; `fixed` are variables of a script with values that it keeps.
+    """Reads a file, or a command given as one text; `fixed` sets variables of a script that keep their values.
 
-    Raises: ConfigError where `source` is neither, sets nothing, or goes beyond a limit."""
+    Raises: ConfigError where `source` is neither, sets no key, or exceeds a limit."""
     # isfile never raises, for a text that is too long for a name either
     path = Path(source) if os.path.isfile(source) else None  # noqa: PTH113
     if path is None and not re.search(r"\s", source):
@@ -115,7 +115,7 @@ def _read(path: Path | None, source: str, system: str, fixed: Mapping[str, str])
 
 
 def scalar(value: object) -> object:
-    """The value of a text as Hydra and YAML 1.2 read it: numbers, true, null, lists, mappings."""
+    """The value of a text by the rules of Hydra and YAML 1.2: numbers, true, null, lists, mappings."""
     match value:
         case dict():
             return {key: scalar(each) for key, each in value.items()}
@@ -138,13 +138,13 @@ def _scalar(value: str) -> object:
 
 
 def _base(values: Values) -> str | None:
-    """Takes out the keys that name a file of further keys: `config`, or Hydra's `config_path` and `config_name`."""
+    """Removes and returns the name of a further file of keys: `config`, or Hydra's `config_path`, `config_name`."""
     folder, name, base = (values.pop(key, None) for key in ("config_path", "config_name", "config"))
     return str(Path(str(folder or ""), str(name).removesuffix(".yaml") + ".yaml")) if name else base and str(base)
 
 
 def _lay_over(written: Written, base: str, script: Path, system: str) -> None:
-    """Adds the keys of the file that a command names, searched beside the script and above it."""
+    """Adds the keys of the file that a command names; it is searched beside the script and in folders above."""
     for folder in (Path(), *script.absolute().parents):
         if os.path.isfile(folder / base):  # noqa: PTH113
             below = _of_yaml(folder / base)
@@ -158,13 +158,13 @@ def _lay_over(written: Written, base: str, script: Path, system: str) -> None:
 
 
 def _published(name: str, system: str) -> Mapping[str, object]:
-    """The keys of a published file, by the end of its path."""
+    """The keys of a framework's published file, found by the end of its path."""
     files = {file: keys for table in tables() if table.system.lower() == system for file, keys in table.files.items()}
     return next((keys for file, keys in files.items() if f"/{os.path.normpath(name)}".endswith(f"/{file}")), {})
 
 
 def _below(written: Written, values: Mapping[str, object]) -> None:
-    """Adds values where the command sets none, in every turn of its loops and in every branch."""
+    """Adds values for keys that the command does not set, in every turn of its loops and in every branch."""
     for each in written.every():
         own = each.copy()
         each.clear()
@@ -202,7 +202,7 @@ def _of_yaml(file: Path, depth: int = 0) -> Written:
 
 
 def _default(entry: object, folder: Path, depth: int) -> tuple[Values, list[str]]:
-    """The keys of a file that `defaults` names as NAME, NAME@PLACE or GROUP: NAME; a note where it is not here."""
+    """The keys of a file that `defaults` names as NAME, NAME@PLACE or GROUP: NAME; a note if the file is missing."""
     group, name = next(iter(entry.items())) if isinstance(entry, dict) and entry else ("", entry)
     if name in ("_self_", None) or str(group).startswith(("override", "/hydra", "hydra/")):
         return {}, []
@@ -217,9 +217,8 @@ def _default(entry: object, folder: Path, depth: int) -> tuple[Values, list[str]
 
 
 def _resolved(value: object, values: Mapping[str, object], key: str, budget: Budget, depth: int = 8) -> object:
-    """Replaces `${key}` by the value of that key, or the keys below it, where the file has it, and
-    `${oc.select:key,default}` by the default where it has not. Variables of the environment may be secrets:
-    `${oc.env:NAME,default}` is its default."""
+    """Replaces `${key}` by the value of `key`, or the keys below it, if the file has it, and `${oc.select:key,default}`
+    by the default if not. Variables of the environment may be secrets: `${oc.env:NAME,default}` is its default."""
     if isinstance(value, list):
         return [_resolved(each, values, key, budget, depth) for each in value]
     if not isinstance(value, str) or "${" not in value or not depth:
@@ -244,8 +243,8 @@ def _resolved(value: object, values: Mapping[str, object], key: str, budget: Bud
 
 
 def _of_python(text: str, system: str, path: str = "") -> Written:
-    """Reads the arguments of calls of ...Config and ...Trainer; without any the docstring's first command. What is
-    assigned to attributes of configs replaces both."""
+    """Reads the arguments of calls of ...Config and ...Trainer; without such calls, the first command in the docstring.
+    Assignments to attributes of configs override both."""
     tree = ast.parse(re.sub(r"(?m)^[ \t]*[!%].*$", "", text))  # commands of a notebook
     values, unread, program = arguments_of_calls(tree, path)
     written = Written(_renamed(values), unread)
@@ -264,8 +263,8 @@ def _renamed(values: Mapping[str, object]) -> Values:
 
 
 def _of_shell(text: str, system: str, fixed: Mapping[str, str], script: str | None = None) -> Written:
-    """Reads the arguments of the command that has most of them, the later turns of loops around it, and what they would
-    be if a branch that is not decided were taken in another way."""
+    """Reads the arguments of the command with the most arguments, in later turns of loops around it, and in every other
+    way of a branch that cannot be decided."""
     first = _run(text, script, fixed, {})
     if first is None:
         return Written()
@@ -299,8 +298,8 @@ def _of_shell(text: str, system: str, fixed: Mapping[str, str], script: str | No
 def _run(
     text: str, script: str | None, fixed: Mapping[str, str], assumed: Mapping[str, str]
 ) -> tuple[Shell, dict[str, str], dict[str, tuple[str, ...]], Launch] | None:
-    """Carries a script out, with one value after the other for what is not known, until it starts a program: the
-    script, these values, all values that were to choose from, and the program with most arguments."""
+    """Runs a script, trying candidates for values that are not known, until it starts a program. Returns the script,
+    the tried values, all candidates, and the program with most arguments."""
     waiting, found = [dict(assumed)], dict[str, tuple[str, ...]]()
     for _ in range(MAX_RUNS):
         if not waiting:
@@ -323,7 +322,7 @@ def _run(
 
 
 def _arguments_of(words: list[str], system: str) -> Written:
-    """Reads the arguments of a program; of TRL's launcher the number of processes."""
+    """Reads the arguments of a program, and from TRL's launcher the number of processes."""
     start = start_of(words)
     written = _arguments(words[start:], system)
     launcher = written.program = " ".join(words[:start])

@@ -29,8 +29,8 @@ _CHANGES = ("update", "pop", "setdefault", "append", "extend", "insert", "remove
 
 
 def arguments_of_calls(tree: ast.Module, path: str = "") -> tuple[Values, list[str], str]:
-    """Returns the values of arguments by name, those that are neither literals nor constants of the script, and the
-    names of the configs and trainers. Functions that the script at `path` defines are PATH:NAME."""
+    """Returns the values of arguments by name, the arguments that are neither literals nor constants of the script, and
+    the names of the configs and trainers. Functions that the script at `path` defines become PATH:NAME."""
     values, unread, called, names = Values(), list[str](), list[str](), constants(tree)
     own = {each.name for each in tree.body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
     for call in _nodes(tree, ast.Call):
@@ -54,8 +54,8 @@ def arguments_of_calls(tree: ast.Module, path: str = "") -> tuple[Values, list[s
 
 
 def attributes_of_configs(tree: ast.Module) -> tuple[Values, list[str]]:
-    """Returns the constants that a script assigns to attributes of its configs, by name, and assignments not read: of
-    what is no constant, in a branch or a loop, of several names at once."""
+    """Returns the constants that a script assigns to attributes of its configs, by name, and the assignments that are
+    not read: of values that are not constant, in a branch or a loop, to several names at once."""
     values, unread, configs, names = Values(), list[str](), _configs(tree), constants(tree)
     guarded = [block for block in _nodes(tree, *_BRANCHES) if not ast.unparse(block).startswith("if __name__ ==")]
     undecided = {each for block in guarded for each in ast.walk(block)}
@@ -73,7 +73,7 @@ def attributes_of_configs(tree: ast.Module) -> tuple[Values, list[str]]:
 
 
 def _value(name: str | None, node: ast.expr, names: Mapping[str, ast.expr], unread: list[str]) -> Values:
-    """The value of an argument, or of those of a mapping behind **; a line of `unread` where it is not known."""
+    """The value of an argument, or the values of a mapping behind **; adds a line to `unread` if it is not known."""
     try:
         return {name: literal(node, names)} if name else {**literal(node, names)}
     except (ValueError, TypeError):
@@ -90,7 +90,7 @@ def _targets(node: Assignment) -> list[ast.expr]:
 
 
 def _configs(tree: ast.Module) -> set[str]:
-    """Names of configs: given to a trainer as `args`, made by a ...Config(...), or parsed from the command line."""
+    """Names of configs: passed to a trainer as `args`, returned by a ...Config(...), or parsed from arguments."""
     trainers = [call for call in _nodes(tree, ast.Call) if ast.unparse(call.func).endswith("Trainer")]
     found = {ast.unparse(each.value) for call in trainers for each in call.keywords if each.arg == "args"}
     assignments: Iterator[Assignment] = _nodes(tree, ast.Assign, ast.AnnAssign)
@@ -102,7 +102,7 @@ def _configs(tree: ast.Module) -> set[str]:
 
 
 class Budget:
-    """The limits of a script that is read: of steps, and of characters and digits of its values."""
+    """The limits of reading a script: number of steps, characters and digits of its values."""
 
     MAX_STEPS, MAX_TEXT, MAX_ALL, MAX_BITS = 200_000, 100_000, 20_000_000, 256
 
@@ -124,11 +124,11 @@ class Budget:
 
 
 class TooMuch(Exception):  # noqa: N818
-    """A script that goes beyond a limit; the reader names it."""
+    """Raised for a script that exceeds a limit; the reader adds its name."""
 
 
 def calculated(text: str, values: Mapping[str, Any] | None = None, budget: Budget | None = None) -> Any:
-    """The value of an expression, in which `values` are known by name.  Raises: ValueError."""
+    """The value of an expression over the names in `values`.  Raises: ValueError."""
     try:
         names = {name: ast.parse(repr(value), mode="eval").body for name, value in (values or {}).items()}
         return literal(ast.parse(text.strip(), mode="eval").body, names, budget)

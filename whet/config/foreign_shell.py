@@ -2,8 +2,8 @@
 """Carries out shell scripts without running a program: variables, branches, loops, functions, and the output of
 programs that only change a text (basename, dirname, realpath, seq, echo).
 
-A branch that depends on what is not known ends the reading with `Undecided`; the reader begins again with each of the
-values with which the script compares it."""
+A branch that depends on an unknown value ends the reading with `Undecided`; the reader starts again with each value
+that the script compares it with."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _READ_DOCUMENT = re.compile(
 
 
 class Undecided(Exception):  # noqa: N818  # no error: the reader answers it
-    """A branch that depends on a value which is not known: its name, and values that lead to different branches."""
+    """Raised at a branch that depends on an unknown value: its name, and candidates that lead to different branches."""
 
     def __init__(self, name: str, candidates: Iterable[str]) -> None:
         super().__init__(name)
@@ -47,15 +47,15 @@ class Undecided(Exception):  # noqa: N818  # no error: the reader answers it
 
 
 class _Leave(Exception):  # noqa: N818
-    """`exit`, `return`, `break` or `continue`."""
+    """Raised by `exit`, `return`, `break` and `continue`."""
 
 
 class _NotKnown(Exception):  # noqa: N818
-    """A program whose output would have to be known."""
+    """Raised for a program whose output is needed but unknown."""
 
 
 class Launch(NamedTuple):
-    """A program with its words, its place in the script, and the loops around it with the number of their turn."""
+    """A started program: its words, its place in the script, and the loops around it with the index of their turn."""
 
     words: list[str]
     place: int
@@ -63,8 +63,9 @@ class Launch(NamedTuple):
 
 
 def start_of(words: list[str]) -> int:
-    """The place of the first argument of the program: after `python -m MODULE` or FILE.py, `trl COMMAND`, or variables
-    of the environment. The words before it belong to launchers (srun, torchrun, accelerate, `ray job submit`)."""
+    """The index of the first argument of the started program: after `python -m MODULE`, FILE.py or `trl COMMAND`, else
+    after the assigned environment variables. The words before it belong to launchers (srun, torchrun, accelerate, `ray
+    job submit`)."""
     for place, word in enumerate(words):
         runs_module = word in ("-m", "--module") and any(map(_RUNS_MODULES.search, words[:place]))
         if word.endswith(".py") and not is_argument(word):
@@ -80,7 +81,7 @@ def is_argument(word: str) -> bool:
 
 
 def _programs(nodes: Iterable[Node]) -> Iterator[tuple[str, ...]]:
-    """The simple commands that may train, assign or leave."""
+    """Yields the simple commands that may start a training, assign or leave."""
     for node in nodes:
         if node.kind == "simple" and node.words[0] not in _QUIET:
             yield node.words
@@ -89,13 +90,13 @@ def _programs(nodes: Iterable[Node]) -> Iterator[tuple[str, ...]]:
 
 
 def _shown(nodes: Iterable[Node]) -> str:
-    """The words of conditions, by which they are decided."""
+    """The words of conditions, shown to the user to name the branch."""
     inner = (node.words if node.kind == "simple" else [_shown(part) for part in node.parts if part] for node in nodes)
     return " ".join(word for words in inner for word in words)
 
 
 def _assigned(document: re.Match[str]) -> str:
-    """The assignment of a here-document that `read` puts into a variable."""
+    """The assignment that replaces a here-document read into a variable."""
     escaped = document[3].replace('"', '\\"')
     return f'{document[1]}="{escaped}"'
 
@@ -105,7 +106,7 @@ def _exits(nodes: Iterable[Node]) -> bool:
 
 
 class Shell:
-    """A script, being carried out with the values that its user sets (`fixed`) and those that are tried (`assumed`)."""
+    """A script that is run with values of the user (`fixed`) and with candidates for unknown ones (`assumed`)."""
 
     def __init__(self, script: str | None, fixed: Mapping[str, str], assumed: Mapping[str, str]) -> None:
         self.launches, self.loops = list[Launch](), dict[str, None]()  # programs; loops whose values are not known
@@ -123,7 +124,7 @@ class Shell:
             self._run(parse(_READ_DOCUMENT.sub(_assigned, text)))
 
     def _run(self, body: Iterable[Node]) -> bool | None:
-        """Carries out commands; tells whether the last one succeeds, None where that is not known."""
+        """Runs commands; tells whether the last one succeeds, None if that is unknown."""
         status: bool | None = True
         for node in body:
             self._words.budget.step()
@@ -162,8 +163,8 @@ class Shell:
         return self._run(then if holds else otherwise)
 
     def _holds(self, status: bool | None, branches: tuple[Sequence[Node], ...], shown: str) -> bool:
-        """Tells whether a condition holds. Where that is not known: a branch that only ends the script is not taken,
-        and it does not matter between branches that change nothing.  Raises: Undecided."""
+        """Tells whether a condition holds. If that is unknown, a branch that only ends the script is not taken, and the
+        choice is free between branches that change nothing.  Raises: Undecided."""
         then, otherwise = branches
         if status is not None:
             return status and not _exits(then)  # what an argument is needed for comes after it
@@ -192,7 +193,7 @@ class Shell:
         return True
 
     def _value(self, word: str) -> tuple[str, str]:
-        """The name by which a value is set, and the value; the assumed one where it is not known."""
+        """The name under which a value is set, and the value; if it is unknown, the assumed one."""
         text = self._words.text(word)
         unknown, variable = UNKNOWN.fullmatch(text), re.fullmatch(r"\"?\$\{?(\w+)(?::?-[^}]*)?\}?\"?", word)
         name = variable[1] if variable else ((unset_variables(text) or [unknown[1]])[0] if unknown else word)
@@ -219,7 +220,7 @@ class Shell:
         return self._once(node.parts[1], f"{node.words[0]} {_shown(node.parts[0])}")
 
     def _once(self, body: Sequence[Node], head: str) -> bool:
-        """Runs the body of a loop whose values are not known once, if it changes anything."""
+        """Runs the body of a loop once, if its values are unknown and the body changes anything."""
         if any(_programs(body)):
             self.loops[head] = None
             self._turn(body)
@@ -239,7 +240,7 @@ class Shell:
         return True
 
     def _simple(self, node: Node) -> bool | None:
-        """Assignments, or a program with its words."""
+        """Runs assignments, or a program with its words."""
         place, words, declares = 0, node.words, node.words[0] in _DECLARES
         given = list[re.Match[str]]()
         while place < len(words):
@@ -260,7 +261,7 @@ class Shell:
         return True
 
     def _program(self, written: Sequence[str], place: int) -> bool | None:
-        """Carries out a builtin or a function, or notes the start of a program."""
+        """Runs a builtin or a function, or records the start of a program."""
         if written[0] in _TESTING:
             return self._test([each for each in written[1:] if each not in ("]", "]]")])
         if written[0].startswith("(("):
@@ -312,7 +313,7 @@ class Shell:
             self._words.arguments(before)
 
     def _arithmetic(self, text: str) -> bool | None:
-        """`((...))`: a condition, or the change of a variable."""
+        """Evaluates `((...))`: a condition, or the change of a variable."""
         if change := _CHANGE.fullmatch(text):
             name, once, sign, value = change.groups()
             found = f"{name}{once[0]}1" if once else f"{name}{sign}({value})" if sign else value
@@ -321,7 +322,7 @@ class Shell:
         return None if (number := self._words.number(text)) is None else bool(number)
 
     def _test(self, words: Sequence[str]) -> bool | None:
-        """Tells whether a condition of `[` holds; None where that is not known."""
+        """Tells whether a condition of `[` holds; None if that is unknown."""
         for sign in ("||", "-o", "&&", "-a"):
             if sign in words[1:-1]:
                 sides = [self._test(words[: words.index(sign)]), self._test(words[words.index(sign) + 1 :])]
@@ -355,7 +356,7 @@ class Shell:
         return fnmatchcase(a, b) != (sign == "!=") if is_pattern else bool(_TESTS[sign](a, b))
 
     def _output(self, command: str) -> str | None:
-        """The output of a command; None where it is not known."""
+        """The output of a command; None if it is unknown."""
         values, before = {name: dict(value) for name, value in self._words.values.items()}, (self._printed, self._open)
         self._printed = []
         try:
@@ -388,7 +389,7 @@ class Shell:
 
 
 def _unset(text: str) -> list[str]:
-    """The first candidate for a variable that is not set: none."""
+    """The first candidate for an unset variable: no value."""
     return [""] if unset_variables(text) else []
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The language of shell scripts: `parse` reads a text into a tree of commands; `Words` knows variables, and the text
-that a word stands for. No program is run: what is not known stays as it is written, between two marks, and OTHER stands
-for any value that the script does not name."""
+"""The language of shell scripts: `parse` reads a text into a tree of commands; `Words` holds variables and expands
+words. No program is run: an unknown part stays as written, between two marks, and OTHER stands for any value that the
+script does not name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Token = tuple[Literal["word", "op"], str]
 
 
 class Node(NamedTuple):
-    """A command; what its words are, and each of its parts:
+    """A command, with its words and parts:
 
     simple    the words, of an array `NAME=(`, its words and `)`
     chain     && or || before each part, "" before the first; a command
@@ -55,7 +55,7 @@ class Node(NamedTuple):
 
 
 def piece_end(text: str, start: int, depth: int = 0) -> int:
-    """The end of the piece of a word that begins at `start`: a quoted text, a substitution, a plain run."""
+    """The index after the piece of a word that begins at `start`: a quoted text, a substitution, a plain run."""
     if depth > MAX_DEPTH:
         raise SyntaxError(f"it is nested more than {MAX_DEPTH} levels deep")
     opening = start + text.startswith(("${", "$(", "$'"), start)
@@ -81,7 +81,7 @@ def piece_end(text: str, start: int, depth: int = 0) -> int:
 
 
 def _tokens_of(text: str) -> list[Token]:
-    """The words and operators of a script, without comments, redirections and here-documents."""
+    """Yields the words and operators of a script, without comments, redirections and here-documents."""
     tokens, place, documents, in_test, redirection = list[Token](), 0, list[str](), False, ""
     while place < len(text):
         last = tokens[-1][1] if tokens and tokens[-1][0] == "word" else ""
@@ -150,7 +150,7 @@ class _Parser:
         return self._place > before
 
     def body(self, *ends: str) -> tuple[Node, ...]:
-        """Commands up to one of the words `ends`, which is read too."""
+        """Reads commands up to one of the words `ends`, and that word."""
         nodes, self._depth = list[Node](), self._depth + 1
         if self._depth > MAX_DEPTH:
             raise SyntaxError(f"its commands are nested more than {MAX_DEPTH} levels deep")
@@ -238,14 +238,14 @@ def is_known(text: str) -> bool:
 
 
 def unset_variables(text: str) -> list[str] | None:
-    """The names of the variables of a text that are not set; None where it has the output of a command."""
+    """The names of the unset variables in a text; None if it contains the output of a command."""
     found = [_NAME.fullmatch(each) for each in UNKNOWN.findall(text)]
     return None if None in found else sorted({each[1] for each in found if each})
 
 
 class Words:
-    """The variables of a script. Those in `fixed` keep their values, those in `assumed` where the script gives them an
-    unknown one; `run` gives the output of a command, None where it is not known."""
+    """The variables of a script. Variables in `fixed` keep their values; variables in `assumed` replace unknown values;
+    `run` returns the output of a command, None if it is unknown."""
 
     def __init__(self, fixed: Mapping[str, str], assumed: Mapping[str, str], run: Callable[[str], str | None]) -> None:
         self.given, self._fixed, self._run, self.budget = {**assumed, **fixed}, fixed, run, Budget()
@@ -254,7 +254,7 @@ class Words:
         self.arguments(())
 
     def arguments(self, words: tuple[str, ...]) -> tuple[str, ...]:
-        """Sets $@, $# and $1 to $9; returns those before."""
+        """Sets $@, $# and $1 to $9; returns the arguments before."""
         before = tuple(self.values.get("@", {}).values())
         self.values |= {"@": {str(place): word for place, word in enumerate(words)}, "#": {"0": str(len(words))}}
         for place in map(str, range(1, 10)):
@@ -264,13 +264,13 @@ class Words:
         return before
 
     def assign(self, name: str, value: str, index: str = "0", *, more: bool = False) -> None:
-        """Sets a variable or an element of an array; `more`: adds to its value."""
+        """Sets a variable or an element of an array; with `more` appends to its value."""
         if not self._fixed.get(name) and (is_known(value) or name not in self.given):
             place = self.values.setdefault(name, {})
             place[index] = self.budget.text(place.get(index, "") * more + value)
 
     def assign_array(self, name: str, words: tuple[str, ...], *, more: bool) -> None:
-        """Sets an array; `more`: adds to it."""
+        """Sets an array; with `more` appends to it."""
         if not self._fixed.get(name):
             place = dict(self.values.get(name, {})) if more else {}
             for word in words:
@@ -281,11 +281,11 @@ class Words:
             self.values[name] = place
 
     def text(self, word: str) -> str:
-        """Returns the text that a word stands for, not split at spaces."""
+        """Expands a word to one text, not split at spaces."""
         return " ".join(self.expand(word, split=False))
 
     def expand(self, word: str, *, split: bool = True) -> list[str]:
-        """The words that a word stands for."""
+        """Expands a word to the words that it stands for."""
         if split and "{" in word and (braces := _BRACES.fullmatch(word)):
             return [each for inner in _in_braces(braces) for each in self.expand(f"{braces[1]}{inner}{braces[6]}")]
         fields, is_word, place = [""], False, 0
@@ -305,7 +305,7 @@ class Words:
         return [each for each in fields if each or is_word]
 
     def _quoted(self, text: str) -> list[str]:
-        """The words of a text in double quotes: one, but for "$@" and "${ARRAY[@]}"."""
+        """Expands a text in double quotes: to one word, or several for "$@" and "${ARRAY[@]}"."""
         if re.fullmatch(r"\$@|\$\{(@|\w+\[@\])(:\d+)?\}", text):
             return self._parameter(text)
         whole, place = "", 0
@@ -362,7 +362,7 @@ class Words:
         return [found.get(key, found.get(str(self.number(key) if key not in found else key), ""))]
 
     def _inner(self, text: str) -> str:
-        """The value of a default or a pattern."""
+        """Expands a default or a pattern inside `${...}`."""
         return self.text(text if text[:1] in ("'", '"') else '"' + text.replace('"', "") + '"')
 
     def _changed(self, value: str, sign: str, rest: str) -> str:
@@ -386,7 +386,7 @@ class Words:
         return next((before for before, after in parts if fnmatchcase(after, pattern)), value)
 
     def number(self, text: str) -> int | None:
-        """The value of arithmetic with whole numbers and variables; None where it is not known."""
+        """The value of arithmetic with whole numbers and variables; None if it is unknown."""
 
         def value(name: re.Match[str]) -> str:
             return " ".join(self._values_of(name[0], None) or [name[0]])

@@ -16,7 +16,7 @@ HOPPER = 9  # of NVIDIA's compute capabilities, the number before the point
 
 
 class Scores(NamedTuple):
-    """The form of attention: softmax(s) value, s = scale query key^T, or with a cap cap tanh(s / cap)."""
+    """The form of attention: softmax(s) value, with s = scale query key^T, or with a cap, cap tanh(s / cap)."""
 
     scale: float
     window: int = 0  # newest keys that a query attends to, its own included; 0: all
@@ -55,7 +55,7 @@ def causal(
 def _fused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, seen: torch.Tensor | None
 ) -> torch.Tensor:
-    """The kernel of torch, causal where no mask says which keys are `seen`."""
+    """torch's kernel; causal unless a mask tells which keys are `seen`."""
     grouped = query.shape[1] != key.shape[1]
     if grouped and _writes_scores(query, is_masked=seen is not None):
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
@@ -66,13 +66,14 @@ def _fused(
 
 
 def widened(value: torch.Tensor, size: int) -> torch.Tensor:
-    """Values with heads of the size of the keys', as torch's kernels need them, with zeros."""
+    """Pads the values with zeros to the head size of the keys, as torch's kernels need."""
     return value if value.shape[-1] == size else F.pad(value, (0, size - value.shape[-1]))
 
 
 def _writes_scores(query: torch.Tensor, *, is_masked: bool) -> bool:
-    """True where torch would take the kernel that writes all scores for heads in groups: on an accelerator its others
-    know none in float32, nor with a mask before Hopper, from which on it prefers cuDNN's (its sdp_utils.cpp, 2.11)."""
+    """True if torch would choose the kernel that materialises all scores for grouped heads: on an accelerator its other
+    kernels support them neither in float32, nor with a mask before Hopper, where it prefers cuDNN's (sdp_utils.cpp,
+    2.11)."""
     if query.device.type == "cpu":  # its fused kernel knows groups; a plan for an accelerator has SHORT at 0
         return not SHORT and (query.dtype == torch.float32 or is_masked)
     return query.dtype == torch.float32 or (is_masked and _generation(query.device) < HOPPER)
@@ -86,7 +87,8 @@ def _generation(device: torch.device) -> int:
 def _unfused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: Scores, hidden: torch.Tensor
 ) -> torch.Tensor:
-    """softmax(query key^T) value, one product for the heads of a key: for short rows on a CPU faster than fused."""
+    """softmax(query key^T) value, with one product for the heads of a key: faster than fused for short rows on a
+    CPU."""
     (rows, heads, length, dim), kv_heads, sinks = query.shape, key.shape[1], form.sinks
     group = heads // kv_heads
     bias = query.new_zeros(hidden.shape).masked_fill(hidden, float("-inf"))[:, None, None]
@@ -113,7 +115,7 @@ def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
 
 
 def _hidden(query: torch.Tensor, key: torch.Tensor, window: int, mask: Mask | None) -> torch.Tensor:
-    """[b or 1, Q, K]: True where the key is padding, or after the query, or before its `window`."""
+    """[b or 1, Q, K]: True where the key is padding, after the query, or before its `window`."""
     if mask is not None and not window:
         return mask.hidden
     length, seen = query.shape[2], key.shape[2]

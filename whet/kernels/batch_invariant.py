@@ -38,7 +38,7 @@ class FixedRMSNorm(RMSNorm):
 
 
 class FixedEmbedding(nn.Embedding):
-    """An embedding whose rows are rounded to bfloat16."""
+    """An embedding that rounds its rows to bfloat16."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         """[...] -> [..., H] float32."""

@@ -29,7 +29,7 @@ def _attend(
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK: tl.constexpr, N: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Attends the tokens of one tile by the heads of one head of keys: softmax(query keys^T) values."""
+    """Computes the attention of one tile's tokens for the heads of one key head: softmax(query keys^T) values."""
     tile, head = tl.program_id(0) * 4, tl.program_id(1)
     begin, count = tl.load(tiles + tile), tl.load(tiles + tile + 1).to(tl.int32)
     own_table, first = table + tl.load(tiles + tile + 2) * table_row, tl.load(tiles + tile + 3).to(tl.int32)
@@ -99,7 +99,7 @@ def _product(
     x, weight, bias, out, rows, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     K: tl.constexpr, GROUP: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """Computes a tile of x weight^T + bias, summed in one order over the depth."""
+    """Computes a tile of x weight^T + bias, always summed in the same order over the depth."""
     group = tl.program_id(0) // (GROUP * tl.cdiv(COLUMNS, N))  # tiles of rows that share what they read of the weight
     number = tl.program_id(0) % (GROUP * tl.cdiv(COLUMNS, N))
     together = tl.minimum(tl.cdiv(rows, M) - group * GROUP, GROUP)
@@ -120,7 +120,7 @@ def _product(
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x weight^T + bias: [..., K], [N, K], [N] -> [..., N]. The tile follows from N alone."""
+    """x weight^T + bias: [..., K], [N, K], [N] -> [..., N]. The tile size depends only on N."""
     x, weight, (columns, depth) = x.contiguous(), weight.contiguous(), weight.shape
     out, rows = x.new_empty(*x.shape[:-1], columns), x.numel() // depth
     wide = WIDE if columns >= MANY_COLUMNS else NARROW
@@ -133,7 +133,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 @triton.jit(do_not_specialize=["rows"])
 def _normalise(x, weight, out, scales, rows, eps, SIZE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr):
-    """Some rows of x / sqrt(mean(x^2) + eps) weight."""
+    """Normalises some rows: x / sqrt(mean(x^2) + eps) weight."""
     row, i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, TILE)
     there, at = (row < rows)[:, None] & (i < SIZE)[None, :], row[:, None] * SIZE + i[None, :]
     wide = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
@@ -145,7 +145,7 @@ def _normalise(x, weight, out, scales, rows, eps, SIZE: tl.constexpr, TILE: tl.c
 
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """`fused.normalise`, with a result of the weight's dtype."""
+    """`fused.normalise`, with a result in the weight's dtype."""
     x, size = x.contiguous(), x.shape[-1]
     out, scales = torch.empty_like(x, dtype=weight.dtype), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
     rows, tile = x.numel() // size, triton.next_power_of_2(size)

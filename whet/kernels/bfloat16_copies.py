@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies the weights of linear layers to bfloat16 once for all passes of an update, instead of a cast in each pass.
 
-The weights stay float32: the copy is what products read, and its gradient is added to that of the weight in float32.
+The weights stay float32: products read the copy, and the copy's gradient is added to the weight's gradient in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from whet.kernels.linear import FastLinear
 
 
 class NarrowLinear(nn.Linear):
-    """A linear layer whose products read copies of its weight and bias while there are some."""
+    """A linear layer whose products read copies of its weight and bias while copies exist."""
 
     narrow: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
@@ -30,7 +30,7 @@ class NarrowLinear(nn.Linear):
         return F.linear(input, weight, bias)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
-        """A plain layer: a copy of the model has no use for the copies."""
+        """A plain layer: a copy of the model does not need the bfloat16 copies."""
         plain = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         for name, parameter in self._parameters.items():
             plain._parameters[name] = copy.deepcopy(parameter, memo)
@@ -48,7 +48,7 @@ class NarrowCopies:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Inside the block products read copies of the weights as they are at its beginning."""
+        """Makes products inside the block read copies of the weights as they are at its beginning."""
         if not self._copies:
             self._make()
         masters, copies = zip(*self._copies, strict=True) if self._copies else ((), ())
@@ -82,7 +82,7 @@ class NarrowCopies:
 
 
 def _add_gradient(weight: torch.Tensor, narrow: torch.Tensor) -> None:
-    """Adds the gradient of a copy to that of its weight, and forgets it."""
+    """Adds the gradient of a copy to its weight's gradient, and clears it."""
     assert narrow.grad is not None
     if weight.grad is None:
         weight.grad = narrow.grad.float()
@@ -96,7 +96,7 @@ def _is_plain(layer: nn.Linear) -> bool:
 
 
 def _replaced(modules: Iterable[nn.Module]) -> Iterator[NarrowLinear]:
-    """Puts a `NarrowLinear` in the place of each linear layer with float32 weights; the weights stay the same."""
+    """Replaces each linear layer with float32 weights by a `NarrowLinear`; the weights stay the same."""
     for module in modules:
         for parent in list(module.modules()):
             for name, child in list(parent.named_children()):

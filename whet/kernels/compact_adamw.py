@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW that keeps its two moments in 2 bytes a weight or in 1, and weights in 2 where that is asked for.
+"""AdamW that keeps its two moments in 2 bytes or 1 byte a weight, and on request the weights in 2 bytes.
 
-It computes in float32.
-Moments in `bfloat16`: the first is rounded to nearest. The second changes by 1 - beta2 = 0.1 % a step, less than half a
-step of bfloat16, and would stand still; it is rounded up or down at random so that the mean is kept.
-Moments in `int8`: blocks of 256 numbers of a row, each one of 256 codes between -1 and 1 times the block's largest
-number. Codes are dense near 0 and near 1 (dynamic tree quantisation). Dettmers et al. 2022,
-https://arxiv.org/abs/2110.02861. Vectors, and tensors with fewer numbers than `SMALL`, stay float32, as there.
-Weights in bfloat16 stand still too where a step is less than half of theirs. `stochastic` rounds them at random;
-`kahan` keeps what rounding took away, and adds it to the next step. Zamirai et al. 2021,
+It computes in float32. Moments in `bfloat16`: the first is rounded to nearest. The second changes by 1 - beta2 = 0.1 %
+a step, less than half a step of bfloat16, and would stand still; it is rounded up or down at random, which keeps the
+mean. Moments in `int8`: blocks of 256 numbers of a row, each one of 256 codes between -1 and 1 times the block's
+largest number. Codes are dense near 0 and near 1 (dynamic tree quantisation). Dettmers et al. 2022,
+https://arxiv.org/abs/2110.02861. Vectors, and tensors with fewer numbers than `SMALL`, stay float32, as in that paper.
+Weights in bfloat16 would stand still too if a step is less than half of their spacing. `stochastic` rounds them at
+random; `kahan` keeps the rounding error, and adds it to the next step. Zamirai et al. 2021,
 https://arxiv.org/abs/2010.06192.
 
-Of a sharded weight each rank keeps its own rows. What is random belongs to a place in the whole weight, so that any
-number of ranks draws the same.
-"""
+Of a sharded weight each rank keeps its own rows. Random bits belong to a place in the whole weight, so that any number
+of ranks draws the same bits."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ class CompactAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # the engine computes the loss before
-        """Changes every parameter that has a gradient."""
+        """Updates every parameter that has a gradient."""
         assert closure is None
         place, together = 0, defaultdict[tuple[object, ...], list[Work]](list)
         for group in self.param_groups:
@@ -84,7 +82,7 @@ class CompactAdamW(torch.optim.Optimizer):
             compact_adamw_triton.step(same, tables, self._rounding, BLOCK)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Puts back what `state_dict` gave, in the types that it has (torch's own would take the parameter's)."""
+        """Restores the state from `state_dict`, in its own dtypes (torch's own method would take the parameter's)."""
         super().load_state_dict(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for place, stored in state_dict["state"].items():
@@ -94,7 +92,7 @@ class CompactAdamW(torch.optim.Optimizer):
             }
 
     def begin(self, parameter: torch.Tensor) -> State:
-        """The state of a parameter, with moments of 0 where it has none yet."""
+        """The state of a parameter; new moments are 0."""
         state: State = self.state[parameter]
         if not state:
             own = own_part(parameter)
@@ -109,7 +107,7 @@ class CompactAdamW(torch.optim.Optimizer):
         return self._small if is_small else self._large
 
     def _begin(self, parameter: nn.Parameter, group: dict[str, Any], place: int) -> Work:
-        """The next step of a parameter, which counts from now on."""
+        """Starts the next step of a parameter, and counts it."""
         codec, state, part = self._codec(parameter), self.begin(parameter), RankPart.of(parameter)
         assert parameter.grad is not None
         state["step"] += 1
@@ -135,7 +133,7 @@ class CompactAdamW(torch.optim.Optimizer):
             self._write(state, weight, at, new, draws)
 
     def _write(self, state: State, weight: torch.Tensor, at: slice, new: torch.Tensor, draws: Draws) -> None:
-        """Keeps new weights, given in float32 (in place where they are that)."""
+        """Stores new weights, given in float32 (in place if the weights are float32)."""
         if self._rounding == "kahan":
             lost = as_rows(state["lost"])
             new.add_(lost[at])
@@ -148,7 +146,7 @@ class CompactAdamW(torch.optim.Optimizer):
 
 
 class Work(NamedTuple):
-    """The step of one weight, or of a rank's part of it."""
+    """The step of one weight, or of this rank's part of it."""
 
     weight: torch.Tensor  # [rows, all else]
     grad: torch.Tensor
@@ -159,7 +157,7 @@ class Work(NamedTuple):
 
 
 class RankPart(NamedTuple):
-    """A rank's part of a weight: consecutive rows, and a stretch of each."""
+    """A rank's part of a weight: consecutive rows, and a range of their columns."""
 
     own: torch.Tensor
     first_row: int
@@ -186,7 +184,8 @@ def own_part(weight: torch.Tensor) -> torch.Tensor:
 
 
 class Draws:
-    """32 random bits for each number of a part, from the key and the number's place in the whole weight alone."""
+    """32 random bits for each number of a part, which depend only on the key and the number's place in the whole
+    weight."""
 
     def __init__(self, seed: int, part: RankPart) -> None:
         self.keys = [(seed >> shift) & 0x7FFFFFFF for shift in (0, 31)]
@@ -198,7 +197,7 @@ class Draws:
         return self._bits(at).bitwise_and(HALF - 1)
 
     def upper(self, at: slice) -> torch.Tensor:
-        """16 others."""
+        """16 other bits for each number of these rows."""
         return self._bits(at).bitwise_right_shift(16).bitwise_and_(HALF - 1)
 
     def _bits(self, at: slice) -> torch.Tensor:
@@ -214,7 +213,8 @@ class Draws:
 
 
 def _mix(bits: torch.Tensor) -> None:
-    """Scatters 32-bit numbers in place, each to one of its own: Wellons' lowbias32, https://nullprogram.com/blog/2018/07/31.
+    """Mixes the bits of 32-bit numbers in place, one to one: Wellons' lowbias32,
+    https://nullprogram.com/blog/2018/07/31.
 
     Shifts of negative numbers bring in ones, which the masks take away.
     """
@@ -224,20 +224,20 @@ def _mix(bits: torch.Tensor) -> None:
 
 
 def round_at_random(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """Rounds float32 values to one of the two nearest bfloat16 values, the nearer one more often, so that the mean is
-    exact; `bits` are 16 random bits for each. The result stays float32; infinity and NaN do not change."""
+    """Rounds float32 values to one of the two nearest bfloat16 values, more often to the nearer one, so that the mean
+    is exact; `bits` are 16 random bits for each value. The result stays float32; infinity and NaN do not change."""
     return (values.view(torch.int32) + bits).bitwise_and_(-HALF).view(torch.float32)
 
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """[rows, all else]; a vector is one row."""
+    """[rows, product of the other dimensions]; a vector is one row."""
     if tensor.dim() < 2:
         return tensor.view(1, -1)
     return tensor.view(tensor.shape[0], math.prod(tensor.shape[1:]))
 
 
 def chunks(rows: torch.Tensor) -> Iterator[slice]:
-    """Rows that are worked on together."""
+    """Yields slices of rows to process together."""
     count = max(1, CHUNK // max(1, rows.shape[1]))
     if rows.numel():
         for start in range(0, len(rows), count):
@@ -250,7 +250,7 @@ class Exact:
     dtype = torch.float32
 
     def start(self, state: State, own: torch.Tensor) -> None:
-        """Puts moments of 0 into `state`, for a weight or a rank's part of it."""
+        """Puts moments of 0 into `state`, for a weight or this rank's part of it."""
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros_like(own, dtype=self.dtype)
 
@@ -259,22 +259,22 @@ class Exact:
         return as_rows(state[name])[at].to(torch.float32, copy=True)
 
     def write(self, state: State, name: str, at: slice, values: torch.Tensor, draws: Draws | None) -> None:
-        """Keeps rows of a moment. `draws` are given where rounding to nearest would lose it."""
+        """Stores rows of a moment. `draws` are passed if rounding to nearest would lose the change."""
         as_rows(state[name])[at] = values
 
 
 class Rounded(Exact):
-    """bfloat16: the upper half of float32."""
+    """Keeps moments in bfloat16, the upper half of float32."""
 
     dtype = torch.bfloat16
 
     def write(self, state: State, name: str, at: slice, values: torch.Tensor, draws: Draws | None) -> None:
-        """Keeps rows of a moment, rounded to nearest or with `draws` at random."""
+        """Stores rows of a moment, rounded to nearest, or with `draws` at random."""
         as_rows(state[name])[at] = values if draws is None else round_at_random(values, draws.lower(at))
 
 
 class Blocks:
-    """8-bit codes and a float32 scale for each block. A row's last block is shorter."""
+    """Keeps 8-bit codes, and a float32 scale for each block. A row's last block is shorter."""
 
     def start(self, state: State, own: torch.Tensor) -> None:
         """Moments of 0."""
@@ -308,7 +308,7 @@ Codec = Exact | Blocks
 
 @cache
 def _codes(signed: bool) -> torch.Tensor:
-    """The 256 numbers that a code may mean, rising: seven decades, each with twice the numbers of the one below."""
+    """The 256 values of the codes, ascending: seven decades, each with twice the values of the one below."""
     decades = []
     for decade in range(7):
         count = 2 ** (decade + (0 if signed else 1))
@@ -321,7 +321,7 @@ def _codes(signed: bool) -> torch.Tensor:
 
 @cache
 def _nearest(signed: bool) -> torch.Tensor:
-    """The code nearest to every float32 number, by its upper bits: a search would take ten times as long."""
+    """The nearest code of every float32 number, by its upper bits: a search would take ten times as long."""
     codes, upper_bits = _codes(signed), torch.arange(2 ** (32 - LOWER), dtype=torch.int64)
     numbers = ((upper_bits << LOWER) + 2 ** (LOWER - 1)).to(torch.int32).view(torch.float32).nan_to_num(1.0)
     nearest = torch.bucketize(numbers, (codes[1:] + codes[:-1]) / 2)
@@ -332,11 +332,11 @@ def _nearest(signed: bool) -> torch.Tensor:
 
 @cache
 def _there(table: Callable[[bool], torch.Tensor], signed: bool, device: torch.device) -> torch.Tensor:
-    """A table on the device, which it is copied to once."""
+    """A table on the device, copied there once."""
     return table(signed).to(device)
 
 
 def _blocks(rows: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] -> [rows, blocks, BLOCK], zeros at the end of a row."""
+    """[rows, columns] -> [rows, blocks, BLOCK], with zeros at the end of a row."""
     missing = -rows.shape[1] % BLOCK
     return (F.pad(rows, (0, missing)) if missing else rows).unflatten(1, (-1, BLOCK))

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step of `CompactAdamW` on an accelerator: one Triton kernel for all weights of a kind, from a table of where
-they lie. Random bits, codes and formulas are those of `compact_adamw`, which is the reference.
-"""
+"""The step of `CompactAdamW` on an accelerator: one Triton kernel for all weights of a kind, from a table of their
+addresses. Random bits, codes and formulas equal `compact_adamw`, the reference."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.uint8: t
 
 @triton.jit
 def _mixed(bits):
-    """`compact_adamw._mix`."""
+    """`compact_adamw._mix` in Triton."""
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D
     bits = (bits ^ (bits >> 15)) * 0x846CA68B
     return bits ^ (bits >> 16)
@@ -31,13 +30,13 @@ def _mixed(bits):
 
 @triton.jit
 def _rounded(values, noise):
-    """bfloat16 numbers, still float32: the lower half goes once `noise`, of 16 bits, is added."""
+    """Rounds to bfloat16 numbers, kept as float32: adds `noise` of 16 bits, then clears the lower half."""
     return ((values.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _nearest(values, DTYPE: tl.constexpr):
-    """The nearest numbers of a dtype, ties to even; the interpreter's own conversion cuts off."""
+    """Rounds to the nearest numbers of a dtype, ties to even; the interpreter's own conversion truncates."""
     if DTYPE == tl.bfloat16:
         values = _rounded(values, 0x7FFF + ((values.to(tl.uint32, bitcast=True) >> 16) & 1))
     return values.to(DTYPE)
@@ -56,7 +55,7 @@ def _read(moment, scales, codes, at, block, inside, CODED: tl.constexpr):
 
 @triton.jit
 def _encoded(values, scales, nearest, block, inside):
-    """The codes of a moment, whose scale is stored."""
+    """The codes of a moment, after storing its scale."""
     scale = tl.max(tl.abs(values), 1)
     tl.store(scales + block, scale, mask=tl.max(inside.to(tl.int32), 1) > 0)
     shares = tl.div_rn(values, tl.maximum(scale, 1.1754943508222875e-38)[:, None])
@@ -69,7 +68,7 @@ def _step(
     WEIGHT: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, ROUNDING: tl.constexpr,
     WEIGHTS: tl.constexpr, FIELDS: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Changes N blocks of one weight and of its moments."""
+    """Updates N blocks of one weight and of its moments."""
     program, w = tl.program_id(0).to(tl.int64), tl.arange(0, WEIGHTS)
     begins = tl.load(table + w, mask=w < count, other=2**62)
     own = tl.sum((begins <= program).to(tl.int32), 0) - 1
@@ -124,7 +123,7 @@ def _step(
 
 
 def step(work: Sequence[Work], tables: Sequence[torch.Tensor], rounding: str | None, width: int) -> None:
-    """Changes weights of equal dtypes, whose moments are kept alike. `tables` are codes and nearest codes, of the first
+    """Updates weights of equal dtypes with the same kind of moments. `tables` are codes and nearest codes, of the first
     moment and of the second, on the device; `width` is the number of columns of a block."""
     for start in range(0, len(work), MOST):
         some = work[start : start + MOST]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles a kind of layer once for all layers of a model, forward and backward, for rows of any length."""
+"""Compiles each kind of layer once for all layers of a model, forward and backward, for rows of any length."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MOST_VARIANTS = 32
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Compiles each layer of a model at its first call. A kind of layer that torch cannot compile runs as it is, and
-    the log says so once."""
+    """Compiles each layer of a model at its first call. A kind of layer that torch cannot compile runs uncompiled, with
+    one line in the log."""
     for number, layer in enumerate(layers):
         if "forward" not in vars(layer):
             # deepcopy gives a copy of the layer a forward of its own
@@ -29,7 +29,7 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
 
 
 class CompiledForward:
-    """The forward pass of one layer. The number of the layer stays outside of what is compiled."""
+    """The forward pass of one layer. The layer's number stays outside the compiled code."""
 
     def __init__(self, layer: nn.Module, number: int) -> None:
         self.layer, self.number = layer, number
@@ -81,5 +81,5 @@ def _plain(kind: Any) -> Callable[..., Any]:
 
 @cache
 def _checkpoints_outside() -> bool:
-    """True where transformers wraps a layer's `forward` for gradient checkpointing; older ones wrap its call."""
+    """True if transformers wraps a layer's `forward` for gradient checkpointing; older versions wrap its call."""
     return "__call__" not in vars(GradientCheckpointingLayer)

@@ -35,25 +35,26 @@ def back(x: torch.Tensor, before: torch.Tensor, at: torch.Tensor) -> Iterator[to
 
 def delta_rule(rule: Rule, inputs: tuple[torch.Tensor, ...], start: torch.Tensor | None) -> tuple[Any, Any]:
     """Query, key, value, log of the decay and rate [n, w, ...] and states at the start [n, VH, K, V] -> [n, w, VH, V]
-    and states at the end. Zeros behind a sequence leave its state as it is."""
+    and states at the end. Zeros after a sequence leave its state unchanged."""
     query, key, value, decay, rate = inputs
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     return rule(query, key, value, g=decay, beta=rate, initial_state=start, **options)
 
 
 def with_zero(inputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Adds a row of zeros behind each [T, ...]."""
+    """Appends a row of zeros to each tensor [T, ...]."""
     return [F.pad(each, [*[0] * (2 * each.dim() - 1), 1]) for each in inputs]
 
 
 def in_grid(flat: Sequence[torch.Tensor], index: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The rows [n, w] of each, [T + 1, ...] -> [n, w, ...]."""
+    """The rows [n, w] of each tensor: [T + 1, ...] -> [n, w, ...]."""
     return tuple(each.index_select(0, index.flatten()).unflatten(0, index.shape) for each in flat)
 
 
 @dataclass(frozen=True)
 class PackedFlow:
-    """The flow of packed rows: what begins at zero first, shared prompts among it, then what goes on from these."""
+    """The flow of packed rows: first pieces that begin with a zero state, including shared prompts, then pieces that
+    continue these."""
 
     before: torch.Tensor  # [S + 1] the token before each, S where there is none
     grids: tuple[tuple[torch.Tensor, torch.Tensor | None], ...]  # [n, w] tokens, S as padding; [n] numbers of pieces
@@ -61,7 +62,7 @@ class PackedFlow:
 
     @classmethod
     def of(cls, before: torch.Tensor, size: int) -> PackedFlow:
-        """before [T] the token before each, -1 where there is none; `size` S is T with padding."""
+        """The flow for before [T], the token before each, -1 without one; `size` S is T with padding."""
         device, before = before.device, before.cpu()
         begins = before != torch.arange(len(before)) - 1
         begins[:1] = True
@@ -85,12 +86,12 @@ class PackedFlow:
         return cls(chain.to(device), tuple(grids), places.to(device))
 
     def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Finds inputs by the chain of tokens before.   [S, C] -> [S, C]"""
+        """Finds the inputs of each token's convolution by following the token's predecessors.   [S, C] -> [S, C]"""
         at = torch.arange(len(x), device=x.device)
         return weighted(back(F.pad(x, (0, 0, 0, 1)), self.before, at), weight)
 
     def scan(self, layer: int, rule: Rule, steps: Rule, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Scans grid by grid, or all sequences in a call.   [S, ...] -> [S, VH, V]"""
+        """Scans grid by grid, or all sequences in one call.   [S, ...] -> [S, VH, V]"""
         if (packed := packed_rule(inputs[0].device)) is not None and inputs[0].dtype != torch.float32:
             return self._in_calls(packed, inputs)
         flat = with_zero(inputs)
@@ -105,8 +106,8 @@ class PackedFlow:
 
     @cached_property
     def calls(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """Tokens of sequences one after the other, the start of each, and the piece that it continues: first the pieces
-        that begin at zero, then the others."""
+        """Tokens of sequences one after the other, the start of each, and the piece that it continues: first pieces
+        with a zero state, then the others."""
         found, size = [], len(self.places)
         for is_late in (False, True):
             if grids := [grid for grid in self.grids if (grid[1] is not None) == is_late]:
@@ -128,8 +129,8 @@ class PackedFlow:
 
 @cache
 def packed_rule(device: torch.device) -> Rule | None:
-    """flash-linear-attention's rule for sequences of any lengths in a row, where it is installed and the device runs
-    Triton. Called as it is documented; not run on a card yet."""
+    """flash-linear-attention's rule for sequences of any lengths in a row, if it is installed and the device runs
+    Triton. Written from its documentation, not yet run on an accelerator."""
     if not runs_triton(device, "linear attention is torch's") or find_spec("fla") is None:
         return None
     found: Rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
@@ -137,7 +138,8 @@ def packed_rule(device: torch.device) -> Rule | None:
 
 
 def _alike(lengths: torch.Tensor, chosen: torch.Tensor) -> Iterator[tuple[int, list[int]]]:
-    """Chosen pieces whose numbers of chunks have the same next power of two, with the longest length of them."""
+    """Groups of chosen pieces whose chunk counts have the same next power of two, with the longest length of each
+    group."""
     chunks = ((lengths + CHUNK - 1) // CHUNK).tolist()
     groups: dict[int, list[int]] = {}
     for piece in chosen.nonzero()[:, 0].tolist():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacement of a model's RMS norms and gated MLPs by versions that save less memory for the backward pass, and of its
-linear layers by ones with a kernel of whet.
+"""Replaces a model's RMS norms and gated MLPs by versions that save less memory for the backward pass, and its linear
+layers by layers with a kernel of whet.
 
-A module is replaced only if it computes the same: its parts have the expected names, and a small copy with random
-weights (its own may not be loaded yet) gives the same results."""
+A module is replaced only if the version computes the same: its parts have the expected names, and a small copy with
+random weights (the model's may not be loaded yet) gives the same results."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _counterpart(module: nn.Module) -> nn.Module | None:
 
 @torch.no_grad()
 def _same(module: nn.Module) -> bool:
-    """True where small copies of the module and its counterpart, with random weights, agree on a few random rows."""
+    """True if small copies of the module and its replacement, with random weights, agree on a few random rows."""
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # torch.manual_seed also seeds accelerators, and takes milliseconds
         small = copy.copy(module)
@@ -113,7 +113,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = weight, eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., H] -> [..., H]. Under autocast the result of float32 states has autocast's dtype."""
+        """[..., H] -> [..., H]. Under autocast float32 states give a result in autocast's dtype."""
         if torch.is_grad_enabled():
             out: torch.Tensor = _RMSNorm.apply(x, self.weight, self.eps)
             return out
@@ -162,7 +162,7 @@ def gradients(
 def reference_gradients(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gradients` in torch."""
+    """`gradients` in plain torch."""
     unit, grad = _at_least_float32(x) * scale, _at_least_float32(grad)
     grad_weight = (grad * unit).flatten(0, -2).sum(0)
     grad = grad * weight
@@ -184,7 +184,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _has_kernel(*tensors: torch.Tensor) -> bool:
-    """True where the C++ kernel can run: not under torch.compile, which fuses the formula, nor on fake tensors."""
+    """True if the C++ kernel can run: not under torch.compile, which fuses the formula, nor on fake tensors."""
     for each in tensors:
         if each.dtype not in KERNEL_DTYPES or not each.is_cpu or isinstance(each, FakeTensor):
             return False

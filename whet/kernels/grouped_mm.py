@@ -17,7 +17,7 @@ MIN_ROWS = 16
 def one_by_one(
     module: Any, rows: torch.Tensor, counts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """Rows [n, H] sorted by expert, and the number of each -> [n, H]."""
+    """Computes expert after expert: rows [n, H], sorted by expert, and the number of rows of each -> [n, H]."""
     outs, none = [], [None] * len(gate_up)
     gate_up, down = (gate_up.mT, down.mT) if module.is_transposed else (gate_up, down)
     biases = [module.gate_up_proj_bias.unbind(), module.down_proj_bias.unbind()] if module.has_bias else [none, none]
@@ -40,7 +40,7 @@ def grouped(
 
 
 def same_for_each(module: Any, rows: torch.Tensor) -> torch.Tensor:
-    """The shapes alone, for tensors without values: each expert gets the same number of rows."""
+    """Computes shapes only, for tensors without values: each expert gets the same number of rows."""
     each = -(-len(rows) // (module.num_experts * MIN_ROWS)) * MIN_ROWS
     whole = F.pad(rows, (0, 0, 0, module.num_experts * each - len(rows)))
     up, down = module.gate_up_proj, module.down_proj

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers in float32 by a C++ kernel, on processors with AVX2: MKL hardly uses a second core for few rows there.
+"""Linear layers in float32 by a C++ kernel, for processors with AVX2, where MKL hardly uses a second core for few rows.
 
-On processors of AMD the bits are those of MKL. Everywhere else layers compute `F.linear`, the reference."""
+On AMD processors the bits equal MKL's. On all other processors layers call `F.linear`, the reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLAIN = (torch.Tensor, nn.Parameter)  # a subclass may be sharded, or a shape al
 
 
 class FastLinear(nn.Linear):
-    """nn.Linear by the kernel, where that can run."""
+    """nn.Linear, computed by the kernel if it can run."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # its name in torch
         """[..., K] -> [..., N]."""
@@ -71,7 +71,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _suits(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """True where the kernel can run, and a look at the operators of torch would miss nothing."""
+    """True if the kernel can run, and no tool that watches torch's operators would miss the call."""
     return (
         x.dtype == weight.dtype == torch.float32
         and type(x) in PLAIN
@@ -88,7 +88,7 @@ def _suits(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 @cache
 def _kernels() -> tuple[Any, ...]:
-    """The compiled kernels; none on other processors, and where no C++ compiler works."""
+    """The compiled kernels; empty on other processors, and without a working C++ compiler."""
     if torch.backends.cpu.get_cpu_capability() != "AVX2":
         return ()
     if (compiled := library(Path(__file__).with_suffix(".cpp"))) is None:

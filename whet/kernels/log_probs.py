@@ -13,7 +13,7 @@ CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 class LogitForm(NamedTuple):
-    """Logits from z = hidden weight^T + bias: scale z, or with a cap cap tanh(scale z / cap)."""
+    """Logits from z = hidden weight^T + bias: scale z, or with a cap, cap tanh(scale z / cap)."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -26,13 +26,13 @@ class LogitForm(NamedTuple):
         return cls(scale, next(filter(None, (getattr(config, name, None) for name in CAPS)), None))
 
     def __call__(self, z: torch.Tensor) -> torch.Tensor:
-        """z -> logits, elementwise."""
+        """Maps z to logits, elementwise."""
         if self.cap is not None:
             return (z * (self.scale / self.cap)).tanh() * self.cap
         return z if self.scale == 1.0 else z * self.scale
 
     def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
-        """d logits / d z, from the logits."""
+        """d logits / d z, computed from the logits."""
         return self.scale if self.cap is None else self.scale * (1 - (logits / self.cap).square())
 
 
@@ -96,7 +96,7 @@ def _products(
 def _of_chunk(
     at: slice, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None, like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradients of a chunk's log-probs, zeros where nothing depends on them, and of its entropies."""
+    """The gradients of a chunk's log-probs and entropies; zeros for log-probs that nothing depends on."""
     if grad_log_probs is None:
         own = torch.zeros(len(like), dtype=torch.float32, device=like.device)
     else:
@@ -105,7 +105,7 @@ def _of_chunk(
 
 
 def _kernels(hidden: torch.Tensor, fixed: bool) -> Any:
-    """The module of Triton kernels where they run; float32 on an accelerator keeps torch's."""
+    """The module of Triton kernels if they run here; float32 on an accelerator keeps torch's kernels."""
     otherwise = "log-probs take several passes over the logits"
     if not fixed and (hidden.dtype != torch.bfloat16 or not runs_triton(hidden.device, otherwise)):
         return None

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels of the head on an accelerator: statistics of tokens in one pass over their logits, and the gradient of
-the logits in their place. `log_probs` says the same in torch.
-"""
+the logits written over them. `log_probs` has the same in torch."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ TILE = 4096  # tokens of the vocabulary read at once
 
 @triton.jit
 def _formed(z, scale, cap, heat, CAPPED: tl.constexpr):
-    """The logit over the temperature, from the product z."""
+    """The logit over the temperature, computed from the product z."""
     z = z.to(tl.float32) * scale
     if CAPPED:
         z = cap * (2 / (1 + tl.exp(-2 * z / cap)) - 1)
@@ -29,7 +28,7 @@ def _statistics(
     products, targets, found, heats, V, row_stride, count, heat_stride, scale, cap,
     TILE: tl.constexpr, CAPPED: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
-    """Reads the logits l of one token: sums of exp(l - m), l exp(l - m) and exp(l - m)^2, m the running maximum."""
+    """Reduces the logits l of one token to sums of exp(l - m), l exp(l - m) and exp(l - m)^2, m the running maximum."""
     row, i = tl.program_id(0), tl.arange(0, TILE)
     heat = tl.load(heats + row * heat_stride)
     base = products + row.to(tl.int64) * row_stride
@@ -98,7 +97,7 @@ def gradient_(
     products: torch.Tensor, targets: torch.Tensor, log_sums: torch.Tensor, entropies: torch.Tensor,
     grad_log_probs: torch.Tensor, grad_entropies: torch.Tensor | None, scale: float, cap: float, temperature: float,
 ) -> torch.Tensor:  # fmt: skip
-    """Overwrites products [N, V] by the gradient of them, from those of log-probs and entropies [N] float32."""
+    """Overwrites products [N, V] with their gradient, from the gradients of log-probs and entropies [N] float32."""
     rows, size = products.shape
     has_entropy = grad_entropies is not None
     _gradient[(rows, triton.cdiv(size, TILE))](

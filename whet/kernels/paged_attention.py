@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention: the operator `whet::paged_attention` on a CPU, a C++ kernel where there is a compiler, else plain
-torch; on an accelerator torch's scaled_dot_product_attention over what the block table names.
+"""Paged attention: the operator `whet::paged_attention` on a CPU, with a C++ kernel if there is a compiler, else plain
+torch; on an accelerator torch's scaled_dot_product_attention over the blocks of the table.
 
-Which blocks, slots and keys a batch of tokens means is worked out once for all layers; the host waits for nothing."""
+The blocks, slots and keys of a batch are computed once for all layers; the host waits for no result."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def paged_attention(
     cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Writes each token's key and value into its block, then attends it to positions 0..its own of its sequence.
+    """Writes each token's key and value into its block, then computes its attention to positions 0..its own of its
+    sequence.
 
     query [T, H, D], key [T, KV, D], value [T, KV, V]: a flat batch of tokens of any sequences.
     keys [blocks, KV, D, 16], values [blocks, KV, 16, V]: one layer of the cache, blocks of 16 tokens, written in place.
@@ -73,7 +74,7 @@ def reference(
     cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`paged_attention` in torch: gathers every token's keys and masks what it may not see."""
+    """`paged_attention` in torch: gathers every token's keys and masks later and padded ones."""
     (tokens, heads, dim), kv_heads = query.shape, key.shape[1]
     real = rows >= 0
     table = tables[rows.clamp(min=0).long()].long()
@@ -105,7 +106,7 @@ def reference(
 
 
 def _cpu(*given: Any) -> torch.Tensor:
-    """The arguments are those of the operator."""
+    """Implements the operator; the arguments are the operator's."""
     query, key, value, keys, values, tables, rows, positions, scale, window, cap, sinks = given
     kernel = load_kernel()
     (tokens, heads, dim), value_dim = query.shape, value.shape[2]
@@ -140,7 +141,7 @@ torch.library.register_fake("whet::paged_attention", _shape_only, lib=_operators
 
 @cache
 def load_kernel() -> ctypes._NamedFuncPointer | None:  # type: ignore[name-defined]
-    """The compiled kernel, or None where no C++ compiler works."""
+    """The compiled kernel; None without a working C++ compiler."""
     compiled = library(Path(__file__).with_suffix(".cpp"))
     if compiled is None:
         return None
@@ -153,7 +154,7 @@ def load_kernel() -> ctypes._NamedFuncPointer | None:  # type: ignore[name-defin
 
 @dataclass(frozen=True)
 class BlockIndex:
-    """T tokens of S sequences, at most Q of each, that see up to K keys each."""
+    """The index of T tokens in S sequences, at most Q tokens of each, with up to K visible keys each."""
 
     slots: torch.Tensor  # [T] where each token's key goes among those of the cache; padding goes to the spare block
     keys: torch.Tensor  # [S, K] where the keys of each sequence lie
@@ -166,7 +167,7 @@ class BlockIndex:
         cls, tables: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, spare: int, longest: int, context: int
     ) -> BlockIndex:
         """Makes it from `paged_attention`'s arguments: `longest` is the number of tokens of the longest sequence here,
-        `context` the largest position + 1, `spare` a block that belongs to nobody."""
+        `context` the largest position + 1, `spare` an unused block."""
         width = min(tables.shape[1], -(-context // (BLOCK_SIZE * WIDTH_STEP)) * WIDTH_STEP)
         real, row, tables = rows >= 0, rows.clamp(min=0).long(), tables.long()
         block = tables[row].gather(1, (positions // BLOCK_SIZE)[:, None]).squeeze(1)
@@ -192,8 +193,8 @@ class BlockIndex:
         values: torch.Tensor,
         scores: Scores,
     ) -> torch.Tensor:
-        """[T, H, D], [T, KV, D], [T, KV, V] -> [T, H, V]; key and value go into one layer of the cache, both
-        [KV, blocks, 16, .]. Arguments as of `paged_attention`; what comes out on padding means nothing."""
+        """[T, H, D], [T, KV, D], [T, KV, V] -> [T, H, V]; stores key and value in one layer of the cache, both [KV,
+        blocks, 16, .]. Arguments as in `paged_attention`; results on padding are meaningless."""
         kept = keys.flatten(1, 2), values.flatten(1, 2)
         for held, new in zip(kept, (key, value), strict=True):
             held.index_copy_(1, self.slots, new.transpose(0, 1).to(held.dtype))
@@ -209,7 +210,7 @@ class BlockIndex:
         return F.pad(out, (0, 0, 0, 0, 0, 1)).index_select(0, self.grid)
 
     def _mask(self, window: int) -> torch.Tensor:
-        """True where a token sees a key."""
+        """True where a token may attend to a key."""
         if window not in self.masks:
             at, positions = torch.arange(self.keys.shape[1], device=self.keys.device), self.positions[:, None, :, None]
             seen = at <= positions
@@ -218,8 +219,8 @@ class BlockIndex:
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, form: Scores) -> torch.Tensor:
-    """[s, H, Q, D], [s, KV, K, D], [s, KV, K, V], [s, 1, Q, K] -> [s, H, Q, V]. Kernels that take a mask know no
-    groups of heads: those of one key go together as queries, or, where there are several queries, keys are repeated."""
+    """[s, H, Q, D], [s, KV, K, D], [s, KV, K, V], [s, 1, Q, K] -> [s, H, Q, V]. Kernels with a mask do not support
+    grouped heads: the heads of one key become queries, or, if there are several queries, keys are repeated."""
     sequences, heads, longest, dim = q.shape
     group = heads // k.shape[1]
     if longest == 1:

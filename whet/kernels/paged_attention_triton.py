@@ -31,7 +31,7 @@ def _attend(
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
     N: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Attends one row by one head of keys to one part of its context: softmax(query keys^T) values."""
+    """Computes the attention of one row, for one key head, over a part of its context: softmax(query keys^T) values."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot, at = tl.load(slots + row).to(tl.int64), tl.load(positions + row).to(tl.int32)
     g, d, j = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, N)
@@ -88,7 +88,7 @@ def _attend(
 
 @triton.jit
 def _begin(own, sinks, heads, inside, split):
-    """The largest score, the sum of exp(. - largest), and the own key's share of it, of this key and the sink, which
+    """The largest score, the sum of exp(. - largest), and the own key's part of it, over this key and the sink, which
     belong to the first part of a context."""
     most = tl.where(split == 0, own, -1e30)
     share = tl.where(split == 0, 1.0, 0.0) + tl.zeros_like(own)
@@ -104,7 +104,7 @@ def _begin(own, sinks, heads, inside, split):
 
 @triton.jit
 def _join(parts, sums, out, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr):
-    """Joins the results of one head of one row over parts of its context."""
+    """Combines the results of one head of one row over the parts of its context."""
     head, s, d = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, DP)
     most, total = tl.load(sums + (head * SPLITS + s) * 2), tl.load(sums + (head * SPLITS + s) * 2 + 1)
     share = tl.exp(most - tl.max(most, 0))
@@ -119,7 +119,7 @@ def decode_attention(
     tables: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, scale: float, window: int, cap: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Writes the key and value of one token a row into its block, and attends it to positions 0..its own.
+    """Writes the key and value of one token a row into its block, and computes its attention to positions 0..its own.
 
     query [B, H, D], key and value [B, KV, D]; keys and values [KV, blocks, 16, D] of a layer, written in place; tables
     [S, W] int32; slots [B] the row of the table; positions [B]; scale, window, cap and sinks as in `Scores`.
@@ -159,8 +159,8 @@ def tile_attention(
     tables: torch.Tensor, slots: torch.Tensor, tiles: torch.Tensor, scale: float, window: int, cap: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`decode_attention` for tokens of which several follow each other: slots [T] is where the key of each goes among
-    those of the cache, tiles [n, 4] as `tiles.tiles_of` makes them, and a sequence's row is that of tables [S, W]."""
+    """`decode_attention` for several consecutive tokens of a sequence: slots [T] has the place of each key in the
+    cache, tiles [n, 4] come from `tiles.tiles_of`, and tables [S, W] has a row for each sequence."""
     kept = [each.flatten(1, 2) for each in (keys, values)]
     for there, new in zip(kept, (key, value), strict=True):
         there.index_copy_(1, slots, new.transpose(0, 1).to(there.dtype))

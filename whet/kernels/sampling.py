@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing tokens from logits with random numbers that depend on the request and the position alone; before that,
-changes of the logits: allowed tokens, bad words, then penalties, in vLLM's order. `sampling_triton` is its kernel."""
+"""Chooses tokens from logits, with random numbers that depend only on the request and the position. Before that it
+changes logits: allowed tokens, bad words, then penalties, in vLLM's order. `sampling_triton` has a kernel for it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Constraints:
 
     @classmethod
     def of(cls, requests: Sequence[KeyedRequest], vocab_size: int, device: torch.device) -> Constraints:
-        """The columns of `requests`.  Raises: EngineError for rules that cannot be kept."""
+        """The columns of `requests`.  Raises: EngineError for rules that cannot be met."""
         params = [request.params for request in requests]
         rules: dict[Rules, int] = {}
         rule = [rules.setdefault((p.allowed_token_ids, p.bad_words), len(rules)) for p in params]
@@ -82,7 +82,7 @@ class Constraints:
         )
 
     def to(self, device: torch.device) -> Constraints:
-        """The same columns on a device."""
+        """Copies the columns to a device."""
         return Constraints(**{name: moved(each, device) for name, each in vars(self).items()})
 
     def rows(self, index: torch.Tensor | slice) -> Constraints:
@@ -97,8 +97,8 @@ class Constraints:
         )
 
     def apply(self, logits: torch.Tensor, generated: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """[S, V] logits as constrained. `generated` [S, T] holds the tokens sampled so far, row s counts[s] of them;
-        T is 1 at least.  A row without constraints keeps its bits."""
+        """Applies the constraints to logits [S, V]. `generated` [S, T] has the tokens sampled so far, counts[s] of them
+        in row s; T is at least 1.  A row without constraints keeps its bits."""
         logits = logits.masked_fill(self.forbidden[self.rule], float("-inf"))
         if len(self.words):
             logits[self._ends_of_bad_words(generated, counts)] = float("-inf")
@@ -125,7 +125,7 @@ class Constraints:
 
 
 def check_rules(rules: Rules, vocab_size: int) -> None:
-    """Raises: EngineError for tokens that the model does not have, and where nothing could be drawn."""
+    """Raises: EngineError for tokens that the model does not have, and if no token would be allowed."""
     allowed, bad_words = rules
     for name, ids in (
         ("allowed_token_ids", allowed or ()),
@@ -169,7 +169,7 @@ class SamplingState:
 
     @classmethod
     def of(cls, requests: Sequence[KeyedRequest], vocab_size: int, device: torch.device) -> SamplingState:
-        """The columns of `requests`.  Raises: EngineError for constraints that cannot be kept."""
+        """The columns of `requests`.  Raises: EngineError for constraints that cannot be met."""
         params = list({id(request.params): request.params for request in requests}.values())  # many share theirs
         number = {id(each): number for number, each in enumerate(params)}
         row = torch.tensor([number[id(request.params)] for request in requests], dtype=torch.int64, device=device)
@@ -200,11 +200,11 @@ class SamplingState:
 
     @property
     def is_uncut(self) -> bool:
-        """True where all rows draw from softmax(logits / temperature), or take the likeliest token."""
+        """True if all rows draw from softmax(logits / temperature), or take the most probable token."""
         return self.constraints is None and not self.has_top and not self.has_min_p
 
     def wider(self, rows: int) -> SamplingState:
-        """The columns, with zeros for so many rows more."""
+        """The columns with `rows` more rows of zeros."""
         columns: dict[str, Any] = {
             n: torch.cat([each, each.new_zeros(rows, *each.shape[1:])])
             for n, each in vars(self).items()
@@ -213,7 +213,7 @@ class SamplingState:
         return replace(self, **columns)
 
     def to(self, device: torch.device) -> SamplingState:
-        """The same columns on a device."""
+        """Copies the columns to a device."""
         if device == self.keys.device:
             return self
         columns: dict[str, Any] = {n: moved(each, device) for n, each in vars(self).items() if torch.is_tensor(each)}
@@ -230,7 +230,8 @@ class SamplingState:
 
 
 def uniforms(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """[S] float32 in [0, 1): a hash of each row's key and position (splitmix64's finaliser, Steele et al. 2014)."""
+    """Random numbers [S] float32 in [0, 1), hashed from each row's key and position (splitmix64, Steele et al.
+    2014)."""
     x = keys + (positions + 1) * -7046029254386353131  # the golden ratio's 64 bits, as a signed number
     x = (x ^ _shift_right(x, 30)) * -4658895280553007687
     x = (x ^ _shift_right(x, 27)) * -7723592293110705685
@@ -246,12 +247,12 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 def sample(
     logits: torch.Tensor, state: SamplingState, positions: torch.Tensor, generated: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [S] and their log-probs [S] from logits [S, V]; `positions` [S] counts the tokens sampled before, and
-    `generated` [S, T], T >= 1, holds them where rows have constraints.
+    """Samples tokens [S] with their log-probs [S] from logits [S, V]; `positions` [S] counts the tokens sampled before,
+    and `generated` [S, T], T >= 1, has these tokens if rows have constraints.
 
-    A token is where the cumulated probability first exceeds the row's uniform number, so that a row's choice depends on
-    its own logits alone. Log-probs are of softmax(logits / temperature), before constraints, min-p, top-k and top-p.
-    """
+    The chosen token is the first at which the cumulated probability exceeds the row's uniform number, so that a row's
+    choice depends on its own logits alone. Log-probs are of softmax(logits / temperature), before constraints, min-p,
+    top-k and top-p."""
     logits = logits.float()
     log_probs = (logits if state.plain else logits / state.temperature[:, None]).log_softmax(-1)
     choices = log_probs
@@ -276,16 +277,16 @@ def sample(
 
 
 def likeliest(logits: torch.Tensor, state: SamplingState) -> list[Likeliest]:
-    """The likeliest tokens of each row of [S, V] with their log-probs, which are those of `sample`: as many as the row
-    with the most asks for."""
+    """The most probable tokens of each row of [S, V] with the log-probs of `sample`: as many as the row that asks for
+    the most."""
     log_probs = (logits.float() / state.temperature[:, None]).log_softmax(-1)
     found = log_probs.topk(min(state.num_likeliest, logits.shape[1]))
     return [tuple(zip(*row, strict=True)) for row in zip(found.indices.tolist(), found.values.tolist(), strict=True)]
 
 
 def _cut(log_probs: torch.Tensor, state: SamplingState) -> torch.Tensor:
-    """-inf where a token has less than min_p of the likeliest's probability, then outside the top_k likeliest of those
-    left, then outside the smallest likeliest set of at least top_p of what is left."""
+    """Sets tokens to -inf that have less than min_p of the largest probability, then tokens outside the remaining
+    top_k, then tokens outside the smallest set of most probable tokens with at least top_p of the remaining mass."""
     if state.has_min_p:
         probs = log_probs.exp()
         unlikely = probs < state.min_p[:, None] * probs.amax(-1, keepdim=True)
@@ -302,5 +303,5 @@ def _cut(log_probs: torch.Tensor, state: SamplingState) -> torch.Tensor:
 
 
 def is_stop(tokens: torch.Tensor, stop_ids: torch.Tensor) -> torch.Tensor:
-    """[S] bool: the token is among the row's `stop_ids` [S, K], which end its response."""
+    """[S] bool: True if the token is among the row's `stop_ids` [S, K], which end its response."""
     return (tokens[:, None] == stop_ids).any(1)

@@ -16,7 +16,7 @@ TILE = 4096  # tokens of the vocabulary that one program reads
 
 @triton.jit
 def _tile(logits, slots, temperature, maxima, sums, likeliest, V, stride, tiles, TILE: tl.constexpr):
-    """The largest of a tile of logits / temperature, its place, and the sum of exp(. - largest)."""
+    """Reduces a tile of logits / temperature: the largest, its index, and the sum of exp(. - largest)."""
     row, tile = tl.program_id(0), tl.program_id(1)
     at = tile * TILE + tl.arange(0, TILE)
     heat = tl.load(temperature + tl.load(slots + row))
@@ -29,7 +29,7 @@ def _tile(logits, slots, temperature, maxima, sums, likeliest, V, stride, tiles,
 
 @triton.jit
 def _uniform(key, count):
-    """The number of `sampling.uniforms`."""
+    """The random number of `sampling.uniforms`."""
     x = key.to(tl.uint64) + (count + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -42,7 +42,8 @@ def _pick(
     logits, slots, counts, keys, temperature, greedy, maxima, sums, likeliest, newest, tokens, log_probs,
     V, stride, tiles, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The token of one row: the tile in which the cumulated probability passes the uniform number, then the token."""
+    """Chooses the token of one row: first the tile, then the token, at which the cumulated probability passes the
+    uniform number."""
     row, t = tl.program_id(0), tl.arange(0, TILES)
     slot = tl.load(slots + row)
     heat = tl.load(temperature + slot)
@@ -72,7 +73,7 @@ def pick(
     logits: torch.Tensor, sampling: SamplingState, slots: torch.Tensor, counts: torch.Tensor, newest: torch.Tensor,
     results: torch.Tensor,
 ) -> None:  # fmt: skip
-    """`sampling.sample` for rows without cuts and constraints; parameters and `newest` token stand at `slots` [B].
+    """`sampling.sample` for rows without cuts and constraints; parameters and the `newest` token are at `slots` [B].
 
     logits [B, V]; counts [B] tokens sampled before; results [2, B] int32 gets the tokens, and the bits of their
     log-probs. Sums are of float32, by tiles: within 1e-5 of a boundary the token may be the next one.

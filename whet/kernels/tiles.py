@@ -10,16 +10,16 @@ TILE_ROWS = 64
 
 
 def tile_tokens(heads: int, kv_heads: int) -> int:
-    """Tokens of a tile of attention, whose rows are tokens times heads of one head of keys."""
+    """The number of tokens in a tile of attention, whose rows are tokens times the heads of one key head."""
     return max(1, TILE_ROWS // power_of_two(heads // kv_heads))
 
 
 def tiles_of(
     lengths: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, tokens: int, least: int = 0
 ) -> torch.Tensor:
-    """[n, 4] first token, number of tokens, row, and position of the first token, of tiles of at most `tokens` tokens
-    of sequences that lie one after the other: their lengths, rows and first positions are [S]. Behind them come zeros,
-    up to `least` tiles."""
+    """Tiles of at most `tokens` tokens, [n, 4]: first token, number of tokens, row, and position of the first token.
+    The sequences are stored one after the other: their lengths, rows and first positions are [S]. Zeros follow, up to
+    `least` tiles."""
     counts = (lengths + tokens - 1) // tokens
     owner = torch.arange(len(lengths)).repeat_interleave(counts)
     before = (torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]) * tokens
@@ -29,5 +29,5 @@ def tiles_of(
 
 
 def power_of_two(length: int) -> int:
-    """The next one, so that what is compiled for a bound serves many batches."""
+    """The least power of two that is at least `length`, so that kernels compiled for a bound serve many batches."""
     return 1 << max(0, length - 1).bit_length()

@@ -3,7 +3,7 @@
 
 A model loaded with `attn_implementation="whet"` gets no mask from transformers. A keyword of the model's forward
 selects the form: `packed=Layout` (concatenated rows), `paged=PagedContext` (a block KV cache), or neither (each row
-from the left edge, padding on its right). All three are causal, but for runs of a packed layout, and without dropout.
+from the left edge, padding on its right). All three are causal, except in runs of a packed layout, and without dropout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LONGEST_HEAD = 256  # numbers of a head that FlashAttention takes
 
 
 def implementation(config: Any) -> str | dict[str, str]:
-    """The argument `attn_implementation` for a model with this transformers config: whet's attention for the text, and
+    """The value of `attn_implementation` for a model with this transformers config: whet's attention for the text, and
     torch's for a vision tower, whose tokens attend in both directions."""
     if config.get_text_config() is config:
         return NAME
@@ -36,13 +36,13 @@ def implementation(config: Any) -> str | dict[str, str]:
 
 
 def takes_one_call(config: Any, device: torch.device, dtype: torch.dtype) -> bool:
-    """True where one call of FlashAttention computes a layer's attention over packed rows of a model with this text
+    """True if one call of FlashAttention computes a layer's attention over packed rows of a model with this text
     config."""
     return fits_one_call(config, dtype) and has_kernel(device)
 
 
 def fits_one_call(config: Any, dtype: torch.dtype) -> bool:
-    """True where FlashAttention takes a model: bfloat16, heads of at most 256 numbers, no cap on scores."""
+    """True if FlashAttention supports a model: bfloat16, heads of at most 256 numbers, no cap on scores."""
     size, cap = head_size(config), config.to_dict().get("attn_logit_softcapping")
     return dtype == torch.bfloat16 and not cap and size <= LONGEST_HEAD and size % 8 == 0
 
@@ -54,11 +54,11 @@ class PagedContext(Protocol):
 
     @property
     def compiles(self) -> bool:
-        """True where `layer` gives what a compiled layer can read."""
+        """True if `layer` returns an object that a compiled layer can read."""
         ...
 
     def layer(self, number: int) -> PagedContext:
-        """The part for one layer."""
+        """The context for one layer."""
         ...
 
     def attend(
@@ -127,7 +127,7 @@ def _in_one_call(
 def _bunches(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores, packed: Layout
 ) -> torch.Tensor:
-    """[n, H, D], [K, KV, D], [K, KV, V] -> [n, H, V], of the n tokens of the bunches."""
+    """[n, H, D], [K, KV, D], [K, KV, D] -> [n, H, V], for the n tokens of the bunches."""
     parts = ((queries, False), (keys, True), (values, True))
     spread = [SpreadTokens.apply(flat, packed.bunches, with_prompts) for flat, with_prompts in parts]
     grids = zip(packed.bunches, *spread, strict=True)

@@ -23,8 +23,8 @@ KEY = "rollout.engine.options.batch_invariant"
 
 
 def fix_tiles(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> int:
-    """Gives the modules of a model with weights their counterparts here; its weights and names stay.  Returns the
-    tokens of a tile of attention.  Raises: EngineError naming what has no counterpart."""
+    """Replaces the modules of a model that have weights by their counterparts in this file; weights and names stay.
+    Returns the tokens of a tile of attention.  Raises: EngineError naming a part without a counterpart."""
     if problem := _problem(model, device, dtype):
         raise EngineError(f"{KEY}=true", problem, "", "unset it")
     for module in model.modules():
@@ -34,7 +34,7 @@ def fix_tiles(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) 
 
 
 def _problem(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> str:
-    """Names the property that keeps a model from it; empty where none does."""
+    """Names the property that excludes a model from this form; empty if there is none."""
     config, kind = model.config.get_text_config(), type(model).__name__
     if os.environ.get("TRITON_INTERPRET") != "1" and not runs_triton(device, f"{KEY} cannot be"):
         return f"needs an accelerator for which Triton compiles, and the model is on {device}"

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""whet's mixture of experts for transformers models: on a CPU a token's result does not depend on the other tokens.
+"""whet's mixture of experts for transformers models: on a CPU, a token's result does not depend on other tokens.
 
-Kernels for few rows round differently from those for many, and the other tokens decide how many rows an expert gets.
+Kernels for few rows round differently from kernels for many rows, and other tokens decide how many rows an expert gets.
 So an expert's rows are padded to at least `MIN_ROWS`. Experts may lie on several ranks (`ExpertShare`): tokens travel
-to them and back.
-"""
+to them and back."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ SHARE = "whet_share"  # the attribute of a module whose experts lie on several r
 
 @dataclass(frozen=True)
 class ExpertShare:
-    """The split of E experts over ranks: first over those of `group`, which have other tokens, then over those of
-    `tensor_group`, which have the same tokens."""
+    """The split of E experts over ranks: first over the ranks of `group`, which have other tokens, then over the ranks
+    of `tensor_group`, which have the same tokens."""
 
     group: dist.ProcessGroup
     tensor_group: dist.ProcessGroup | None
@@ -100,7 +99,8 @@ def _shared(
 
 
 class _Rows(torch.autograd.Function):
-    """Exchanges rows [n, H] by all-to-all: `to` says how many go to each rank, `back` how many come from each."""
+    """Exchanges rows [n, H] by all-to-all: `to` has the number of rows sent to each rank, `back` the number
+    received."""
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
@@ -117,7 +117,7 @@ class _Rows(torch.autograd.Function):
 
 
 class _SummedGradient(torch.autograd.Function):
-    """The tensor itself; its gradient is summed over ranks, each of which has read it for a part of the result."""
+    """The tensor itself; its gradient is summed over ranks, as each computes a part of the result from it."""
 
     @staticmethod
     def forward(ctx, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -132,7 +132,7 @@ class _SummedGradient(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks, from which all compute the same."""
+    """The sum over ranks, from which all ranks compute the same results."""
 
     @staticmethod
     def forward(ctx, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]

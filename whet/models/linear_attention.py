@@ -2,7 +2,7 @@
 """Linear attention (the gated delta rule, https://arxiv.org/abs/2412.06464) over packed rows and over requests.
 
 transformers' module computes everything but the two operations that mix tokens, a short causal convolution and the
-delta rule. These follow a `Flow`, which tells the token before each, and the state that each sequence begins with.
+delta rule. A `Flow` computes these two: it knows each token's predecessor, and the state at the start of each sequence.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ OURS = set[Any]()  # classes of modules that follow a flow
 
 
 class Flow(Protocol):
-    """Sequences of T tokens, their inputs one after the other."""
+    """Sequences of T tokens, stored one after the other."""
 
     def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The sum of weight [C, K] times each token's input and the K - 1 before it: [T, C] -> [T, C]."""
+        """The sum of weight [C, K] times the inputs of each token and the K - 1 tokens before it: [T, C] -> [T, C]."""
         ...
 
     def scan(self, layer: int, rule: Rule, steps: Rule, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The delta rule, by chunks or step by step, of query and key [T, KH, K], value [T, VH, V], the log of the
+        """The delta rule, by chunks or step by step, on query and key [T, KH, K], value [T, VH, V], the log of the
         decay and the rate [T, VH] -> [T, VH, V]."""
         ...
 
 
 def is_followed(module: nn.Module) -> bool:
-    """True for a module of transformers whose tokens are mixed by nothing else than the two operations."""
+    """True for a module of transformers whose tokens are mixed only by the two operations."""
     return {CONVOLUTION, RULE} <= {*inspect.unwrap(type(module).forward).__code__.co_names}
 
 
 def follow_rows(model: nn.Module) -> None:
-    """Makes the model's linear attention follow the argument `packed` or `paged` of a pass; weights and names stay."""
+    """Makes the model's linear attention use the argument `packed` or `paged` of a pass; weights and names stay."""
     for module in model.modules():
         kind: Any = type(module)
         if is_followed(module) and kind not in OURS:
@@ -50,7 +50,7 @@ def follow_rows(model: nn.Module) -> None:
 
 @cache
 def _following(kind: Any) -> Any:
-    """Returns a subclass whose forward pass calls the two operations of this file."""
+    """Returns a subclass whose forward calls the two operations of this file."""
     plain: Any = inspect.unwrap(kind.forward)
     rule, steps = plain.__globals__[RULE], plain.__globals__[STEPS]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Score functions, the signatures that they may have, and the processes that they run in.
+"""Score functions, the signatures that they may have, and the processes in which they run.
 
 result    the values that a score function may return, and the rule that reads them
 adapter   the forms of a score function, recognised by signature

@@ -69,8 +69,8 @@ def make_batch(items: Sequence[RewardItem]) -> RewardBatch:
 
 def split_batch_rows(raw: object, count: int) -> list[object]:
     """`split_rows`, also for a DataProto, whose scores are in the column `token_level_scores`, else `rm_scores`, and
-    for what managers return: a dict with `reward_tensor` and `reward_extra_info`, or a pair of these.
-    Raises: RewardError."""
+    for the results of managers: a dict with `reward_tensor` and `reward_extra_info`, or a pair of these.  Raises:
+    RewardError."""
     if isinstance(raw, tuple) and len(raw) == 2 and isinstance(raw[1], Mapping):
         raw = {"reward_tensor": raw[0], "reward_extra_info": raw[1]}
     if isinstance(raw, Mapping) and "reward_tensor" in raw:

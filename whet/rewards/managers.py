@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward managers of other systems: classes that are made with a tokenizer and score a DataProto.
+"""Reward managers of other systems: classes that are constructed with a tokenizer and score a DataProto.
 
 verl's have `__call__(data, return_dict)`, its newer ones `async run_single(data)` for a batch of one row, EasyR1's
-`compute_reward(data)`. The methods decide, not the name of the class. Below them are stand-ins for what such files
-import: while one is loaded where verl is not installed, the names of `OFFERED` can be imported.
-"""
+`compute_reward(data)`. The methods decide, not the name of the class. Below are stand-ins for the modules that such
+files import: while one is loaded without verl, the names of `OFFERED` can be imported."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ EASYR1_CONFIG = {"skip_special_tokens": True}
 def open_manager(
     cls: type[Any], kwargs: Mapping[str, Any], tokenizer: tuple[str, bool] | None
 ) -> tuple[Callable[..., Any], asyncio.Runner | None]:
-    """Makes a manager.  Returns its method, and for an async method the runner in whose event loop it was made.
+    """Creates a manager.  Returns its method, and for an async method the runner in whose event loop it was created.
 
     `kwargs` are arguments of its constructor, mappings among them readable as attributes: `config` of EasyR1's form,
     and `compute_score`, a name or path, by default `auto`. `tokenizer` is a path, and whether it may run code.
@@ -129,7 +128,7 @@ class _Module(ModuleType):
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """Makes the names of `OFFERED` importable in the block, unless verl is installed."""
+    """Makes the names in `OFFERED` importable inside the block, unless verl is installed."""
     parents = {name.rsplit(".", depth)[0] for name in OFFERED for depth in range(1, name.count(".") + 1)}
     found = {} if find_spec("verl") else {name: _Module(name) for name in parents}
     sys.modules.update(found)
@@ -141,7 +140,7 @@ def stand_ins() -> Iterator[None]:
 
 
 def register(name: str) -> Callable[[C], C]:
-    """verl's decorator of managers. The class stays as it is: a run names it by its path."""
+    """verl's decorator of managers. It returns the class unchanged: a run names it by its path."""
     return lambda cls: cls
 
 
@@ -153,7 +152,7 @@ class AbstractRewardManager:
 
 
 class RewardManagerBase:
-    """The base of verl's managers with `run_single`, which keep the event loop that they are made in."""
+    """The base of verl's managers with `run_single`, which keep the event loop in which they are created."""
 
     _class_initialized = False
 
@@ -164,12 +163,12 @@ class RewardManagerBase:
 
     @classmethod
     def init_class(cls, config: object, tokenizer: object) -> None:
-        """Called with each instance; a class that prepares something once asks `_class_initialized`."""
+        """Called with each instance; a class that prepares data once checks `_class_initialized`."""
         cls._class_initialized = True
 
 
 class FunctionRewardManager(ABC):
-    """The base of EasyR1's managers: `reward_fn` is the function that the config names."""
+    """The base of EasyR1's managers: `reward_fn` is the function named in the config."""
 
     def __init__(self, config: Any, tokenizer: object) -> None:
         self.config, self.tokenizer = config, tokenizer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requirements of a rollout engine before it exists: whether it can be made here, and its memory."""
+"""Requirements of a rollout engine before it is built: its memory, and a check that this machine can run it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Sampling = SamplingParams | SamplingConfig  # of a request, or of a section of t
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths of a step's sequences, in tokens: prompts (of some of the data, or the limit) and the longest
-    response; in supervised runs whole examples."""
+    """The lengths of a step's sequences in tokens: prompts (of some of the data, or the limit) and the longest
+    response; for runs on examples whole examples."""
 
     prompts: tuple[int, ...]
     response: int
@@ -47,7 +47,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class RolloutBytes:
-    """Memory that an engine takes beside the model's weights."""
+    """Memory that an engine takes in addition to the model's weights."""
 
     cache: int  # reserved for keys, values and states
     written: int  # of the cache, at the most
@@ -60,21 +60,21 @@ class RolloutBytes:
 
 @dataclass(frozen=True)
 class CacheRoom:
-    """The room for a cache of keys and values with `kv_cache_bytes=auto`, beside all else on its accelerator."""
+    """The room for the key and value cache with `kv_cache_bytes=auto`, beside all other memory on the accelerator."""
 
     beside: int = 0  # most bytes of other tensors of the process while there is a cache
     most: float = math.inf  # bytes that the sequences of a step fill
 
     def bytes(self, device_bytes: int, allocated: int = 0) -> int:
-        """Returns the size of the cache in a process that may have `device_bytes` of the accelerator, of which its
-        tensors have `allocated` by now: what is left beside the most that they will have."""
+        """Returns the size of the cache in a process that may use `device_bytes` of the accelerator, of which its
+        tensors have `allocated` now: the bytes that remain beside the largest use of its tensors."""
         left = room_for_tensors(device_bytes) - max(self.beside, allocated)
         return max(KV_CACHE_BYTES, int(min(self.most, left)))
 
 
 @runtime_checkable
 class PlansMemory(Protocol):
-    """A class of rollout engines that can tell its memory beforehand."""
+    """A class of rollout engines that can report their memory in advance."""
 
     def planned_bytes(self, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
         """The memory of an engine with these options; a class method."""
@@ -83,22 +83,22 @@ class PlansMemory(Protocol):
 
 @runtime_checkable
 class ChecksAhead(Protocol):
-    """A class of rollout engines that can tell whether one would start on this machine."""
+    """A class of rollout engines that can check in advance whether an engine would start on this machine."""
 
     def check_ahead(self, model: ModelConfig, longest: int, options: Mapping[str, Any]) -> None:
-        """Raises: ConfigError where no engine with these options could sample sequences of `longest` tokens; a class
-        method that starts nothing."""
+        """Raises: ConfigError if no engine with these options could sample sequences of `longest` tokens; a class
+        method that starts no process."""
         ...
 
     def refused(self, sampling: Sampling, options: Mapping[str, Any]) -> ConfigError | None:
-        """Returns the error of a parameter that an engine with these options would not sample by; a class method."""
+        """Returns the error of a sampling parameter that an engine with these options lacks; a class method."""
         ...
 
 
 @runtime_checkable
 class ChecksMedia(Protocol):
-    """A class of rollout engines that do not read the images of every model."""
+    """A class of rollout engines that support the images of some models only."""
 
     def check_media(self, encoders: Encoders | None, media: Sequence[Media], whose: str) -> None:
-        """Raises: EngineError where it cannot read the media of `whose` prompt; a class method."""
+        """Raises: EngineError if the engine cannot read the media of `whose` prompt; a class method."""
         ...

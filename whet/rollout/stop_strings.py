@@ -17,12 +17,11 @@ KEPT = 64  # different stop strings whose tables are kept
 
 
 class StopStrings:
-    """Some stop strings and the tokenizer that tells where they end.
+    """Some stop strings, and the tokenizer that finds where they end.
 
-    Only the last tokens are decoded, and only where the newest one can end a string. Every token that has text stands
-    for a byte or more, so a string of b bytes lies in the last b of them; one more is read, because many tokenizers
-    leave out the space before the first. Bytes that begin in the middle of a character are broken there alone.
-    """
+    Only the last tokens are decoded, and only if the newest one can end a string. Every token with text stands for at
+    least one byte, so a string of b bytes lies in the last b of them; one more is read, because many tokenizers leave
+    out the space before the first. A cut in the middle of a character breaks only this character."""
 
     def __init__(self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
         self.strings, self._tokenizer = strings, tokenizer
@@ -33,7 +32,7 @@ class StopStrings:
         self._can_end: dict[int, bool] = {}
 
     def found(self, newest: int, response: torch.Tensor | Sequence[int]) -> str | None:
-        """The string that `newest`, the last token of `response` [T], completes: of several the first in the text."""
+        """The string that `newest`, the last token of `response` [T], completes; of several, the first in the text."""
         if newest not in self._can_end:
             # Twice, because many tokenizers leave out the space before the first word.
             text = self._decode([newest, newest])
@@ -57,13 +56,13 @@ class StopStrings:
 
 
 class LastStops:
-    """The stop strings of the last requests; older ones are forgotten, as a server's clients may send ever new ones."""
+    """The stop strings of recent requests; older ones are dropped, as a server's clients may send new ones forever."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, ...], StopStrings] = {}  # the oldest first
 
     def of(self, strings: tuple[str, ...], load_tokenizer: LoadTokenizer) -> StopStrings | None:
-        """Returns those of a request, None where it has none; the tokenizer is loaded for new ones alone."""
+        """Returns the stop strings of a request, or None; loads the tokenizer only for new ones."""
         if not strings:
             return None
         found = self._kept.pop(strings, None) or StopStrings(strings, load_tokenizer())

@@ -21,8 +21,8 @@ OWN = {"accuracy", "groups_all_equal", "overlong_penalty", "truncated", "judge_t
 
 
 def measure_groups(metrics: Metrics, groups: Sequence[Group], environment: str = "") -> None:
-    """Scores, accuracy, reward parts and the environment's numbers of the trajectories that did not fail, and how many
-    groups cannot teach. `environment` names the environment in metrics."""
+    """Records scores, accuracy, reward parts and environment numbers of the trajectories that did not fail, and the
+    number of groups with equal rewards. `environment` names the environment in metrics."""
     measure_environment(metrics, groups, f"env/{environment}")
     groups = by_player(groups)
     valid = [[each for each in group.trajectories if each.failure is None] for group in groups]
@@ -43,14 +43,14 @@ def measure_groups(metrics: Metrics, groups: Sequence[Group], environment: str =
 
 
 def measure_part(metrics: Metrics, groups: Sequence[Group], name: str, area: str) -> None:
-    """The mean of a part of the reward over the trajectories that have it, as `<area>/<name>`."""
+    """Records the mean of a part of the reward over the trajectories that have it, as `<area>/<name>`."""
     trajectories = [each for group in groups for each in group.trajectories]
     _average(metrics, f"{area}/{name}", [each.parts[name] for each in trajectories if name in each.parts])
 
 
 def measure_environment(metrics: Metrics, groups: Sequence[Group], area: str) -> None:
-    """The mean of each number that the environment reports, over the trajectories that have it, and the share of the
-    trajectories that ended at each limit. `area` begins the names."""
+    """Records the mean of each number that the environment reports, over the trajectories that have it, and the share
+    of trajectories that ended at each limit. Names begin with `area`."""
     trajectories = [each for group in groups for each in group.trajectories if each.failure is None]
     reported: dict[str, list[float]] = {}
     for field, value in chain.from_iterable(each.fields.items() for each in trajectories):
@@ -63,7 +63,7 @@ def measure_environment(metrics: Metrics, groups: Sequence[Group], area: str) ->
 
 
 def measure_batch(metrics: Metrics, batch: Batch, max_response_length: int) -> None:
-    """Lengths in tokens, rewards after the KL term, advantages and returns over sampled tokens."""
+    """Records lengths in tokens, rewards after the KL term, advantages and returns over sampled tokens."""
     mask = batch["response_mask"].bool()
     counted = mask.any(1)
     width = batch["prompts"].shape[1]

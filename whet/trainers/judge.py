@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`judge_scores`: scores of a judge that is asked by a rubric: the policy, or a model with the role `reward_model`."""
+"""`judge_scores`: a judge scores responses by a rubric; it is the policy, or a model with the role `reward_model`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ UNREADABLE = (
 
 
 def judge_worker(config: TrainConfig) -> WorkerSpec:
-    """The worker of a judge: the rollout's engine on the judge's weights."""
+    """The worker of a judge: the rollout engine with the judge's weights."""
     own = {"path": config.reward_model.judge, "tokenizer_path": None, "lora": LoraConfig()}
     model, engine = config.model.model_copy(update=own), config.rollout.engine
     options = {name: value for name, value in engine.options.items() if name not in OF_POLICY}
@@ -43,7 +43,7 @@ def judge_worker(config: TrainConfig) -> WorkerSpec:
 
 
 def judge_of(group: WorkerGroup, config: TrainConfig) -> Rollouts:
-    """The verdicts of a judge's ranks."""
+    """The `Rollouts` through which the judge's ranks sample verdicts."""
     path, trusted = str(config.reward_model.judge), config.model.trust_remote_code
     tokenizer = load_tokenizer(path, trust_remote_code=trusted)
     engine = Replicas(group, config.rollout.max_batch_size, gathers=group.here is None)
@@ -56,7 +56,7 @@ def judge_of(group: WorkerGroup, config: TrainConfig) -> Rollouts:
 @register_provider("judge_scores", shape="B", phase="reward_model")
 def judge_scores(batch: Batch, sources: Sources, *, rubric: str, data: DataConfig) -> torch.Tensor:
     """Score from 0 to 1 that the judge gives by `reward_model.rubric` for the last row of each trajectory; 0 for its
-    other rows and for trajectories that failed. One without a verdict that can be read is failed.   [B]"""
+    other rows and for trajectories that failed. A trajectory whose verdict cannot be read fails.   [B]"""
     rollouts, asks = sources.rollouts.judge or sources.rollouts, load_rubric(rubric)
     trajectories = [each for group in sources.groups for each in group.trajectories]
     judged = [each for each in trajectories if each.failure is None]

@@ -2,9 +2,8 @@
 """`teacher_log_probs`: log-probs that a teacher gives the policy's own responses. The teacher is another model, or the
 policy itself with a hint in its prompt; responses keep their token ids.
 
-A hint source is registered under its name, takes the step's groups, and gives a hint, or None, for each trajectory. Its
-parameters before `*` are some of `groups`, `sources` and `chat`, the chat template.
-"""
+A hint source is a registered function that takes the step's groups and returns a hint, or None, for each trajectory.
+Its parameters before `*` are any of `groups`, `sources` and `chat`, the chat template."""
 
 from __future__ import annotations
 
@@ -42,10 +41,9 @@ log = logging.getLogger(__name__)
 def teacher_log_probs(
     batch: Batch, sources: Sources, *, teacher: TeacherConfig, data: DataConfig, environment: ToolsConfig
 ) -> Values:
-    """log pi of the teacher of each row's data source, or of the policy, for the same response to the hinted prompt.
+    """Log-probs of responses under a teacher by data source, or under the policy with a hint in the prompt.
 
-    Raises: ConfigError for a row that has no teacher.
-    """
+    Raises: ConfigError for a row without a teacher."""
     asked = batch
     if teacher.hint is not None:
         asked = with_hints(batch, sources, teacher, chat_of(sources.rollouts.tokenizer, data, environment))
@@ -74,7 +72,7 @@ def teacher_role(data_source: str) -> str:
 
 
 def with_hints(batch: Batch, sources: Sources, teacher: TeacherConfig, chat: PromptFormat) -> Batch:
-    """The batch with its rows' prompts hinted; a row whose prompt was rewritten on the way keeps it."""
+    """The batch with a hint in each row's prompt; a row whose prompt was rewritten during the episode keeps it."""
     trajectories = [trajectory for group in sources.groups for trajectory in group.trajectories]
     hints = [hint for group in hints_of(sources, teacher, chat) for hint in group]
     prompts = [own_prompt(row) for row in zip(batch["prompts"], batch["attention_mask"], strict=True)]
@@ -99,7 +97,7 @@ def hints_of(sources: Sources, teacher: TeacherConfig, chat: PromptFormat) -> Hi
 
 
 def encode_hinted(asked: Sequence[tuple[Prompt, str]], teacher: TeacherConfig, chat: PromptFormat) -> list[list[int]]:
-    """The token ids of each prompt with `teacher.hint_template` in the place of its last message."""
+    """The token ids of each prompt, with `teacher.hint_template` in place of its last message."""
     tokenizer, template = chat.tokenizer, Template("teacher.hint_template", teacher.hint_template)
     conversations = []
     for prompt, hint in asked:
@@ -114,7 +112,7 @@ def encode_hinted(asked: Sequence[tuple[Prompt, str]], teacher: TeacherConfig, c
 
 
 def chat_of(tokenizer: PreTrainedTokenizerBase, data: DataConfig, environment: ToolsConfig) -> PromptFormat:
-    """A PromptFormat without `format_prompt`, which the messages already contain."""
+    """A PromptFormat without `format_prompt`, which the messages have already gone through."""
     kwargs = with_tools(data, environment).chat_template_kwargs
     return PromptFormat(tokenizer, apply_chat_template=data.apply_chat_template, chat_template_kwargs=kwargs)
 
@@ -127,7 +125,7 @@ def own_prompt(row: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
 
 
 def with_prompts(batch: Batch, prompts: Sequence[Sequence[int]], pad_token_id: Any) -> Batch:
-    """The same responses after other prompts."""
+    """The batch with `prompts` in front of the same responses."""
     width, old = max(len(prompt) for prompt in prompts), batch["prompts"].shape[1]
     ids = torch.tensor([[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -152,7 +150,7 @@ def reference(groups: Sequence[Group], *, field: str | None = None) -> Hints:
 
 @register_hint("peer")
 def peer(groups: Sequence[Group]) -> Hints:
-    """A correct response of the group other than the trajectory's own; None where there is none."""
+    """A correct response of another trajectory of the group; None where there is none."""
 
     def of(group: Group, own: Trajectory) -> str | None:
         correct = [each for each in group.trajectories if each.failure is None and (each.accuracy or 0.0) >= 1.0]
@@ -170,7 +168,7 @@ def own(
     question: str = "Say in one sentence what to watch for in this problem, without solving it.\n\n{{ content }}",
     max_tokens: Annotated[int, Ge(1)] = 64,
 ) -> Hints:
-    """The response of the policy itself to a request for a hint."""
+    """A hint that the policy itself writes on request."""
     template = Template("teacher.hint_options.question", question)
     asking = []
     for group in groups:
@@ -198,10 +196,10 @@ def judge(
     timeout_seconds: Positive = 60.0,
     parallel: Annotated[int, Ge(1)] = 8,
 ) -> Hints:
-    """A judge's hint for each prompt: that of `model` at an OpenAI-compatible `endpoint`, by the client of `llm_judge`
-    with its retries and cache, or that of `complete`, a function of messages that returns text, as
-    `path/file.py:function`. One that raises gives no hint, nor do those without a result `timeout_seconds` after
-    the first was asked, all prompts together; both are logged."""
+    """Hint of a judge for each prompt: written by `model` at an OpenAI-compatible `endpoint`, through the client of
+    `llm_judge` with its retries and cache, or by `complete`, a function from messages to text, as
+    `path/file.py:function`. A prompt has no hint where the call raises, or has no result `timeout_seconds` after the
+    first call, all prompts together; both are logged."""
     system = {"role": "system", "content": instruction}
     asked = [[system, *(message.to_dict() for message in group.prompt.messages)] for group in groups]
     if complete is not None:
@@ -220,7 +218,7 @@ def judge(
 
 
 def _result(future: Future[str]) -> str | None:
-    """The hint that a judge has given by now; None where it raised, or is late."""
+    """The hint that a judge has returned by now; None if it raised an error or is late."""
     future.cancel()  # unless a thread has begun it
     try:
         return str(future.result(timeout=0))
@@ -236,7 +234,7 @@ def _hint(reply: str | Exception) -> str | None:
 
 
 def text(trajectory: Trajectory) -> str | None:
-    """The last message of the model."""
+    """The text of the model's last message."""
     written = [str(message.content) for message in trajectory.messages if message.role == "assistant"]
     return written[-1] if written else None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that tell what they use of their machine and record what they do, and the questions to all of them."""
+"""Measurement of ranks in other processes: their use of the machine, and records of their operators."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAME = "rank"
 
 
 class MeasuredWorker(Worker):
-    """A rank that measures its process and those that it started, and records its operators when asked."""
+    """A rank that measures its own process and the processes that it started, and records its operators on request."""
 
     _recorder: profile.profile  # of the step that is profiled
 
@@ -34,8 +34,8 @@ class MeasuredWorker(Worker):
 
     @register(concurrent=True)
     def system_use(self, whole: bool) -> dict[str, float]:
-        """The use of this rank's accelerator, by `accelerator_gib`, ...; of the `whole` rank also its memory, and the
-        processor cores that it used since the last call."""
+        """The use of this rank's accelerator, by `accelerator_gib`, ...; with `whole` also the memory of its processes,
+        and the processor cores used since the last call."""
         if not whole:
             return profile.accelerator_use(self.device)
         return {key.rpartition("/")[2]: value for key, value in self._meter.measure(self.device).items()}
@@ -49,7 +49,7 @@ class MeasuredWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def stop_recording(self) -> bytes:
-        """Returns what was recorded: a trace in Chrome's form, packed by gzip."""
+        """Stops recording. Returns the trace in Chrome's format, packed by gzip."""
         self._recording.close()
         self._recorder.stop()
         with tempfile.TemporaryDirectory(prefix="whet-trace-") as folder:
@@ -60,8 +60,7 @@ class MeasuredWorker(Worker):
 
 @contextmanager
 def recorded(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig, base: Path) -> Iterator[None]:
-    """Records the ranks that train or sample, in processes of their own, during the block, in
-    BASE.POOL_RANK.trace.json.gz."""
+    """Records the ranks that train or sample in other processes during the block, in BASE.POOL_RANK.trace.json.gz."""
     seen = [role for role in ("rollout", *TRAINED_ROLES) if role in roles]
     found = {} if cluster.stays_here else {cluster.pool_of(role): role for role in seen}
     groups = {pool: roles[role] for pool, role in found.items()}
@@ -74,8 +73,8 @@ def recorded(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig, base: Pat
 
 
 def use_of_ranks(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig) -> dict[str, float]:
-    """The metrics `system/POOL_RANK/...` of ranks in other processes: of those of Ray all, of those on this machine the
-    accelerator alone, for the meter of the loop has the rest. A rank that is lost or late has none."""
+    """The metrics `system/POOL_RANK/...` of ranks in other processes: all metrics of Ray's ranks, of ranks on this
+    machine the accelerator's only, since the loop's meter has the rest. A rank that is lost or late has none."""
     is_ray = cluster.backend == "ray"
     if not (is_ray or devices.count()):
         return {}
@@ -95,7 +94,7 @@ def use_of_ranks(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig) -> di
 
 
 def asked_of_trained(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig, method: str) -> dict[str, list[float]]:
-    """Answers of the ranks of trained roles to a call, by process: a number for each of these roles in it."""
+    """Replies of the ranks of trained roles to `method`, by process: a number for each role in the process."""
     found: dict[str, list[float]] = {}
     for role in filter(roles.__contains__, TRAINED_ROLES):
         for rank, number in enumerate(roles[role].call(method)):
@@ -105,7 +104,7 @@ def asked_of_trained(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig, m
 
 
 def _named(pool: str, rank: int) -> str:
-    """A rank in metrics, as the meter of its machine names it too."""
+    """The name of a rank in metrics, which the meter of its machine uses too."""
     return short_name(f"{pool} {rank}").replace(" ", "_")
 
 

@@ -31,7 +31,7 @@ THREE_TURNS = {"environment": GAME, "data.max_response_length": 32}
 
 
 def settings(engine: str) -> dict[str, Any]:
-    """Those of a run of four steps whose responses the engine samples."""
+    """The settings of a run of four steps whose responses the engine samples."""
     return {
         "rollout.engine.name": engine,
         "rollout.engine.options": {"kv_cache_bytes": 2**26, "threads": 1},
@@ -59,8 +59,8 @@ def check_turns_ahead(
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
 ) -> None:
-    """Episodes of three turns whose server gets weights while it samples: the log-prob of each token is that of the
-    checkpoint of its version, and not of the one before or after."""
+    """Checks episodes of three turns whose server gets weights while it samples: the log-prob of each token belongs to
+    the checkpoint of its version, not to the one before or after."""
     batches: list[DataProto] = []
     monkeypatch.setattr(Run, "write_tokens", lambda run, step, batch: batches.append(batch))
     ahead = {"rollout.max_staleness": 1, "algorithm.correction.weight": "importance"}

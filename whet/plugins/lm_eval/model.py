@@ -77,7 +77,7 @@ class WhetLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end token, used before a text without context where the tokenizer has no begin token."""
+        """The end token; also used before a text without context if the tokenizer has no begin token."""
         assert isinstance(self.tokenizer.eos_token_id, int)
         return self.tokenizer.eos_token_id
 
@@ -206,7 +206,7 @@ class WhetLM(TemplateLM):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs lm-eval's command line with the model "whet".  Raises: DataError where a task's data cannot be fetched."""
+    """Runs lm-eval's command line with the model "whet".  Raises: DataError if a task's data cannot be downloaded."""
     from huggingface_hub.errors import LocalEntryNotFoundError
     from lm_eval.__main__ import cli_evaluate
 

@@ -110,7 +110,7 @@ def test_parts_end_with_a_layer() -> None:
 
 
 def read_elsewhere(told: Iterator[list[Part]], readers: Sequence[Reader]) -> list[dict[str, Any]]:
-    """What other processes find in each part, all the same, before the next one comes."""
+    """The weights that other processes read from each part, all equal, before the next part comes."""
     found = list[dict[str, Any]]()
     for part in told:
         for process, each in zip(readers, part, strict=True):
@@ -142,7 +142,7 @@ def test_weights_lie_one_behind_the_other() -> None:
 
 
 def test_a_handle_begins_where_torch_wants_it() -> None:
-    """`rebuild_cuda_tensor` takes what says where the memory is behind what the tensor is like."""
+    """`rebuild_cuda_tensor` takes the arguments of the memory after the arguments of the tensor."""
     assert list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)[SHARED] == "storage_handle"
 
 

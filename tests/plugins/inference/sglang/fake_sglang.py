@@ -44,7 +44,7 @@ class Handler(JsonHandler):
             self.answer({"internal_states": [{"whet_sent": State.sent}]})
 
     def post(self, body: Any) -> None:
-        """Requests, and what changes the server."""
+        """Handles requests, and calls that change the server."""
         if self.path == "/generate":
             self.generate(body)
             return

@@ -64,7 +64,7 @@ class Handler(JsonHandler):
             self.answer(State.calls)
 
     def post(self, body: Any) -> None:
-        """Requests, and what changes the server."""
+        """Handles requests, and calls that change the server."""
         State.calls.append(self.path)
         if self.path == "/inference/v1/generate":
             State.bodies.append(body)

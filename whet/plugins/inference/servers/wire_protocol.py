@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words in which an engine speaks to its server, and the requests that it speaks of."""
+"""The calls that differ between servers, and the requests that they concern."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEVER_SENT = Completion((), (), "abort", ())
 
 @dataclass(eq=False)
 class Live:
-    """An unfinished request, and the call of the server that answers it."""
+    """An unfinished request, and the server call that answers it."""
 
     request: Request
     name: str  # of this attempt, for the server
@@ -34,43 +34,43 @@ class Live:
 
     @property
     def rest(self) -> Request:
-        """Returns what is left to sample, for the server."""
+        """Returns the remaining request for the server, after the tokens sampled so far."""
         return replace(self.request, sampled_ids=self.request.sampled_ids + self.before.token_ids)
 
 
 class ServerWords(ABC):
-    """The calls that every server has under names of its own."""
+    """The calls that every server has under its own names."""
 
     @classmethod
     @abstractmethod
     def refused(cls, sampling: Sampling, options: Mapping[str, Any]) -> ConfigError | None:
-        """Returns the error of a sampling parameter that a server with these options cannot follow."""
+        """Returns the error of a sampling parameter that a server with these options does not support."""
 
     @classmethod
     @abstractmethod
     def spanning(cls, span: Span) -> dict[str, Any]:
-        """The arguments of the part that a node has of a server on several."""
+        """The arguments for this node's part of a server on several nodes."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """Makes ready a server that has just started."""
+        """Prepares a server that has just started."""
 
     @abstractmethod
     async def sample(self, live: Live) -> Completion:
-        """Sends a request and waits for its completion, in the client's thread. Where it streams, its tokens may come
-        before (`stream`).  Raises: EngineError, OSError."""
+        """Sends a request and waits for its completion, in the client's thread. If it streams, its tokens may come
+        earlier (`stream`).  Raises: EngineError, OSError."""
 
     @abstractmethod
     def end(self, names: list[str]) -> None:
-        """Asks the server to end requests that it runs; unknown names are no error."""
+        """Asks the server to end running requests; unknown names are no error."""
 
     @abstractmethod
     def hold(self, *, keep_cache: bool) -> None:
-        """Stops sampling between two decode steps; without `keep_cache` running requests compute all again."""
+        """Stops sampling between two decode steps; without `keep_cache` running requests recompute everything."""
 
     @abstractmethod
     def release(self) -> None:
-        """Goes on after `hold`."""
+        """Continues after `hold`."""
 
     @abstractmethod
     def so_far(self) -> Iterable[tuple[Live, Completion]]:
@@ -78,17 +78,16 @@ class ServerWords(ABC):
 
     @abstractmethod
     def count(self) -> int:
-        """The number of tokens that unfinished requests have."""
+        """The number of tokens of all unfinished requests."""
 
     @abstractmethod
     def update(self, parts: Iterable[list[Part]], version: int) -> None:
-        """Loads all weights, part by part, while the server is on hold. A part is a list: what each device of the
-        server is to be told of it. An earlier update may have broken off.
-        Raises: HttpError; whatever `parts` raises."""
+        """Loads all weights, part by part, while the server is on hold. A part is a list with an item for each device
+        of the server. An earlier update may have been cut off.  Raises: HttpError; errors of `parts`."""
 
     @abstractmethod
     def sleep(self) -> None:
-        """Frees the accelerator: the cache of keys and values, and the weights' place.  Raises: EngineError."""
+        """Frees the accelerator's memory: the key and value cache, and the weights.  Raises: EngineError."""
 
     @abstractmethod
     def wake(self) -> None:
@@ -96,12 +95,12 @@ class ServerWords(ABC):
 
 
 def in_server(chosen: Iterable[Live]) -> list[Live]:
-    """Returns those that the server works on."""
+    """Returns the requests that the server is working on."""
     return [live for live in list(chosen) if live.is_sent and not live.call.done()]
 
 
 def end_of(found: Completion, request: Request) -> FinishReason | None:
-    """Tells why a response ends with the tokens that it had when it was cut; None where it goes on."""
+    """The reason why a response ends with the tokens that it had when it was cut; None if it continues."""
     if found.token_ids and found.token_ids[-1] in request.params.stop_token_ids:
         return "stop"
     is_long = len(request.sampled_ids) + len(found.token_ids) >= request.params.max_new_tokens

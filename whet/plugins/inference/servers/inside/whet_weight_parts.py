@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the parts in which weights come (whet/plugins/inference/servers/weights.py), in a process of a server; nothing
+"""Reads the parts in which weights arrive (whet/plugins/inference/servers/weights.py), in a server's process; nothing
 of whet is imported."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch.multiprocessing import reductions
 
 
 def weights_in(part: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a part by name; those on an accelerator are views of the sender's memory, which torch frees when
-    the last of them is gone."""
+    """Yields the weights of a part by name; on an accelerator they are views of the sender's memory, which torch frees
+    after the last view."""
     if "path" in part:
         with safe_open(part["path"], "pt") as file:
             for name in file.keys():  # noqa: SIM118  # a file is no mapping
@@ -31,7 +31,7 @@ def unpacked(octets: torch.Tensor, places: list[list[Any]]) -> Iterator[tuple[st
 
 
 def _opened(memory: dict[str, Any]) -> torch.Tensor:
-    """The sender's tensor of bytes.  Raises: ValueError where this process does not see its accelerator."""
+    """The sender's tensor of bytes.  Raises: ValueError if this process does not see its accelerator."""
     seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     if memory["device"] not in seen:
         raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outlines: models as shapes without numbers, to count the bytes of weights, optimizer and passes from a config."""
+"""Outlines: models as shapes without values, to count the bytes of weights, optimizer and passes from a config."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from whet.models.outputs import ForwardSettings, outputs_of
 from whet.models.packing import Layout, layout
 from whet.models.positions import position_ids
 from whet.models.supported import support_of
-from whet.planning.first import COMPILED, PLAIN, Kept, is_compiled
+from whet.plugins.planner.first import COMPILED, PLAIN, Kept, is_compiled
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in configs of models
 FLOAT32 = 4  # bytes of a master weight, a gradient, a moment
@@ -55,7 +55,7 @@ class RowLength:
 
 
 class Outline:
-    """The model of a role, as shapes without numbers."""
+    """The model of a role, as shapes without values."""
 
     def __init__(self, role: RoleSettings, on_device: bool = False, media_share: float = 0.0) -> None:
         self.role, self._mode, self.media_share = role, FakeTensorMode(), media_share
@@ -87,13 +87,13 @@ class Outline:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights in their training dtype, with those of an adapter; tied weights count once."""
+        """Bytes of the weights in their training dtype, adapters included; tied weights count once."""
         return sum(weight.nbytes for weight in self.model.parameters())
 
     @property
     def gathered_bytes(self) -> int:
         """Bytes that a sharding engine gathers at once, in the dtype of products: two layers, and all weights outside
-        the layers."""
+        of layers."""
         sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in layers(body_of(self.model))]
         every = sum(weight.numel() for weight in self.model.parameters())
         return (every - sum(sizes) + 2 * max(sizes, default=0)) * self.role.forward.dtype.itemsize
@@ -105,7 +105,7 @@ class Outline:
 
     @property
     def trained_share(self) -> float:
-        """The number of trained parameters (those of an adapter included) divided by that of the model's."""
+        """The number of trained parameters, adapters included, divided by the number of the model's parameters."""
         return self.gradient_bytes / FLOAT32 / self.num_weights
 
     @property
@@ -116,8 +116,8 @@ class Outline:
 
     @property
     def layer_weights(self) -> int:
-        """The number of weights of linear layers that a token passes, without the output head: of a mixture of experts
-        the router, and a mean expert as often as a token is sent to one."""
+        """The number of weights of linear layers that a token passes, without the output head; a mixture of experts
+        counts its router, and a mean expert as often as a token is sent to one."""
         head = None if self.role.is_value_model else self.model.get_output_embeddings()  # type: ignore[operator]
         towers = {part for tower in self._towers for part in tower.modules()}
         linear = [each for each in _linear(self.model) if each is not head and each not in towers]
@@ -135,7 +135,7 @@ class Outline:
 
     @property
     def experts(self) -> tuple[int, int]:
-        """The number of experts of a layer, and of those that a token is sent to; 0 where the config does not say."""
+        """The number of experts of a layer, and the number that each token is sent to; 0 if the config lacks it."""
         number = next((found for name in EXPERTS if (found := getattr(self.config, name, None))), 0)
         return number, getattr(self.config, "num_experts_per_tok", 0) or 0
 
@@ -151,7 +151,7 @@ class Outline:
 
     @property
     def patches_per_token(self) -> float:
-        """Patches that become a token; 0 in a text model."""
+        """The number of patches that form a token; 0 in a text model."""
         return 0.0 if self.encoders is None else max(each.patches_per_token for each in self.encoders.own)
 
     def patches(self, rows: Sequence[RowLength]) -> float:
@@ -165,10 +165,11 @@ class Outline:
         return self.media_share * sum(prompts) * self.patches_per_token
 
     def vision_bytes(self, rows: Sequence[RowLength]) -> int:
-        """Bytes that a vision tower saves for the backward pass: the inputs and outputs of its linear layers, by patch.
+        """Bytes that a vision tower saves for the backward pass: inputs and outputs of its linear layers, for each
+        patch.
 
-        Estimated, because a tower's pass depends on the numbers of its grids. 0 where it is frozen. With gradient
-        checkpointing each layer saves its input alone."""
+        Estimated, because a tower's pass depends on the numbers of its grids. 0 if it is frozen. With gradient
+        checkpointing each layer saves only its input."""
         if self.encoders is None or self.vision_is_frozen:
             return 0
         inner = [layer for tower in self._towers for layer in layers(tower)]
@@ -185,7 +186,7 @@ class Outline:
 
     @cached_property
     def moment_bytes(self) -> int:
-        """Bytes of the optimizer's state, from a step on weights without numbers."""
+        """Bytes of the optimizer's state, found by a step on weights without values."""
         if self.role.optim is None:
             return 0
         states = list[object]()
@@ -204,12 +205,12 @@ class Outline:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint: the weights (only those of an adapter, if there is one) and the optimizer's state."""
+        """Bytes of a checkpoint: the weights (of an adapter only its own) and the optimizer's state."""
         return self.moment_bytes + (self.gradient_bytes if self.is_adapted else self.weight_bytes)
 
     @property
     def kept(self) -> Kept:
-        """Numbers of its passes: fewer where layers are compiled."""
+        """The numbers that its passes keep: fewer if layers are compiled."""
         role, dtype = self.role, self.role.forward.dtype
         compiles = self.device_type != "cpu" and is_compiled(role.engine.name, role.engine.options)
         is_known = fits_one_call(self.config, dtype) and not self.experts[0]
@@ -236,9 +237,8 @@ class Outline:
     def update_bytes(self, rows: Sequence[RowLength], needs: frozenset[str], *, accumulates: bool) -> Counter[str]:
         """Peak bytes of forward and backward of one micro-batch by kind, without weights and optimizer.
 
-        Runs the pass on tensors without numbers; for compiled layers it is computed. With `accumulates`, gradients of
-        an earlier micro-batch exist.  Raises: ModelError for a model whose passes depend on numbers.
-        """
+        Runs the pass on tensors without values; for compiled layers uses formulas. With `accumulates`, gradients of an
+        earlier micro-batch exist.  Raises: ModelError for a model whose passes depend on values."""
         role = self.role
         adapter = None if role.lora is None else repr(role.lora)
         model = (role.model_path, role.is_value_model, role.is_reward_model, adapter, tuple(role.freeze))
@@ -303,7 +303,7 @@ class Outline:
 
 @contextmanager
 def _attention_of(device_type: str) -> Iterator[None]:
-    """Uses the fused attention kernel for rows of any length, as an accelerator does, if the plan is for one."""
+    """Uses the fused attention kernel for rows of any length, like an accelerator, if the plan is for one."""
     before = attention.SHORT
     attention.SHORT = before if device_type == "cpu" else 0
     try:
@@ -328,7 +328,7 @@ def _as_if_on_cpu(model: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def inner_size(model: Any) -> int:
-    """The inner size of a layer's MLP; of layers that differ, the largest."""
+    """The inner size of a layer's MLP; the largest if layers differ."""
     size = model.to_dict().get("intermediate_size") or 4 * model.hidden_size
     return int(max(size) if isinstance(size, list) else size)
 

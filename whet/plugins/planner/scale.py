@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of one config for other numbers of accelerators: the mesh with the least communication that fits, by the
-formulas of `first`; and the place of every rank. Nothing is started, and no model is made."""
+"""Plans a config for other numbers of accelerators: the mesh with the least communication that fits, by the formulas of
+`first`, and the place of every rank. No process is started, and no model is made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from whet.config.cluster import PoolConfig
 from whet.config.schema import RunConfig, TrainConfig
 from whet.engines.mesh import FORMER
 from whet.errors import ConfigError
-from whet.planning.first import bytes_of, changed, host_bytes, mesh_of, section_of
+from whet.plugins.planner.first import bytes_of, changed, host_bytes, mesh_of, section_of
 
 PARTS = (1, 2, 4, 8)  # sizes that a mesh is tried with, of ranks that compute a row together
 OF_A_NODE = 8  # accelerators, where the config has no number
@@ -20,7 +20,7 @@ OF_A_NODE = 8  # accelerators, where the config has no number
 
 @dataclass(frozen=True)
 class Scaled:
-    """A config on a number of accelerators."""
+    """A config for a number of accelerators."""
 
     gpus: int
     changes: Mapping[str, object]  # of the config, by key
@@ -33,13 +33,13 @@ class Scaled:
 
     @property
     def words(self) -> str:
-        """The changes as words of a command."""
+        """The changes as arguments of a command."""
         return " ".join(f"{key}={_word(value)}" for key, value in self.changes.items())
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a rank."""
+    """The node and devices of a rank."""
 
     pool: str
     rank: int
@@ -53,8 +53,8 @@ class Place:
 def scale(
     config: RunConfig, shape: Mapping[str, float], counts: Sequence[int], gib: float, host_gib: float | None = None
 ) -> list[Scaled]:
-    """Plans for each number of accelerators of `gib`: the first of its candidates that fits, else the smallest. With
-    `host_gib` what is offloaded must also fit into a node of that memory.
+    """Plans for each number of accelerators of `gib`: the first candidate that fits, else the smallest. With `host_gib`
+    offloaded tensors must also fit into a node of that memory.
 
     Raises: ConfigError for a number that the pools of the config cannot share."""
     return [_best(config, shape, count, gib, host_gib) for count in counts]
@@ -63,7 +63,7 @@ def scale(
 def smallest(
     config: RunConfig, shape: Mapping[str, float], gib: float, most: int, host_gib: float | None = None
 ) -> Scaled | None:
-    """The plan for the smallest number of accelerators that fits, of whole nodes or of a part of one; up to `most`."""
+    """The plan for the smallest number of accelerators that fits, in whole nodes or a part of one; at most `most`."""
     for count in (1, 2, 4, *range(OF_A_NODE, most + 1, OF_A_NODE)):
         try:
             found = _best(config, shape, count, gib, host_gib)
@@ -96,7 +96,7 @@ def _best(config: RunConfig, shape: Mapping[str, float], gpus: int, gib: float, 
 
 
 def _candidates(config: RunConfig, shape: Mapping[str, float], gpus: int) -> Iterator[dict[str, object]]:
-    """Yields changes of a config for a number of accelerators, the ones with least communication first."""
+    """Yields changes of a config for a number of accelerators, least communication first."""
     role, prefix = section_of(config, "actor")
     here = min(gpus, max(config.cluster.gpus) or OF_A_NODE)
     nodes: dict[str, object] = {"cluster.nnodes": gpus // here, "cluster.n_gpus_per_node": here}
@@ -132,7 +132,7 @@ def _candidates(config: RunConfig, shape: Mapping[str, float], gpus: int) -> Ite
 
 def _pools(config: RunConfig, gpus: int, devices: int) -> dict[str, PoolConfig] | None:
     """The pools on another number of accelerators, in the config's proportions; the rollout's engines have `devices`
-    each where it has a pool of its own. None where they cannot share it so."""
+    each if it has its own pool. None if the number cannot be shared so."""
     if not config.cluster.placement:
         return {"main": PoolConfig(processes=gpus)} if devices == 1 else None
     pools, is_asked = dict[str, PoolConfig](), devices == 1
@@ -151,7 +151,7 @@ def _pools(config: RunConfig, gpus: int, devices: int) -> dict[str, PoolConfig] 
 
 
 def places(config: RunConfig) -> Iterator[Place]:
-    """Yields the place of every rank, as a launch places it."""
+    """Yields the place of every rank, as in a launch."""
     role = section_of(config, "actor")[0]
     actors = None if role.engine.name == "single" else config.cluster.pool_of("actor")
     mesh = mesh_of(config, "actor")
@@ -162,7 +162,7 @@ def places(config: RunConfig) -> Iterator[Place]:
 
 
 def _word(value: object) -> str:
-    """A value as Hydra reads it."""
+    """A value in Hydra's syntax."""
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{_word(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):

@@ -15,10 +15,10 @@ from whet.config.schema import RolloutConfig
 from whet.kernels.sampling import SamplingState, sample
 from whet.models.load import load_config as load_model_config
 from whet.planning.dtypes import with_dtypes
-from whet.planning.first import COMPILED, PLAIN, tokens_within
-from whet.planning.fit import rooms
 from whet.planning.machine import FreeMemory
-from whet.planning.memory import (
+from whet.plugins.planner.first import COMPILED, PLAIN, tokens_within
+from whet.plugins.planner.fit import rooms
+from whet.plugins.planner.memory import (
     Lengths,
     Memory,
     _update_bytes,
@@ -29,7 +29,7 @@ from whet.planning.memory import (
     plan_memory,
     rollout_bytes,
 )
-from whet.planning.outline import RowLength, TensorBytes
+from whet.plugins.planner.outline import RowLength, TensorBytes
 from whet.rollout.protocol import Request, SamplingParams
 from whet.rollout.requirements import CacheRoom
 from whet.trainers import build, sft
@@ -329,7 +329,7 @@ def test_tokens_of_a_micro_batch_by_hand() -> None:
 
 @pytest.mark.slow
 def test_micro_batches_fill_what_an_accelerator_has_beside_all_else(train_config: MakeConfig) -> None:
-    """Room for ten times what is held: of that three quarters, less what is held."""
+    """With room for ten times the held bytes, micro-batches get three quarters of it, less the held bytes."""
     common = {"algorithm.kl.where": "loss", "rollout.engine.options.kv_cache_bytes": 2**20}
 
     def tokens(total: int, name: str = "actor", changes: dict[str, int] | None = None) -> int:

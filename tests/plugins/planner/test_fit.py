@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 
 from tests.raising import raises
-from whet import devices
 from whet.config import TrainConfig
-from whet.config.cluster import ClusterConfig
-from whet.devices import MemoryUse
 from whet.errors import ConfigError
-from whet.planning import fit
-from whet.planning.fit import ANYWAY, Room, changed, changes, check_fits, rooms, size, upper_bound
-from whet.planning.machine import FreeMemory, free_accelerator
-from whet.planning.memory import Setup, plan_memory
+from whet.planning import machine
+from whet.planning.machine import ANYWAY, FreeMemory
+from whet.planning.planner import Setup
+from whet.planning.units import size
+from whet.plugins.planner import fit
+from whet.plugins.planner.first import changed
+from whet.plugins.planner.fit import Room, changes, check_fits, rooms, upper_bound
+from whet.plugins.planner.memory import plan_memory
 from whet.trainers import build
 from whet.trainers.build import train
 
@@ -36,12 +37,6 @@ def memory_left(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         monkeypatch.setattr(fit, "free_memory", lambda: FreeMemory(count, "the machine's memory"))
 
     return set_
-
-
-def test_sizes_as_a_person_reads_them() -> None:
-    assert [size(count) for count in (0, 999, 1000, 2048, 150 * 2**20, 1000 * 2**20, 3 * 2**40)] == [
-        *("0 B", "999 B", "1.0 KiB", "2.0 KiB", "150 MiB", "1.0 GiB", "3.0 TiB"),
-    ]
 
 
 @pytest.mark.slow
@@ -78,12 +73,12 @@ def test_a_disk_without_room_for_a_checkpoint_is_said_before_the_start(
 ) -> None:
     setup = build.setup(train_config(), [16])
     needed = plan_memory(setup).checkpoint_bytes
-    monkeypatch.setattr(fit, "free_disk", lambda path: needed - 1)
+    monkeypatch.setattr(machine, "free_disk", lambda path: needed - 1)
     with raises(
         ConfigError, "disk", expected=re.compile(str(tmp_path)), change=re.compile("trainer.run_dir")
     ) as caught:
         check_fits(setup, tmp_path, lambda config: build.setup(config, [16]))
-    monkeypatch.setattr(fit, "free_disk", lambda path: 2 * needed)  # two are kept, and the third written before
+    monkeypatch.setattr(machine, "free_disk", lambda path: 2 * needed)  # two are kept, and the third written before
     with caplog.at_level(logging.WARNING, "whet"):
         check_fits(setup, tmp_path, lambda config: build.setup(config, [16]))
     assert size(needed) in str(caught.value.found)
@@ -158,20 +153,3 @@ def test_an_accelerator_that_is_too_small_is_said_with_what_would_fit(
     assert {"actor.engine.name=fsdp", "ref.engine.name=fsdp", "rollout.free_cache_engine=true"} <= set(named)
     alone = replace(build.setup(train_config(), [16]), device=setup.device)
     assert not [override for override in fit._candidates(alone, rooms(alone)[1]) if "engine.name" in override]
-
-
-def test_the_accelerator_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for each process, or none; on a Ray cluster those that it asks for, here to be seen or not."""
-    monkeypatch.setattr(devices, "count", lambda: 2)
-    both = (MemoryUse(5, 9, 0, 0), MemoryUse(3, 8, 0, 0))
-    monkeypatch.setattr(devices, "memory", both.__getitem__)
-    assert free_accelerator(ClusterConfig(processes=2)) == FreeMemory(3, "each accelerator", total=8)
-    assert free_accelerator(ClusterConfig()) == FreeMemory(5, "each accelerator", total=9)
-    monkeypatch.setattr(devices, "memory", lambda index: None)  # such as MPS
-    unknown = free_accelerator(ClusterConfig())
-    assert unknown is not None and unknown.bytes > 2**60 and unknown.total == 0
-    assert free_accelerator(ClusterConfig(processes=3)) is None
-    assert free_accelerator(ClusterConfig(backend="ray")) is None
-    monkeypatch.setattr(devices, "count", lambda: 0)
-    found = free_accelerator(ClusterConfig(backend="ray", n_gpus_per_node=8))
-    assert found is not None and found.bytes > 2**60

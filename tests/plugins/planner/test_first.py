@@ -14,8 +14,8 @@ import pytest
 
 from docs.generate import fits
 from whet.config import TrainConfig, load_config
-from whet.planning import first
-from whet.planning.first import CARDS, bytes_of, first_answer
+from whet.plugins.planner import first
+from whet.plugins.planner.first import CARDS, bytes_of, first_answer
 
 TRACED = fits.read(Path(fits.PAGE).read_text(encoding="utf-8"))
 

@@ -14,8 +14,8 @@ from whet.config.schema import EngineConfig, OptimConfig
 from whet.engines.role import RoleSettings
 from whet.models.encoders.load import encoders_of
 from whet.models.load import load_policy
-from whet.planning.outline import Outline, RowLength, TensorBytes
 from whet.plugins.lessons.init_model import init_model
+from whet.plugins.planner.outline import Outline, RowLength, TensorBytes
 
 ROWS = [RowLength(prompt, 40, 10) for prompt in (1, 1, 2)]
 

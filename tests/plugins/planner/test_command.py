@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from whet.cli.app import CONSOLE, main
-from whet.planning import fit, forecast
 from whet.planning.machine import FreeMemory
+from whet.plugins.planner import fit, forecast
 
 # The shape of Qwen2.5-7B, of two layers; without weights.
 SEVEN_BILLION = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from whet.planning.outline import TensorBytes
+from whet.plugins.planner.outline import TensorBytes
 
 
 @pytest.mark.parametrize("mode", [nullcontext, FakeTensorMode], ids=["real", "without numbers"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pass on tensors without numbers takes what the same pass takes on real ones."""
+"""A pass on tensors without values counts the same bytes as the pass on real ones."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from whet.controller.worker import Placement
 from whet.engines.role import RoleSettings
 from whet.models.load import load_policy, load_value_model
 from whet.models.outputs import model_outputs
-from whet.planning.outline import Outline, RowLength, TensorBytes, columns
 from whet.plugins.lessons.init_model import init_model
+from whet.plugins.planner.outline import Outline, RowLength, TensorBytes, columns
 from whet.trainers.workers import TrainWorker
 
 ROWS = [RowLength(prompt, 20 + prompt, 30) for prompt in (1, 2) for _ in range(3)]

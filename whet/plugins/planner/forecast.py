@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forecast of a run from its config (memory, disk, time), for `whet plan` and `whet doctor`.
+"""The planner of runs, and its forecast from a config (memory, disk, time), for `whet plan` and `whet doctor`.
 
 The first lines of a run come from it too."""
 
@@ -9,11 +9,11 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 import torch
 import yaml
@@ -25,21 +25,34 @@ from whet.data.load import TRAIN, VAL, load_items
 from whet.data.loader import run_steps
 from whet.errors import ConfigError, ModelError, WhetError
 from whet.models.load import context_length, load_tokenizer
+from whet.planning.doctor import Finding
 from whet.planning.dtypes import with_dtypes
-from whet.planning.fit import Change, Room, changes, rooms
 from whet.planning.machine import free_accelerator, free_disk, stated
-from whet.planning.memory import Memory, Setup, cache_room, plan_memory
-from whet.planning.speed import Speed, measure, plan_speed
-from whet.planning.units import count, duration, plural
+from whet.planning.planner import Counts, Planner, Setup
+from whet.planning.units import count, duration, plural, size
+from whet.plugins.planner.fit import Change, Room, changes, check_fits, rooms
+from whet.plugins.planner.memory import Memory, cache_room, has_server, outlines_of, plan_memory, sized
+from whet.plugins.planner.outline import Outline
+from whet.plugins.planner.speed import Speed, measure, plan_speed, training_flops
+from whet.registry import register_planner, trainer_of
 from whet.rollout.build import with_engine
 from whet.tracking.runs import CONFIG, read_steps
+from whet.trainers.frame import run_folder
 
 log = logging.getLogger(__name__)
-MakeSetup = Callable[[Any, Sequence[int]], Setup]
 RECENT = 20  # steps of an earlier run
 # Keys that the time of a step depends on.
 OF_SPEED = re.compile(r"^(model|cluster)\.|engine\.|^rollout\.n$|^data\.(train_batch|max_)|mini_batch|\bepochs$")
+SLOW, HOPELESS = 300.0, 3600.0  # seconds of a step
 QUICK_SECONDS = 0.02  # to measure each rate at the start of a run
+
+
+@register_planner("memory")
+def memory() -> Planner:
+    """Plans by outlines of the models of a run, and by formulas."""
+    return Planner(
+        check_fits, introduce, sized, cache_room, lambda each: partial(training_flops, Outline(each)), findings
+    )
 
 
 @dataclass(frozen=True)
@@ -70,12 +83,12 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Tells whether the run fits into every memory, as far as that is known."""
+        """Tells whether the run fits into every memory, as far as known."""
         return all(room.fits for room in self.rooms)
 
     @property
     def fits_on_disk(self) -> bool:
-        """Tells whether the checkpoints fit onto the disk of run_dir, as far as that is known."""
+        """Tells whether the checkpoints fit onto the disk of run_dir, as far as known."""
         return self.free_disk_bytes is None or self.disk_bytes <= self.free_disk_bytes
 
     @property
@@ -85,7 +98,7 @@ class Forecast:
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a step, measured in run_dir, else estimated."""
+        """Seconds of a step, measured in run_dir or else estimated."""
         estimated = self.estimated_seconds
         return self.measured.get("time/step", None if estimated is None else sum(estimated.values()))
 
@@ -98,17 +111,10 @@ class Forecast:
         return self.speed.whole(self.setup.config.trainer, counts.steps, step=step)
 
 
-def forecast(
-    config: RunConfig,
-    make_setup: MakeSetup,
-    run_dir: Path,
-    device_gib: float | None = None,
-    host_gib: float | None = None,
-) -> Forecast:
+def forecast_of(config: RunConfig, device_gib: float | None = None, host_gib: float | None = None) -> Forecast:
     """Makes the forecast of a config for this machine, or with `device_gib` for accelerators of that size, one for each
-    process, and with `host_gib` for nodes of that memory. `make_setup` belongs to the trainer of the config.
-
-    Raises: ConfigError, ModelError."""
+    process, and with `host_gib` for nodes of that memory.  Raises: ConfigError, ModelError."""
+    make_setup, run_dir = trainer_of(config.command).marked("setup"), run_folder(config.trainer)
     if config.model.path is None:
         needs = "a config.json is enough, with the preprocessor_config.json of a model that reads images"
         raise ConfigError("model.path", None, f"a hub name, or a model folder ({needs})", "set it")
@@ -118,7 +124,7 @@ def forecast(
     config = with_engine(with_dtypes(config, elsewhere=device is not None))
     device = device or free_accelerator(config.cluster)
     setup, notes = replace(make_setup(config, lengths), device=device, host=host, media_share=media_share), [note]
-    if not lengths and any(each.encoders is not None for each in setup.outlines.values()):
+    if not lengths and any(each.encoders is not None for each in outlines_of(setup).values()):
         notes.append("of these tokens, those of prompts are assumed to be of images, all of them")
     found = tuple(rooms(setup))
     room = max(found, key=lambda each: each.used)
@@ -147,8 +153,8 @@ def forecast(
 
 
 def row_lengths(config: RunConfig) -> tuple[list[int], str, float]:
-    """Returns the lengths of the prompts or examples, empty if the data cannot be read, a note about them, and the
-    share of images and videos in their tokens (1.0 where that is unknown, which counts for models that see)."""
+    """Returns the lengths of the prompts or examples (empty if the data cannot be read), a note about them, and the
+    share of images and videos in their tokens (1.0 if unknown, used for models with vision)."""
     limit = config.data.max_length if isinstance(config, ExamplesConfig) else config.data.max_prompt_length
     if not config.data.train_files:
         return [], f"data.train_files is empty: the plan assumes {limit} tokens in every row, the limit", 1.0
@@ -176,7 +182,7 @@ def _num_val(config: RunConfig) -> int:
 
 
 def _read(config: RunConfig, key: str) -> list[tuple[int, int]]:
-    """The number of tokens of each prompt or example, and of those the number of its images and videos."""
+    """The number of tokens of each prompt or example, and the number of them that belong to images and videos."""
     model, seed, where = config.model, config.trainer.seed, config.data.filter if key == TRAIN else None
     tokenizer = load_tokenizer(model.tokenizer_path or str(model.path), trust_remote_code=model.trust_remote_code)
     items = load_items(config.data, tokenizer, key, where=where, seed=seed).items
@@ -185,8 +191,8 @@ def _read(config: RunConfig, key: str) -> list[tuple[int, int]]:
 
 
 def _earlier_run(run_dir: Path, config: RunConfig) -> tuple[dict[str, float], float | None, list[str]]:
-    """Median seconds by phase, and the mean response length, in the last steps of an earlier run in `run_dir`; nothing
-    of a run with other values of keys that its speed depends on, but the names of these keys."""
+    """Median seconds by phase, and the mean response length, in the last steps of an earlier run in `run_dir`; empty if
+    keys that affect its speed differ, with the names of these keys."""
     try:
         before = dict(flatten(yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))))
         steps = read_steps(run_dir)[-RECENT:]
@@ -203,23 +209,12 @@ def _earlier_run(run_dir: Path, config: RunConfig) -> tuple[dict[str, float], fl
     return seconds, fmean(responses) if responses else None, []
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Numbers of a run: prompts or examples for training and validation, steps."""
-
-    train: int
-    val: int
-    steps: int
-    first_step: int = 0  # steps that an earlier start of the run has done
-    likely: int | None = None  # step at which the run is expected to stop early
-
-
 def introduce(setup: Setup, counts: Counts) -> None:
     """Logs the first lines of a run."""
     setup = replace(setup, device=free_accelerator(setup.config.cluster))
     try:
         lines = [*model_lines(setup), data_line(setup, counts)]
-        if setup.device is None and not setup.has_server:  # the speed of others is not measured
+        if setup.device is None and not has_server(setup.config):  # the speed of others is not measured
             speed = plan_speed(setup, rates=measure(setup, QUICK_SECONDS), num_val=counts.val)
             seconds = speed.whole(setup.config.trainer, counts.likely or counts.steps, counts.first_step)
             longest = "" if isinstance(setup.config, ExamplesConfig) else " if all responses reach their length limit"
@@ -238,7 +233,7 @@ def model_lines(setup: Setup) -> Iterator[str]:
     dtype = "float32" if config.model.dtype == "float32" else f"{config.model.dtype} over float32 weights"
     threads = plural(torch.get_num_threads(), "thread")
     device = f"the CPU with {threads}" if setup.device is None else "one accelerator each"
-    for role, model in setup.outlines.items():
+    for role, model in outlines_of(setup).items():
         share = model.trained_share if role in setup.objectives else 0.0
         trained = "not trained" if share == 0 else "all trained" if share == 1 else f"{share:.2%} trained"
         processes = plural(config.cluster.processes_of(role), "process", "processes")
@@ -257,3 +252,29 @@ def data_line(setup: Setup, counts: Counts) -> str:
     most = "at most " if counts.likely else ""
     steps = f"{most}{plural(counts.steps, 'step')} of {config.data.train_batch_size} {what}{each}{done}"
     return f"{counts.train:,} {what} to train on{held_out}; {steps}"
+
+
+def findings(config: RunConfig) -> Iterator[Finding]:
+    """Yields the lines of `whet doctor` about memory, disk and time of a run."""
+    try:
+        made = forecast_of(config)
+    except WhetError as error:
+        yield Finding("config", "refused", str(error), is_problem=True)
+        return
+    for room in made.rooms:
+        if room.free is not None:
+            found = f"about {size(room.needed)} needed, {size(room.free)} free"
+            advice = "" if room.fits else "`whet plan` lists settings that reduce it"
+            yield Finding("device" if room.on_device else "memory", found, advice, is_problem=True)
+    free = size(made.free_disk_bytes or 0)
+    found = f"about {size(made.disk_bytes)} for checkpoints, {free} free in {made.run_dir}"
+    advice = "" if made.fits_on_disk else "lower trainer.save_limit, or free disk space"
+    yield Finding("disk", found, advice, is_problem=True)
+    step = made.step_seconds
+    if step is None:
+        yield Finding("time", "unknown: the speed of accelerators is not measured")
+        return
+    whole = "" if made.seconds is None else f", {duration(made.seconds)} in all"
+    smaller = "a smaller model, fewer or shorter responses (data.max_response_length), or an accelerator"
+    advice = smaller * (step > SLOW)
+    yield Finding("time", f"about {duration(step)} a step{whole}", advice, is_problem=step > HOPELESS)

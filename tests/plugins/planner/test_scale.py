@@ -17,8 +17,8 @@ from whet.config import TrainConfig, load_config, problems
 from whet.controller.worker import ResourcePool, WorkerSpec, pools_of
 from whet.engines.mesh import Mesh
 from whet.errors import ConfigError
-from whet.planning.first import bytes_of, changed, host_bytes, shape_of
-from whet.planning.scale import places, scale, smallest
+from whet.plugins.planner.first import bytes_of, changed, host_bytes, shape_of
+from whet.plugins.planner.scale import places, scale, smallest
 
 MIXTURE = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -141,7 +141,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("gpus", "device"), [("8,0", 78.0), ("eight", 78.0), ("8", None)])
 def test_numbers_that_cannot_be(gpus: str, device: float | None, tmp_path: Path) -> None:
-    from whet.cli.checks import plan_for
+    from whet.plugins.planner.command import plan_for
 
     config, shape = recipe("qwen2_5_32b_math_dapo", tmp_path)
     with raises(ConfigError, "--gpus" if device else "--device-memory"):

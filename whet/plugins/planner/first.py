@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first answer of `whet plan`, from formulas alone: it loads no torch, and takes less than two seconds."""
+"""The quick answer of `whet plan`, from formulas alone: it loads no torch, and takes less than two seconds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FILLED, MOST_TOKENS, TOKEN_STEP = 0.75, 32_768, 512
 
 
 class Kept(NamedTuple):
-    """Numbers of a pass forward and backward."""
+    """The numbers that a forward and backward pass keeps for each token."""
 
     hidden: float  # that a layer keeps of a token, times its hidden size
     inner: float  # and times its inner size
@@ -37,7 +37,7 @@ class Kept(NamedTuple):
     logit: int  # bytes
 
     def bytes_of_token(self, hidden: float, inner: float, layers: float, item: int, *, recomputes: bool) -> float:
-        """Bytes of a token's activations at the most, of `item` bytes a number."""
+        """Peak bytes of a token's activations, with `item` bytes a number."""
         kept = self.hidden * hidden + self.inner * inner
         return item * (layers * hidden + self.layers * kept if recomputes else layers * kept)
 
@@ -54,15 +54,15 @@ def is_compiled(engine: str, options: Mapping[str, object]) -> bool:
 
 
 def tokens_within(room: float, held: float, of_token: float) -> int:
-    """The most tokens of a micro-batch with `of_token` bytes each, beside `held` bytes of other tensors, where there is
-    `room` for bytes of tensors: they fill up three quarters of it, or half of what is left where that is more."""
+    """The largest number of tokens in a micro-batch, with `of_token` bytes each, beside `held` bytes of other tensors
+    and within `room` bytes: they fill three quarters of the room, or half of the remaining room if that is more."""
     left = max(FILLED * room - held, (room - held) / 2)
     return min(MOST_TOKENS, max(TOKEN_STEP, int(left / of_token) // TOKEN_STEP * TOKEN_STEP))
 
 
 def first_answer(config: RunConfig, device_gib: float | None, host_gib: float | None) -> Iterator[str]:
-    """Yields whether a run fits, the smallest accelerator for it, and three settings that help; nothing where the
-    model's config.json is not on this machine. Without stated sizes those of this machine count."""
+    """Yields whether a run fits, the smallest accelerator for it, and three settings that help; empty if the model's
+    config.json is not on this machine. Without given sizes, this machine's sizes count."""
     shape = shape_of(str(config.model.path))
     if shape is None:
         return
@@ -87,7 +87,7 @@ def first_answer(config: RunConfig, device_gib: float | None, host_gib: float | 
 
 
 def _accelerator_gib() -> float | None:
-    """The free memory of the fullest NVIDIA accelerator, as its driver says; None without one."""
+    """The free memory of the fullest NVIDIA accelerator, from its driver; None without one."""
     query = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(query, capture_output=True, text=True, timeout=5).stdout.split()
@@ -104,7 +104,7 @@ def bytes_of(config: RunConfig, shape: Mapping[str, float], on_device: bool, gib
 
 
 def host_bytes(config: RunConfig, shape: Mapping[str, float]) -> int:
-    """Bytes that the ranks of the actor on one node keep on the host, where `cpu_offload` asks for that."""
+    """Bytes that the actor's ranks on one node keep on the host with `cpu_offload`."""
     own, _ = section_of(config, "actor")
     if not own.engine.options.get("cpu_offload"):
         return 0
@@ -117,14 +117,14 @@ def host_bytes(config: RunConfig, shape: Mapping[str, float]) -> int:
 
 
 def mesh_of(config: RunConfig, role: str) -> Mesh:
-    """The grid of a role's processes; one of copies alone with the engine `single`."""
+    """The grid of a role's processes; only copies with the engine `single`."""
     engine, processes = section_of(config, role)[0].engine, config.cluster.processes_of(role)
     given = ENGINES[engine.name].resolve_options(engine.options, "engine.options").get("mesh")
     return Mesh.of(processes, {"shard": 1} if engine.name == "single" else given)
 
 
 def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: bool, pool: str, gib: float | None) -> int:
-    """Bytes of a process of a pool: the larger of sampling and updates."""
+    """Bytes of a process of a pool: the larger value of sampling and updates."""
     weights, words, layers, experts = (float(shape[name]) for name in ("weights", "words", "layers", "in_experts"))
     narrow = config.model.dtype == "bfloat16" or (
         config.model.dtype == "auto" and (on_device or bool(BFLOAT16 & {*instruction_set().split()}))
@@ -221,7 +221,7 @@ def _roles(config: RunConfig) -> list[str]:
 
 
 def _settings(config: RunConfig) -> Iterator[tuple[str, object]]:
-    """Settings that reduce memory, where they are not set."""
+    """Yields settings that reduce memory and are not set yet."""
     role, prefix = section_of(config, "actor")
     if not config.model.gradient_checkpointing:
         yield "model.gradient_checkpointing", True
@@ -236,7 +236,7 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, object]]:
 
 
 def shape_of(path: str) -> dict[str, float] | None:
-    """Sizes of the model whose config.json is in the folder `path`, or in the hub's cache; None where there is none."""
+    """Sizes of the model whose config.json is in the folder `path`, or in the hub's cache; None without one."""
     hub = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
     files = [Path(path) / "config.json", *hub.glob(f"models--{path.replace('/', '--')}/snapshots/*/config.json")]
     try:

@@ -16,8 +16,9 @@ import torch
 from whet.batch import Batch
 from whet.config.schema import ExamplesConfig, TrainConfig, TrainerConfig
 from whet.models.caches import attention_heads, head_size, token_bytes
-from whet.planning.memory import ITEM_BYTES, Setup, decoded_together, mini_batch
-from whet.planning.outline import FLOAT32, Outline, RowLength, inner_size
+from whet.planning.planner import Setup
+from whet.plugins.planner.memory import ITEM_BYTES, decoded_together, mini_batch, outlines_of
+from whet.plugins.planner.outline import FLOAT32, Outline, RowLength, inner_size
 
 EFFICIENCY = 0.7  # rate of the products of a whole model, relative to one product repeated
 CALLS_PER_LAYER, CALLS_BESIDE = 120, 150  # overhead of a forward pass in operator calls, for each layer and in addition
@@ -46,7 +47,7 @@ class Speed:
     validation: float = 0.0  # seconds of one validation; 0 without validation
 
     def whole(self, trainer: TrainerConfig, steps: int, first_step: int = 0, step: float | None = None) -> float:
-        """Seconds of a run from `first_step` on, with validations; `step`: the measured seconds of a step, if any."""
+        """Seconds of a run from `first_step` on, with validations; `step`: the measured seconds of a step, if known."""
         every = trainer.val_freq if trainer.val_freq > 0 else steps
         validations = -(-steps // every) - first_step // every + (trainer.val_before_train and first_step == 0)
         each = sum(self.seconds.values()) if step is None else step
@@ -58,7 +59,7 @@ def plan_speed(
 ) -> Speed:
     """Estimates a step with responses of `response_length` tokens (default: the length limit), and a validation on
     `num_val` prompts or examples."""
-    config, outlines = setup.config, setup.outlines
+    config, outlines = setup.config, outlines_of(setup)
     response = setup.lengths.response if response_length is None else response_length
     if rates is None:
         rates = measure(setup)
@@ -92,8 +93,8 @@ def plan_speed(
 
 
 def training_flops(model: Outline, batch: Batch) -> float:
-    """Operations of the forward and backward pass of an update on a batch, recomputation left out; 0.0 for a mixture of
-    experts whose config does not say to how many a token is sent."""
+    """Operations of the forward and backward pass of an update on a batch, without recomputation; 0.0 for a mixture of
+    experts whose config lacks the number of experts a token."""
     number, used = model.experts
     if number and not used:
         return 0.0
@@ -127,7 +128,8 @@ def _forward(model: Outline, rows: list[RowLength], rates: Rates) -> float:
 
 
 def _forward_flops(model: Outline, rows: list[RowLength]) -> float:
-    """Operations of a forward pass: two a weight and token, in attention two products of head size a pair of tokens."""
+    """Operations of a forward pass: two a weight and token, and in attention two products of head size a pair of
+    tokens."""
     shares = model.role.forward.packing and model.role.forward.share_prompts
     prompts = {row.prompt: row.prompt_tokens for row in rows}.values() if shares else [r.prompt_tokens for r in rows]
     responses = sum(row.response_tokens for row in rows)
@@ -159,13 +161,13 @@ def _rollout(config: TrainConfig, model: Outline, rows: list[RowLength], rates: 
 
 def measure(setup: Setup, seconds: float = MEASURE_SECONDS) -> Rates:
     """Measures the rates of this machine with the model's sizes and dtypes, `seconds` for each rate."""
-    config, model = setup.config, setup.outlines["actor"].config
+    config, model = setup.config, outlines_of(setup)["actor"].config
     train = getattr(torch, config.model.dtype)
     decode, together = train, 64
     if isinstance(config, TrainConfig):
         decode, together = getattr(torch, config.rollout.dtype), decoded_together(config)
     size = min(model.hidden_size, LARGEST_MATRIX), min(inner_size(model), LARGEST_MATRIX)
-    tokens = min(setup.roles["actor"].micro_batch_tokens(setup.outlines["actor"].device_type), 2048)
+    tokens = min(setup.roles["actor"].micro_batch_tokens(outlines_of(setup)["actor"].device_type), 2048)
     small, large, logits = torch.ones(1), torch.ones(2**24), torch.randn(min(together, 64), model.vocab_size)
     return Rates(
         decode_flops=_product(together, *size, decode, seconds),

@@ -15,9 +15,10 @@ import pytest
 from docs.generate import fits
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.planning.dtypes import with_dtypes
-from whet.planning.forecast import row_lengths
-from whet.planning.memory import Setup, plan_memory
+from whet.planning.planner import Setup
 from whet.plugins.lessons.init_model import init_model
+from whet.plugins.planner.forecast import row_lengths
+from whet.plugins.planner.memory import plan_memory
 from whet.trainers import build, sft
 
 ROWS = [
@@ -135,7 +136,7 @@ def measured(kind: str, command: str, overrides: dict[str, Any], folder: Path) -
         text=True,
         timeout=700,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
     )
     assert run.returncode == 0, run.stderr
     (count,) = json.loads(run.stdout.splitlines()[-1]).values()

@@ -7,21 +7,17 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from whet.config.schema import KV_CACHE_BYTES
-from whet.planning.fit import advice
-from whet.planning.forecast import data_line, model_lines
-from whet.planning.memory import Memory
-from whet.planning.speed import EFFICIENCY
 from whet.planning.units import duration, size
-
-if TYPE_CHECKING:
-    from whet.planning.forecast import Forecast
+from whet.plugins.planner.fit import advice
+from whet.plugins.planner.forecast import Forecast, data_line, model_lines
+from whet.plugins.planner.memory import Memory
+from whet.plugins.planner.speed import EFFICIENCY
 
 MEMORY_NOTE = "Memory: the peak of all tensors in each phase, plus that of the process itself."
 TIME_NOTE = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks whether a run fits into memory and onto the disk, and finds settings that reduce what it needs."""
+"""Checks whether a run fits into memory and onto the disk, and finds settings that reduce its needs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from whet.devices import bfloat16_instructions
 from whet.errors import ConfigError, ModelError
 from whet.models.caches import attention_heads
 from whet.phases import counting, phase
-from whet.planning import memory as estimate
-from whet.planning.first import changed, section_of
-from whet.planning.machine import free_accelerator, free_disk, free_memory
-from whet.planning.memory import Memory, Setup
-from whet.planning.outline import FLOAT32, inner_size
+from whet.planning import machine
+from whet.planning.machine import ANYWAY, free_accelerator, free_memory
+from whet.planning.planner import Setup
 from whet.planning.units import size
+from whet.plugins.planner import memory as estimate
+from whet.plugins.planner.first import changed, section_of
+from whet.plugins.planner.memory import Memory, device_of, outlines_of
+from whet.plugins.planner.outline import FLOAT32, inner_size
 from whet.registry import ENGINES
 
 log = logging.getLogger(__name__)
-ANYWAY = "WHET_START_ANYWAY"  # environment variable: starts a run even if it does not fit by the estimate
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,18 @@ class Room:
 
     @property
     def fits(self) -> bool:
-        """Tells whether the run fits, as far as that is known."""
+        """Tells whether the run fits, as far as known."""
         return self.free is None or self.needed <= self.free
 
     @property
     def used(self) -> float:
-        """The needed bytes as a fraction of the free ones."""
+        """The needed bytes as a fraction of the free bytes."""
         return 0.0 if self.free is None else self.needed / max(1, self.free)
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that reduces memory: the bytes that the run then needs, and the bytes that it saves."""
+    """A setting that reduces memory: the bytes that the run then needs, and the bytes saved."""
 
     override: str  # in command line syntax
     needed_bytes: int
@@ -82,24 +83,23 @@ def rooms(setup: Setup) -> list[Room]:
     return [host] + [
         Room(f"{device.bound}{of[name]}", plan.device_bytes, plan.device_tensor_bytes, device.bytes, plan, True)
         for name, plan in plans.items()
-        if (device := setup.device_of(name)) is not None
+        if (device := device_of(setup, name)) is not None
     ]
 
 
 def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], reclaimed_bytes: int = 0) -> int:
     """Checks that a run fits into memory and onto the disk, before its models are loaded.  Returns the bytes of a
-    checkpoint; 0 where they are not estimated.
+    checkpoint, or 0 if unknown.
 
-    `reclaimed_bytes` of the disk become free at the start of the run. A run that an upper bound, which is fast to
-    compute, shows to be small is not planned in detail.
-    Raises: ConfigError with the numbers, the settings that reduce them, and how to start anyway.
-    """
+    `reclaimed_bytes` of the disk become free at the start of the run. If an upper bound, which is fast to compute,
+    shows a small run, there is no detailed plan.  Raises: ConfigError with the numbers, the settings that reduce them,
+    and the way to start anyway."""
     if os.environ.get(ANYWAY, "0") not in ("", "0"):
         return 0
     free, cluster = setup.host or free_memory(), setup.config.cluster
     setup = replace(setup, device=setup.device or free_accelerator(cluster))
     try:
-        needed = sum(setup.outlines[name].checkpoint_bytes for name in setup.objectives)
+        needed = sum(outlines_of(setup)[name].checkpoint_bytes for name in setup.objectives)
         bound = upper_bound(setup)
         is_large = free is not None and bound * cluster.devices_here > free.bytes / 2
         share = min(pool.share for pool in cluster.pools.values())
@@ -117,8 +117,8 @@ def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], recl
         log.debug("no estimate: %s", error)
         return 0
     if setup.host is None:
-        check_disk(needed, run_dir, reclaimed_bytes)
-        free_bytes, limit = free_disk(run_dir) + reclaimed_bytes, setup.config.trainer.save_limit
+        machine.check_disk(needed, run_dir, reclaimed_bytes)
+        free_bytes, limit = machine.free_disk(run_dir) + reclaimed_bytes, setup.config.trainer.save_limit
         if limit is not None and needed * (limit + 1) > free_bytes:  # a new one is written before the oldest is deleted
             log.warning(
                 "%d checkpoints and the next one need about %s, but %s has %s free; lower trainer.save_limit",
@@ -130,7 +130,7 @@ def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], recl
 def upper_bound(setup: Setup) -> int:
     """An upper bound on the bytes of one process, from formulas, without tracing the passes."""
     config, total = setup.config, 0
-    for name, model in setup.outlines.items():
+    for name, model in outlines_of(setup).items():
         total += model.weight_bytes * (4 if name in setup.objectives else 1)
         shape = model.config
         ranks = estimate.spread_of(setup, name).row_ranks
@@ -143,7 +143,7 @@ def upper_bound(setup: Setup) -> int:
         chunk = min(setup.roles[name].forward.chunk_tokens, tokens)
         total += shape.vocab_size * (24 * chunk + 3 * FLOAT32 * shape.hidden_size)
     if isinstance(config, TrainConfig):
-        model = setup.outlines["actor"]
+        model = outlines_of(setup)["actor"]
         planned = estimate.rollout_bytes(config, model.config, setup.lengths)
         cache = planned.written if setup.device is None else planned.cache
         total += model.weight_bytes + cache + estimate.sampling_bytes(config, model.config, planned)
@@ -152,7 +152,7 @@ def upper_bound(setup: Setup) -> int:
 
 def changes(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> list[Change]:
     """Settings that save at least 2 % of a room, largest saving first, then a combination in which each setting saves
-    more. The saving is that of a new plan with the settings."""
+    more. Savings come from a new plan with the settings."""
     candidates = _candidates(setup, room)
 
     def planned(*overrides: str) -> Change:
@@ -201,7 +201,7 @@ def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, object]]:
         ]
     if isinstance(config, TrainConfig):
         rows = config.rollout.max_batch_size
-        planned = estimate.rollout_bytes(config, setup.outlines["actor"].config, setup.lengths)
+        planned = estimate.rollout_bytes(config, outlines_of(setup)["actor"].config, setup.lengths)
         found += [
             (room.on_device and not config.rollout.free_cache_engine, "rollout.free_cache_engine", True),
             (rows > 16, "rollout.max_batch_size", max(16, rows // 4)),
@@ -234,7 +234,7 @@ def _too_much_memory(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -
 
 
 def advice(found: list[Change], free: int) -> list[str]:
-    """A line for each change, and advice if none of them is enough."""
+    """A line for each change, and advice if no change is enough."""
     lines = [
         f"- {each.override} saves {size(each.saved_bytes)}" + (": it fits" if each.needed_bytes <= free else "")
         for each in found
@@ -244,12 +244,3 @@ def advice(found: list[Change], free: int) -> list[str]:
         still = "no setting saves much" if least is None else f"even then the run needs {size(least)}"
         lines.append(f"- {still}: use a smaller model, or a machine with more memory")
     return lines
-
-
-def check_disk(needed: int, run_dir: Path, reclaimed_bytes: int = 0) -> None:
-    """Checks that a checkpoint of `needed` bytes fits onto the disk.  Raises: ConfigError."""
-    free = free_disk(run_dir) + reclaimed_bytes
-    if needed > free and os.environ.get(ANYWAY, "0") in ("", "0"):
-        found, expected = f"a checkpoint needs about {size(needed)}", f"at most {size(free)}, free in {run_dir}"
-        change = "free disk space, choose another trainer.run_dir"
-        raise ConfigError("disk", found, expected, f"{change}, or set {ANYWAY}=1 in the environment to go on anyway")

@@ -9,10 +9,12 @@ import torch
 
 from whet.config import TrainConfig
 from whet.config.schema import TrainerConfig
-from whet.planning import forecast
-from whet.planning.forecast import Counts, data_line, introduce, model_lines
-from whet.planning.speed import Speed
-from whet.planning.units import count, duration, plural
+from whet.planning.planner import Counts
+from whet.planning.units import plural
+from whet.plugins.planner import forecast
+from whet.plugins.planner.forecast import data_line, introduce, model_lines
+from whet.plugins.planner.memory import outlines_of
+from whet.plugins.planner.speed import Speed
 from whet.trainers import build
 
 MakeConfig = Callable[..., TrainConfig]
@@ -38,9 +40,10 @@ def test_the_first_lines_of_a_run(train_config: MakeConfig, caplog: pytest.LogCa
 
 def test_the_share_that_an_adapter_is(train_config: MakeConfig) -> None:
     setup = build.setup(train_config({"model.lora.rank": 2, "model.dtype": "bfloat16"}), [16])
-    trained = sum(weight.numel() for weight in setup.outlines["actor"].model.parameters() if weight.requires_grad)
+    outlines = outlines_of(setup)
+    trained = sum(weight.numel() for weight in outlines["actor"].model.parameters() if weight.requires_grad)
     (line,) = model_lines(setup)
-    assert f", {trained / setup.outlines['actor'].num_weights:.2%} trained, bfloat16 over float32 weights, " in line
+    assert f", {trained / outlines['actor'].num_weights:.2%} trained, bfloat16 over float32 weights, " in line
 
 
 @pytest.mark.parametrize(
@@ -58,13 +61,6 @@ def test_a_run_takes_its_steps_and_its_validations(trainer: dict[str, int], firs
     config = TrainerConfig(**trainer)
     assert speed.whole(config, 10, first_step) == 3.0 * (10 - first_step) + 100.0 * validations
     assert speed.whole(config, 10, first_step, step=5.0) == 5.0 * (10 - first_step) + 100.0 * validations
-
-
-def test_numbers_as_a_person_reads_them() -> None:
-    assert [count(n) for n in (7, 1_500, 3_300_000, 7_615_616_512)] == ["7", "1.5 k", "3.3 M", "7.62 B"]
-    assert [plural(1, "process", "processes"), plural(2_000, "step")] == ["1 process", "2,000 steps"]
-    shown = ["40 ms", "1.2 s", "12.0 s", "3.5 min", "20.0 h", "5.2 days"]
-    assert [duration(seconds) for seconds in (0.04, 1.2, 12, 210, 72_000, 450_000)] == shown
 
 
 def test_the_data_of_a_run_without_validation(train_config: MakeConfig) -> None:

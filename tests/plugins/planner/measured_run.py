@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains by a config in a process of its own and says what it took: `python measured_run.py tensors|resident FILE`.
+"""Trains by a config in a separate process and prints its memory: `python measured_run.py tensors|resident FILE`.
 
 FILE is JSON: {"command": "train" or "sft", "recipe": ..., "overrides": {...}, "rows": [...]}.
 """

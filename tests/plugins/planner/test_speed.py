@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.data.supervised import SupervisedExample
 from whet.models.load import load_policy
-from whet.planning import speed
-from whet.planning.speed import training_flops
+from whet.plugins.planner import forecast, speed
+from whet.plugins.planner.memory import outlines_of
+from whet.plugins.planner.speed import training_flops
 from whet.protocol import DataProto
 from whet.tracking import profile
-from whet.trainers import workers
 from whet.trainers.build import setup
 from whet.trainers.sft import SFTRun, to_batch, train_sft
 
@@ -44,18 +44,16 @@ def batch_of(rows: int) -> DataProto:
 
 
 def test_operations_are_those_that_torch_counts(qwen25_folder: Path) -> None:
-    planned = SFTRun.setup(config_of(qwen25_folder))
+    outline = outlines_of(SFTRun.setup(config_of(qwen25_folder)))["actor"]
     model = load_policy(qwen25_folder)
     with FlopCounterMode(display=False) as counter:
         tokens = torch.full((1, LENGTH), 5)
         model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits.sum().backward()
     # torch counts all pairs of tokens and a head for the last one; here pairs are those that attention sees
-    assert training_flops(planned.outlines["actor"], batch_of(1)) == pytest.approx(counter.get_total_flops(), rel=0.06)
-    assert training_flops(planned.outlines["actor"], batch_of(3)) == 3 * training_flops(
-        planned.outlines["actor"], batch_of(1)
-    )
-    planned.outlines["actor"].config.num_experts = 4  # of which nothing says how many a token is sent to
-    assert training_flops(planned.outlines["actor"], batch_of(1)) == 0.0
+    assert training_flops(outline, batch_of(1)) == pytest.approx(counter.get_total_flops(), rel=0.06)
+    assert training_flops(outline, batch_of(3)) == 3 * training_flops(outline, batch_of(1))
+    outline.config.num_experts = 4  # of which nothing says how many a token is sent to
+    assert training_flops(outline, batch_of(1)) == 0.0
 
 
 def test_a_mixture_of_experts_counts_those_that_a_token_is_sent_to(tmp_path: Path) -> None:
@@ -77,30 +75,30 @@ def test_a_mixture_of_experts_counts_those_that_a_token_is_sent_to(tmp_path: Pat
     }
     (tmp_path / "config.json").write_text(json.dumps(shape))
     planned = SFTRun.setup(config_of(tmp_path))
-    model = planned.outlines["actor"]
+    model = outlines_of(planned)["actor"]
     # A layer: 8*8 + 2 * 8*4 + 8*8 of attention, 8*16 of the router, and of 16 experts with 3 * 8*6 each the 4 in use.
     assert model.layer_weights == 2 * (192 + 128 + 4 * 144) == 1792
     assert model.num_weights > 2 * 16 * 144  # all experts
     # 33 tokens, one of them the prompt: pairs of tokens 1/2 + 32 * (1 + 32/2); in attention 2 layers of 8 numbers.
     forward = 2 * (1792 * 33 + 800 * 32) + 4 * 16 * (0.5 + 32 * 17)
-    assert training_flops(planned.outlines["actor"], batch_of(1)) == 3 * forward
+    assert training_flops(outlines_of(planned)["actor"], batch_of(1)) == 3 * forward
 
 
 def test_an_adapter_and_a_critic_count_what_they_compute(
     train_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(speed, "_forward_flops", lambda model, rows: 100.0 if model.head_weights else 10.0)
-    planned = setup(train_config({"algorithm.adv_estimator": "gae"})).outlines
+    planned = outlines_of(setup(train_config({"algorithm.adv_estimator": "gae"})))
     assert training_flops(planned["actor"], batch_of(1)) == 3 * 100
     assert training_flops(planned["critic"], batch_of(1)) == 3 * 10
-    adapted = setup(train_config({"model.lora.rank": 2})).outlines
+    adapted = outlines_of(setup(train_config({"model.lora.rank": 2})))
     assert training_flops(adapted["actor"], batch_of(1)) == 2 * 100  # no gradients of the weights
 
 
 def test_a_run_logs_the_share_of_the_peak(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"prompt": f"{number}+1=", "response": str(number + 1)} for number in range(4)]
     config = config_of(model_folder, **{"trainer.run_dir": str(tmp_path / "run")})
-    monkeypatch.setattr(workers, "training_flops", lambda model, batch: 1e6 * len(batch))
+    monkeypatch.setattr(forecast, "training_flops", lambda model, batch: 1e6 * len(batch))
     monkeypatch.setattr(profile, "peak_flops", lambda: 1e12)
     train_sft(config, data=rows)
     lines = [json.loads(line) for line in (tmp_path / "run/timings.jsonl").open()]

@@ -7,18 +7,19 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from whet.config.schema import ExamplesConfig, RolloutConfig, RunConfig, TrainConfig
 from whet.devices import needed_for_tensors, room_for_tensors
 from whet.engines.micro_batches import micro_batches
-from whet.engines.protocol import Objective, Spread, TrainEngine
+from whet.engines.protocol import Spread, TrainEngine
 from whet.engines.role import RoleSettings
 from whet.models.caches import sequence_bytes, token_bytes
-from whet.planning.first import tokens_within
 from whet.planning.machine import FreeMemory
-from whet.planning.outline import FLOAT32, Outline, RowLength, inner_size, tokens_of
+from whet.planning.planner import Setup
+from whet.plugins.planner.first import tokens_within
+from whet.plugins.planner.outline import FLOAT32, Outline, RowLength, inner_size, tokens_of
 from whet.registry import ENGINES, ROLLOUT_ENGINES, load_target
 from whet.rollout.protocol import SharesModule
 from whet.rollout.requirements import CacheRoom, Decoding, Lengths, PlansMemory, RolloutBytes
@@ -30,12 +31,13 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 PROCESS_BYTES, HEAP, HEAP_WITH_SAMPLING = 110 * 2**20, 1.05, 1.25
 DEVICE_PROCESS_BYTES = 2 * 2**30  # of an accelerator's libraries on the host (not measured yet)
 CACHE = "rollout: KV cache"
+_OUTLINES = WeakKeyDictionary[Setup, dict[str, Outline]]()
 MARGIN = 1.2  # formulas of activations are within a fifth of traced plans
 
 
 @dataclass(frozen=True)
 class Item:
-    """Bytes of one kind by phase; phases without such bytes are left out."""
+    """Bytes of one kind by phase; phases with none are left out."""
 
     name: str
     by_phase: Mapping[str, int]
@@ -54,7 +56,7 @@ class Memory:
     checkpoint_bytes: int  # on disk
 
     def total(self, phase: str, *, on_device: bool = False) -> int:
-        """Bytes of all tensors of a phase, on the host or on the accelerator."""
+        """Bytes of all tensors in a phase, on the host or on the accelerator."""
         return sum(item.by_phase.get(phase, 0) for item in self.items if item.on_device == on_device)
 
     @property
@@ -64,12 +66,12 @@ class Memory:
 
     @property
     def touched_bytes(self) -> int:
-        """Peak bytes of tensors on the host, without those that are never written."""
+        """Peak bytes of tensors on the host, without tensors that are never written."""
         return self.tensor_bytes - self.untouched_bytes
 
     @property
     def resident_bytes(self) -> int:
-        """Resident bytes of the process, without those of the imports."""
+        """Resident bytes of the process, without the memory of imports."""
         heap = HEAP_WITH_SAMPLING if "rollout" in self.phases else HEAP
         own = PROCESS_BYTES + (DEVICE_PROCESS_BYTES if self.device_tensor_bytes else 0)
         return own + round(heap * self.touched_bytes)
@@ -81,44 +83,34 @@ class Memory:
 
     @property
     def device_bytes(self) -> int:
-        """Peak bytes on the accelerator, with those of allocator and libraries."""
+        """Peak bytes on the accelerator, including the allocator's and libraries' own."""
         tensors = self.device_tensor_bytes
         return needed_for_tensors(tensors) if tensors else 0
 
 
-@dataclass(frozen=True)
-class Setup:
-    """A config, with its roles, objectives and lengths."""
+def outlines_of(setup: Setup) -> dict[str, Outline]:
+    """The models of the roles, as shapes without numbers.  Raises: ModelError."""
+    if setup not in _OUTLINES:
+        each = setup.device is not None, setup.media_share
+        _OUTLINES[setup] = {name: Outline(role, *each) for name, role in setup.roles.items()}
+    return _OUTLINES[setup]
 
-    config: RunConfig
-    roles: Mapping[str, RoleSettings]  # roles with a model
-    objectives: Mapping[str, Objective]  # of the trained roles
-    lengths: Lengths
-    passes: tuple[str, ...] = ()  # roles with a forward pass over the rows before the update, once for each pass
-    device: FreeMemory | None = None  # the accelerator of each process; None on the host
-    host: FreeMemory | None = None  # the memory of a node; None for what this machine has free
-    media_share: float = 0.0  # of the tokens of prompts, those of images and videos
 
-    def device_of(self, pool: str) -> FreeMemory | None:
-        """The accelerator of each process of a pool, or its share of one; None on the host."""
-        share, whole = self.config.cluster.pools[pool].share, self.device
-        if whole is None or not self.config.cluster.needs_device(pool):
-            return None
-        if share == 1:
-            return whole
-        return FreeMemory(round(whole.bytes * share), f"{share:g} of {whole.bound}", round(whole.total * share))
+def device_of(setup: Setup, pool: str) -> FreeMemory | None:
+    """The accelerator of each process of a pool, or its share of one; None on the host."""
+    share, whole = setup.config.cluster.pools[pool].share, setup.device
+    if whole is None or not setup.config.cluster.needs_device(pool):
+        return None
+    if share == 1:
+        return whole
+    return FreeMemory(round(whole.bytes * share), f"{share:g} of {whole.bound}", round(whole.total * share))
 
-    @property
-    def has_server(self) -> bool:
-        """Tells whether responses come from a program of its own, and not from a module of a rollout process."""
-        if not isinstance(self.config, TrainConfig):
-            return False
-        return not isinstance(ROLLOUT_ENGINES[self.config.rollout.engine.name].load(), SharesModule)
 
-    @cached_property
-    def outlines(self) -> dict[str, Outline]:
-        """The models of the roles, as shapes without numbers.  Raises: ModelError."""
-        return {name: Outline(role, self.device is not None, self.media_share) for name, role in self.roles.items()}
+def has_server(config: RunConfig) -> bool:
+    """Tells whether responses come from a program of its own, and not from a module of a rollout process."""
+    if not isinstance(config, TrainConfig):
+        return False
+    return not isinstance(ROLLOUT_ENGINES[config.rollout.engine.name].load(), SharesModule)
 
 
 class _Kept:
@@ -151,22 +143,22 @@ def plan_memory(setup: Setup, pool: str | None = None) -> Memory:
     config, cluster = setup.config, setup.config.cluster
     pool = next(iter(cluster.pools)) if pool is None else pool
     kept, planned = _at_rest(setup, pool)
-    outlines = {name: each for name, each in setup.outlines.items() if cluster.pool_of(name) == pool}
+    outlines = {name: each for name, each in outlines_of(setup).items() if cluster.pool_of(name) == pool}
     trained = [name for name in setup.objectives if name in outlines]
     sizes = {name: _keep_update(kept, setup, name, outlines[name]) for name in trained}
     untouched = 0 if planned is None or setup.device is not None else planned.cache - planned.written
     if isinstance(config, TrainConfig) and "actor" in trained:
         updates = [f"{name} update" for name in trained]
-        kept.keep("batch columns", column_bytes(config, setup.lengths, setup.outlines), updates, on_host=True)
-    checkpoint = sum(setup.outlines[name].checkpoint_bytes for name in setup.objectives)
+        kept.keep("batch columns", column_bytes(config, setup.lengths, outlines_of(setup)), updates, on_host=True)
+    checkpoint = sum(outlines_of(setup)[name].checkpoint_bytes for name in setup.objectives)
     weights = {name: each.num_weights for name, each in outlines.items()}
     return Memory(kept.items(), kept.phases, untouched, weights, sizes, checkpoint)
 
 
 def _at_rest(setup: Setup, pool: str) -> tuple[_Kept, RolloutBytes | None]:
-    """Counts all that a process of a pool has beside passes of models, by phase.  Returns the plan of sampling too."""
+    """Counts all memory of a pool's process except model passes, by phase.  Returns the plan of sampling too."""
     config, cluster = setup.config, setup.config.cluster
-    outlines = {name: each for name, each in setup.outlines.items() if cluster.pool_of(name) == pool}
+    outlines = {name: each for name, each in outlines_of(setup).items() if cluster.pool_of(name) == pool}
     samples = isinstance(config, TrainConfig) and cluster.pool_of("rollout") == pool
     updates = tuple(f"{name} update" for name in setup.objectives if name in outlines)
     phases = (*(("rollout",) if samples else ()), *updates) or ("columns",)
@@ -175,7 +167,7 @@ def _at_rest(setup: Setup, pool: str) -> tuple[_Kept, RolloutBytes | None]:
     for name, model in outlines.items():
         _keep_role(kept, setup, name, model, away=("rollout",) if turns and setup.device is not None else ())
     if isinstance(config, TrainConfig) and config.rollout.engine.options.get("weight_delta") is True:
-        size = setup.outlines["actor"].num_weights * ITEM_BYTES[config.rollout.dtype]
+        size = outlines_of(setup)["actor"].num_weights * ITEM_BYTES[config.rollout.dtype]
         if samples or "actor" in outlines:  # of the actor's ranks one on each node sends
             ranks = Counter(slot.node for slot in cluster.slots() if slot.pool.name == pool)
             parts = 1 if samples else min(ranks.values())
@@ -186,8 +178,8 @@ def _at_rest(setup: Setup, pool: str) -> tuple[_Kept, RolloutBytes | None]:
 def micro_batch_tokens(setup: Setup, name: str) -> int:
     """The most tokens of a forward pass of a role: the number that is set; else what an accelerator of known memory has
     room for beside all that is there in an update; else a number for the device."""
-    role, model = setup.roles[name], setup.outlines[name]
-    device = setup.device_of(setup.config.cluster.pool_of(name))
+    role, model = setup.roles[name], outlines_of(setup)[name]
+    device = device_of(setup, setup.config.cluster.pool_of(name))
     if role.max_tokens_per_micro_batch is not None or device is None or not device.total:
         return role.micro_batch_tokens(model.device_type)
     return tokens_within(room_for_tensors(device.total), *_pass_bytes(setup, name))
@@ -195,7 +187,7 @@ def micro_batch_tokens(setup: Setup, name: str) -> int:
 
 def _pass_bytes(setup: Setup, name: str) -> tuple[int, float]:
     """Bytes on an accelerator in passes of a role, by formulas: beside activations, and of a token's activations."""
-    model, spread, trains = setup.outlines[name], spread_of(setup, name), name in setup.objectives
+    model, spread, trains = outlines_of(setup)[name], spread_of(setup, name), name in setup.objectives
     kept, _ = _at_rest(setup, setup.config.cluster.pool_of(name))
     phases = [f"{name} update"] if trains else [each for each in kept.phases if each != "rollout"] or kept.phases
     held = max(map(kept.on_device, phases))
@@ -207,7 +199,8 @@ def _pass_bytes(setup: Setup, name: str) -> tuple[int, float]:
 
 
 def sized(settings: RoleSettings, setup: Setup, name: str) -> RoleSettings:
-    """The settings of a role of a run, with the tokens of its micro-batches where an accelerator's memory decides."""
+    """The settings of a role in a run, with the tokens of its micro-batches filled in if an accelerator's memory
+    decides."""
     if setup.device is None or not setup.device.total:
         return settings
     tokens = micro_batch_tokens(setup, name)
@@ -216,21 +209,21 @@ def sized(settings: RoleSettings, setup: Setup, name: str) -> RoleSettings:
 
 
 def cache_room(setup: Setup) -> CacheRoom | None:
-    """The room for the cache of keys and values beside the other tensors of its process on an accelerator; None on a
-    host, and for a cache of a size that is set. By formulas, as a traced plan takes too long for the start of a run."""
+    """The room for the key and value cache beside the other tensors of its process on an accelerator; None on a host,
+    and for a cache of fixed size. Uses formulas, as a traced plan takes too long for the start of a run."""
     config = setup.config
     if not isinstance(config, TrainConfig) or setup.device is None:
         return None
     engine = ROLLOUT_ENGINES[config.rollout.engine.name]
     if engine.resolve_options(config.rollout.engine.options, "options").get("kv_cache_bytes") != "auto":
         return None
-    pool, model = config.cluster.pool_of("rollout"), setup.outlines["actor"].config
+    pool, model = config.cluster.pool_of("rollout"), outlines_of(setup)["actor"].config
     kept, planned = _at_rest(setup, pool)
     assert planned is not None
     peaks = [kept.on_device("rollout")]
     for name in () if config.rollout.free_cache_engine else setup.objectives:
         if config.cluster.pool_of(name) == pool:
-            (held, of_token), role = _pass_bytes(setup, name), setup.outlines[name].role
+            (held, of_token), role = _pass_bytes(setup, name), outlines_of(setup)[name].role
             tokens = max(tokens_of(rows, role.forward) for rows in _micro_batches(setup, name))
             peaks.append(held + round(MARGIN * of_token * tokens))
     longest = max(setup.lengths.prompts) + setup.lengths.response
@@ -239,7 +232,7 @@ def cache_room(setup: Setup) -> CacheRoom | None:
 
 
 def _keep_role(kept: _Kept, setup: Setup, name: str, model: Outline, away: tuple[str, ...]) -> None:
-    """Counts weights, moments and gradients of a model; in the phases `away` they are on the host."""
+    """Counts weights, moments and gradients of a model, which are on the host in the phases `away`."""
     spread = spread_of(setup, name)
     here = [phase for phase in kept.phases if phase not in away]
     shared = name == "actor" and _samples_from_the_actor(setup)
@@ -270,7 +263,7 @@ def _keep_update(kept: _Kept, setup: Setup, name: str, model: Outline) -> int:
 
 def _keep_rollout(kept: _Kept, setup: Setup, turns: bool) -> RolloutBytes:
     """Counts the memory of sampling: a copy of the weights, the KV cache, the logits of a decode step."""
-    config, model = setup.config, setup.outlines["actor"]
+    config, model = setup.config, outlines_of(setup)["actor"]
     assert isinstance(config, TrainConfig)
     others = [phase for phase in kept.phases if phase != "rollout"]
     planned = rollout_bytes(config, model.config, setup.lengths)
@@ -290,21 +283,22 @@ def _keep_rollout(kept: _Kept, setup: Setup, turns: bool) -> RolloutBytes:
 
 
 def _samples_from_the_actor(setup: Setup) -> bool:
-    """Tells whether the rollout uses the actor's module: the engine can, same pool, same dtype, no adapter."""
+    """Tells whether the rollout uses the actor's module: its engine can, and both have the same pool and dtype, with no
+    adapter."""
     config = setup.config
     if not isinstance(config, TrainConfig) or config.cluster.pool_of("rollout") != config.cluster.pool_of("actor"):
         return False
-    if setup.has_server:
+    if has_server(config):
         return False
     dtypes = config.rollout.dtype, config.model.dtype
-    return not setup.outlines["actor"].is_adapted and dtypes == ("float32", "float32")
+    return not outlines_of(setup)["actor"].is_adapted and dtypes == ("float32", "float32")
 
 
 def _update_bytes(
     model: Outline, split: Sequence[list[RowLength]], needs: frozenset[str], parts: Mapping[str, int]
 ) -> Counter[str]:
     """Returns the peak bytes of an update in a process: of its first micro-batch, or of the largest later one with
-    gradients. `parts`: processes that share the bytes of a kind."""
+    gradients. `parts`: the number of processes that share each kind of bytes."""
 
     def taken(rows: list[RowLength], *, accumulates: bool) -> Counter[str]:
         whole = model.update_bytes(rows, needs, accumulates=accumulates)
@@ -323,7 +317,7 @@ def _update_bytes(
 def _micro_batches(setup: Setup, name: str) -> list[list[RowLength]]:
     """Returns the micro-batches of a mini-batch, as the engine splits it."""
     rows = mini_batch(setup.config, name, setup.lengths, spread_of(setup, name).row_ranks)
-    role = setup.outlines[name].role
+    role = outlines_of(setup)[name].role
     shares = role.forward.packing and role.forward.share_prompts
     split = micro_batches(
         [row.tokens for row in rows],
@@ -335,7 +329,7 @@ def _micro_batches(setup: Setup, name: str) -> list[list[RowLength]]:
 
 
 def mini_batch(config: RunConfig, name: str, lengths: Lengths, row_ranks: int = 1) -> list[RowLength]:
-    """The rows of an optimizer step in one process, or in `row_ranks` that compute them together."""
+    """The rows of an optimizer step in one process, or in `row_ranks` processes that compute them together."""
     if isinstance(config, ExamplesConfig):
         count = -(-config.data.train_batch_size * row_ranks // config.cluster.processes_of("actor"))
         rows = [RowLength(index, 1, tokens - 1) for index, tokens in enumerate(lengths.spread(count), 1)]
@@ -348,7 +342,7 @@ def mini_batch(config: RunConfig, name: str, lengths: Lengths, row_ranks: int = 
 
 
 def spread_of(setup: Setup, name: str, engine: str | None = None) -> Spread:
-    """The sharding of a model over its role's processes, by the role's engine or another one with default options."""
+    """The sharding of a model over its role's processes, by the role's engine, or by `engine` with default options."""
     settings = setup.roles[name].engine
     entry = ENGINES[settings.name if engine is None else engine]
     options = entry.resolve_options({} if engine is not None else settings.options, "engine.options")
