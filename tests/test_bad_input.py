@@ -50,9 +50,9 @@ from whet.planning import fit
 from whet.planning.dtypes import with_dtypes
 from whet.planning.fit import check_fits
 from whet.planning.machine import FreeMemory
+from whet.plugins.scores.judge.rubrics import Rubric
 from whet.programs.protocol import open_sandbox
 from whet.registry import ENVIRONMENTS
-from whet.rewards.judge.rubrics import Rubric
 from whet.rewards.pool import RewardPool
 from whet.rollout.build import check_engine, open_environments
 from whet.rollout.episode import Episode, Limits, Rules

@@ -29,8 +29,8 @@ from whet.errors import DataError, RewardError, SandboxError
 from whet.http import CallError, Http, fetch, insist, read, shown
 from whet.limits import REPLY_BYTES
 from whet.plugins.sandbox import http as sandbox
+from whet.plugins.scores.judge.client import Client as Judge, Settings
 from whet.programs.protocol import Program
-from whet.rewards.judge.client import Client as Judge, Settings
 from whet.rollout.servers import process as servers
 
 SECRET = "hunter2"

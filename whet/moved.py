@@ -21,6 +21,11 @@ MOVED = {  # by the old name of a file or folder
     "whet.models.encoders.cache": "whet.models.encoders.base",
     "whet.models.init": "whet.plugins.lessons.init_model",
     "whet.models.init_vision": "whet.plugins.lessons.init_model",
+    **{f"whet.rewards.{name}": f"whet.plugins.scores.{name}" for name in ("auto", "check", "code", "ifeval", "judge")},
+    **{
+        f"whet.rewards.{name}": f"whet.plugins.scores.{name}"
+        for name in ("hostile_programs", "perception", "short_answers")
+    },
     "whet.rollout.vllm.routed": "whet.rollout.vllm.plain",
     "whet.sandbox": "whet.programs",
     **{f"whet.sandbox.{name}": f"whet.plugins.sandbox.{name}" for name in ("http", "inside", "local")},
@@ -28,6 +33,7 @@ MOVED = {  # by the old name of a file or folder
     "whet.sandbox.inside.whet_tester": "whet.programs.inside.whet_tester",
     "whet.serving.sandbox": "whet.plugins.sandbox.server",
     "whet.trainers.certify": "whet.plugins.proofs.certify",
+    "whet.trainers.judge": "whet.plugins.scores.judge.role",
     "whet.trainers.quickstart": "whet.plugins.lessons.quickstart",
     "whet.trainers.quickstart_images": "whet.plugins.lessons.quickstart_images",
     "whet.trainers.quickstart_pretrained": "whet.plugins.lessons.quickstart_pretrained",

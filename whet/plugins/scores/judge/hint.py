@@ -14,9 +14,9 @@ from annotated_types import Ge
 
 from whet.errors import ConfigError
 from whet.options import Positive
+from whet.plugins.scores.judge.client import Settings, complete_all
 from whet.processes.background import Background
 from whet.registry import load_target, register_hint
-from whet.rewards.judge.client import Settings, complete_all
 from whet.types import Group
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def either(given: Mapping[str, Any]) -> Iterator[ConfigError]:
         yield ConfigError("teacher.hint_options", dict(given), expected, "set one of the two")
 
 
-@register_hint("judge", options_checked_by="whet.rewards.judge.hint:either")
+@register_hint("judge", options_checked_by="whet.plugins.scores.judge.hint:either")
 def judge(
     groups: Sequence[Group],
     *,

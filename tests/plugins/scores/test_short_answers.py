@@ -5,7 +5,7 @@ import pytest
 
 from tests.raising import raises
 from whet.errors import DataError
-from whet.rewards.short_answers import normalise, search_qa, token_f1
+from whet.plugins.scores.short_answers import normalise, search_qa, token_f1
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from whet.batch import Batch
 from whet.config.schema import DataConfig
 from whet.data.prompts import PromptFormat
-from whet.rewards.judge.rubrics import Rubric, load_rubric
+from whet.plugins.scores.judge.rubrics import Rubric, load_rubric
 from whet.trainers.columns import Sources, last_rows, register_provider
 from whet.trainers.hints import text
 from whet.types import Failure, Message, Prompt, Trajectory

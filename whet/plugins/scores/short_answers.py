@@ -20,7 +20,9 @@ _PUNCTUATION = re.compile(rf"(?!(?<!\w)-?\.?\d|(?<=\d)\.\d)[{re.escape(string.pu
 
 
 @register_reward(
-    "search_qa", rows_checked_by="whet.rewards.short_answers:read_truths", aliases={"search_qa_f1": {"metric": "f1"}}
+    "search_qa",
+    rows_checked_by="whet.plugins.scores.short_answers:read_truths",
+    aliases={"search_qa_f1": {"metric": "f1"}},
 )
 def search_qa(
     solution_str: str, ground_truth: object, *, metric: Literal["exact", "f1"] = "exact", needs_tag: bool = True
@@ -93,7 +95,7 @@ _LONE = re.compile(rf"(?<![\w'\u2019.-]){_LETTER}")
 TABLES = {"loose": (1.0, 1.0, -1.0, -1.0), "soft": (1.0, 0.5, -0.5, -1.0), "strict": (1.0, -1.0, -1.0, -1.0)}
 
 
-@register_reward("multiple_choice", rows_checked_by="whet.rewards.short_answers:read_letter")
+@register_reward("multiple_choice", rows_checked_by="whet.plugins.scores.short_answers:read_letter")
 def multiple_choice(solution_str: str, ground_truth: str, *, lone: bool = False) -> dict[str, float | str | None]:
     """1 where the letter of the answer is that of the ground truth, else 0.
 
@@ -107,7 +109,7 @@ def multiple_choice(solution_str: str, ground_truth: str, *, lone: bool = False)
     return {"reward": float(letter == read_letter(ground_truth)), "pred": letter}
 
 
-@register_reward("crossthinkqa", rows_checked_by="whet.rewards.short_answers:read_letter")
+@register_reward("crossthinkqa", rows_checked_by="whet.plugins.scores.short_answers:read_letter")
 def crossthinkqa(
     solution_str: str,
     ground_truth: str,
