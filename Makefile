@@ -164,7 +164,7 @@ $(MEGATRON): $(SERVICES)
 	.venv-megatron/bin/pip install --quiet --no-deps megatron-core==0.16.1
 	@touch $@
 
-$(TINKER): tests/serving/tinker/constraints-tinker.txt $(SERVICES)
+$(TINKER): tests/plugins/serving/tinker/constraints-tinker.txt $(SERVICES)
 	$(PYTHON) -m venv .venv-tinker
 	$(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-tinker/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/whet.pth
 	.venv-tinker/bin/pip install --quiet -c $< tinker chz termcolor tiktoken blobfile pyrage pylatexenc tml-renderers
@@ -175,7 +175,7 @@ $(TINKER): tests/serving/tinker/constraints-tinker.txt $(SERVICES)
 
 # The wheel of a machine without a GPU asks for three packages whose builds do not go with torch's for the CPU; vLLM imports
 # each of them only where it finds it. Models that read images need torchvision, whose Python part is enough
-# (whet/rollout/servers/inside/sitecustomize.py).
+# (whet/plugins/inference/servers/inside/sitecustomize.py).
 $(VLLM):
 	$(PYTHON) -m venv .venv-vllm
 ifeq ($(shell command -v nvidia-smi),)
@@ -189,7 +189,7 @@ endif
 	@touch $@
 
 # SGLang's kernels are built for CUDA alone: a machine without a GPU gets what its server imports, and a stand-in for the
-# kernels (tests/rollout/sglang/standin).
+# kernels (tests/plugins/inference/sglang/standin).
 SGLANG_NEEDS := aiohttp anthropic apache-tvm-ffi==0.1.11 blobfile==3.0.0 build compressed-tensors==0.18.0 datasets distro \
     easydict einops fastapi gguf interegular IPython 'kernels<0.15,>=0.14.1' 'llguidance<2,>=1.7.6' 'mistral_common>=1.11.5' \
     modelscope msgspec ninja numba==0.65.1 numpy nvidia-ml-py openai==2.8.0 openai-harmony==0.0.4 orjson outlines==0.1.11 \
@@ -202,7 +202,7 @@ $(SGLANG):
 ifeq ($(shell command -v nvidia-smi),)
 	.venv-sglang/bin/pip install --quiet torch==2.13.0 transformers==5.19.0 $(SGLANG_NEEDS)
 	.venv-sglang/bin/pip install --quiet --no-deps sglang==0.5.23 torchvision==0.28.0 timm==1.0.25 torch_memory_saver torchao xgrammar==0.2.7
-	printf '%s\nimport sglang_standin\n' $(CURDIR)/tests/rollout/sglang/standin > $$(.venv-sglang/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/whet_standin.pth
+	printf '%s\nimport sglang_standin\n' $(CURDIR)/tests/plugins/inference/sglang/standin > $$(.venv-sglang/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/whet_standin.pth
 else
 	.venv-sglang/bin/pip install --quiet sglang==0.5.23
 endif

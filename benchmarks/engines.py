@@ -14,8 +14,8 @@ from benchmarks.record import Record, speed_up
 from benchmarks.setting import Setting
 from benchmarks.workload import Answers, make_workload
 from whet.errors import ConfigError
-from whet.rollout.servers.environment import find_environment
-from whet.rollout.vllm.engine import PACKAGE
+from whet.plugins.inference.servers.environment import find_environment
+from whet.plugins.inference.vllm.engine import PACKAGE
 
 TITLE = "Rollout engines"
 NOTE = """\

@@ -19,7 +19,7 @@ from whet.metrics import Metrics
 from whet.models.load import load_policy, load_tokenizer
 from whet.plugins.lessons.init_model import init_model
 from whet.rollout.collect import Collector, Stage
-from whet.rollout.episode import Limits
+from whet.rollout.episode import EpisodeLimits
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Completion, Event, Finished, Request, RolloutEngine, SamplingParams, generate
 from whet.rollout.rollouts import Rollouts
@@ -113,7 +113,7 @@ def turns_per_second(model: Path, prompt: int, *, keeps_cache: bool, episodes: i
 
 def steps_per_second(tokenizer: PreTrainedTokenizerBase, environment: str, *, episodes: int, turns: int = 10) -> float:
     """Steps of environments a second, from prompts to scored groups."""
-    collector = _collector(tokenizer, Stage(environment, {"turns": turns}, Limits(max_turns=turns)))
+    collector = _collector(tokenizer, Stage(environment, {"turns": turns}, EpisodeLimits(max_turns=turns)))
     rollouts = Rollouts(None, collector, None, tokenizer, n=8, params=SamplingParams(max_new_tokens=10_000))
     start = time.perf_counter()
     groups = rollouts.sample(_prompts(tokenizer, episodes // 8), 8, rollouts.params, step=1, metrics=Metrics())

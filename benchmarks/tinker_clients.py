@@ -19,14 +19,14 @@ import numpy as np
 
 from benchmarks.setting import Setting
 from whet.plugins.lessons.init_model import init_model
-from whet.serving.tinker.wire import CLASSES
+from whet.plugins.serving.tinker.wire import CLASSES
 
 TITLE = "Clients of a training server"
 NOTE = """\
 `whet serve MODEL --tinker --dtype float32`, and clients that train an adapter of rank 16 each on 16 rows of 64 tokens a
 step, by plain HTTP. Memory is what is resident in the server. Beside eight clients then come three that mean no good:
 one sends what cannot be read, one asks for long work and never reads a result, one asks for work and dies.
-`python -m benchmarks tinker_clients` measures it; by tests/serving/tinker/test_clients.py no number changes.
+`python -m benchmarks tinker_clients` measures it; by tests/plugins/serving/tinker/test_clients.py no number changes.
 """
 CLIENTS, STEPS, ROWS, LENGTH = 8, 6, 16, 64
 PROTO, KEY = {"content-type": "application/x-protobuf"}, {"x-api-key": "tml-any"}

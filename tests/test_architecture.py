@@ -139,9 +139,7 @@ def test_concrete_engines_are_named_only_where_a_run_is_built() -> None:
             "engines.fsdp",
             "rollout.hf",
             "rollout.native",
-            "rollout.servers",
-            "rollout.sglang",
-            "rollout.vllm",
+            "plugins",
         )
     )
     builders = {

@@ -50,16 +50,16 @@ from whet.planning import fit
 from whet.planning.dtypes import with_dtypes
 from whet.planning.fit import check_fits
 from whet.planning.machine import FreeMemory
+from whet.plugins.inference.servers.environment import Interpreter
+from whet.plugins.inference.vllm.engine import PACKAGE
 from whet.plugins.scores.judge.rubrics import Rubric
 from whet.programs.protocol import open_sandbox
 from whet.registry import ENVIRONMENTS
 from whet.rewards.pool import RewardPool
 from whet.rollout.build import check_engine, open_environments
-from whet.rollout.episode import Episode, Limits, Rules
+from whet.rollout.episode import Episode, EpisodeLimits, Rules
 from whet.rollout.protocol import Completion, SamplingParams
 from whet.rollout.reports import FailureWatch
-from whet.rollout.servers.environment import Environment
-from whet.rollout.vllm.engine import PACKAGE
 from whet.trainers.build import setup
 from whet.trainers.run_dir import open_run_dir
 from whet.trainers.workers import check_reward_model
@@ -321,8 +321,8 @@ def test_staleness_and_options_of_engines(situation: str, sections: dict[str, di
 def test_arguments_of_a_server(situation: str, server: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     Path("vllm", "engine").mkdir(parents=True)
     Path("vllm", "engine", "arg_utils.py").write_text("class EngineArgs:\n    max_model_len: int\n    seed: int\n")
-    found = Environment("python", Path("vllm").resolve(), PACKAGE)
-    monkeypatch.setattr("whet.rollout.servers.engine.find_environment", lambda *_: found)
+    found = Interpreter("python", Path("vllm").resolve(), PACKAGE)
+    monkeypatch.setattr("whet.plugins.inference.servers.engine.find_environment", lambda *_: found)
     options = {"engine": {"name": "vllm", "options": {"server": server}}}
     with pytest.raises(WhetError) as raised:
         check_engine(TrainConfig.model_validate({"rollout": options}))
@@ -834,7 +834,9 @@ def test_what_ends_an_episode(qwen25_folder: Path, tokenizer: PreTrainedTokenize
         def calls(self, token_ids: Any, turn: int) -> list[Any]:
             return []
 
-    rules = Rules(Plain(), SamplingParams(max_new_tokens=20), 0, 1, limits=Limits(fails_at=frozenset({"overflow"})))  # type: ignore[arg-type]
+    rules = Rules(
+        Plain(), SamplingParams(max_new_tokens=20), 0, 1, limits=EpisodeLimits(fails_at=frozenset({"overflow"}))
+    )  # type: ignore[arg-type]
     rules = replace(rules, agents={"worker": rules})
 
     def ended(observation: Observation) -> str:

@@ -176,7 +176,8 @@ def test_no_file_names_cuda_where_it_means_the_accelerator() -> None:
     environment, handles of its memory, ranges for its own profiler, which of its attention kernels torch takes, its
     graphs, FlashAttention, where Triton compiles, torch's module of it, whose word on bfloat16 has an argument, and
     what Megatron-Core writes out."""
-    inside, own = "rollout/servers/inside", {"planning/doctor.py", "tracking/profile.py", "models/attention.py"}
+    inside = "plugins/inference/servers/inside"
+    own = {"planning/doctor.py", "tracking/profile.py", "models/attention.py"}
     own |= {"models/varlen.py", "models/log_probs.py", "rollout/native/columns.py"}
     own |= {"devices.py", "plugins/megatron/core.py"}
     allowed = own | {f"{inside}/sitecustomize.py", f"{inside}/whet_parts.py"}

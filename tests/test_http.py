@@ -28,10 +28,10 @@ from whet.data.media import MediaLimits, MediaReader
 from whet.errors import DataError, RewardError, SandboxError
 from whet.http import CallError, Http, fetch, insist, read, shown
 from whet.limits import REPLY_BYTES
+from whet.plugins.inference.servers import process as servers
 from whet.plugins.sandbox import http as sandbox
 from whet.plugins.scores.judge.client import Client as Judge, Settings
 from whet.programs.protocol import Program
-from whet.rollout.servers import process as servers
 
 SECRET = "hunter2"
 SECONDS = 0.6  # that a user gives a call
@@ -49,7 +49,7 @@ def reply(content: bytes, status: str = "200 OK", *heads: str, length: int | Non
 
 
 def of_servers(port: int, seconds: float) -> None:
-    with closing(servers.Client(port)) as client:
+    with closing(servers.ServerClient(port)) as client:
         assert client.call("POST", "/x", {}, seconds=seconds) == RAN
 
 

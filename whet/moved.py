@@ -17,6 +17,8 @@ MOVED = {  # by the old name of a file or folder
     "whet.data.drawn": "whet.plugins.lessons.drawn",
     **{f"whet.tracking.{name}": f"whet.plugins.trackers.{name}" for name in ("mlflow", "swanlab", "trackio", "wandb")},
     "whet.data.pickled": "whet.data.sources",
+    "whet.cli.serve": "whet.plugins.serving.command",
+    "whet.engines.megatron": "whet.plugins.megatron",
     "whet.evaluation.lm_eval": "whet.plugins.lm_eval.model",
     "whet.models.encoders.cache": "whet.models.encoders.base",
     "whet.models.init": "whet.plugins.lessons.init_model",
@@ -26,11 +28,13 @@ MOVED = {  # by the old name of a file or folder
         f"whet.rewards.{name}": f"whet.plugins.scores.{name}"
         for name in ("hostile_programs", "perception", "short_answers")
     },
-    "whet.rollout.vllm.routed": "whet.rollout.vllm.plain",
+    **{f"whet.rollout.{name}": f"whet.plugins.inference.{name}" for name in ("servers", "sglang", "vllm")},
+    "whet.rollout.vllm.routed": "whet.plugins.inference.vllm.plain",
     "whet.sandbox": "whet.programs",
     **{f"whet.sandbox.{name}": f"whet.plugins.sandbox.{name}" for name in ("http", "inside", "local")},
     "whet.sandbox.inside.whet_peer": "whet.programs.inside.whet_peer",
     "whet.sandbox.inside.whet_tester": "whet.programs.inside.whet_tester",
+    "whet.serving": "whet.plugins.serving",
     "whet.serving.sandbox": "whet.plugins.sandbox.server",
     "whet.trainers.certify": "whet.plugins.proofs.certify",
     "whet.trainers.judge": "whet.plugins.scores.judge.role",

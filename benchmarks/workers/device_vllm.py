@@ -23,9 +23,9 @@ from benchmarks.workers.card_models import add
 from whet import devices
 from whet.config import TrainConfig, load_config
 from whet.errors import ConfigError
+from whet.plugins.inference.servers.environment import find_environment
+from whet.plugins.inference.vllm.engine import PACKAGE
 from whet.plugins.lessons.init_model import init_model
-from whet.rollout.servers.environment import find_environment
-from whet.rollout.vllm.engine import PACKAGE
 from whet.tracking.tracker import read_records
 from whet.trainers.build import train
 

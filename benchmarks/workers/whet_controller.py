@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.workers.turns import Turns
 from whet.controller.dispatch import Arguments, Dispatch, register
-from whet.controller.worker import Layout, Worker
+from whet.controller.worker import RankLayout, Worker
 from whet.controller.worker_group import Reply, WorkerGroup
 from whet.errors import WhetError
 from whet.protocol import DataProto
@@ -55,7 +55,7 @@ def main() -> None:
     columns = {name: mask.clone() for name in ("input_ids", "attention_mask", "position_ids")}
     columns |= {name: mask[:, tokens // 2 :].float() for name in ("old_log_probs", "advantages", "response_mask")}
     batch = DataProto.from_dict(columns, {"uid": [str(row) for row in range(rows)]})
-    group = WorkerGroup("actor", Zeros, [Layout(rank, RANKS, True) for rank in range(RANKS)], AtOnce(), 60.0)
+    group = WorkerGroup("actor", Zeros, [RankLayout(rank, RANKS, True) for rank in range(RANKS)], AtOnce(), 60.0)
     turns.ready()
     while True:
         turns.wait()

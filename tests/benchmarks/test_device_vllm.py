@@ -10,8 +10,8 @@ import pytest
 from benchmarks.workers import device_vllm
 from tests.raising import raises
 from whet.errors import ConfigError
-from whet.rollout.servers.environment import find_environment
-from whet.rollout.vllm.engine import PACKAGE
+from whet.plugins.inference.servers.environment import find_environment
+from whet.plugins.inference.vllm.engine import PACKAGE
 
 
 def test_a_folder_of_packages_is_used_by_this_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

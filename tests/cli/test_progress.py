@@ -13,7 +13,7 @@ from rich.console import Console
 
 from whet.cli.app import main
 from whet.phases import counted, watching
-from whet.serving import server
+from whet.plugins.serving import server
 from whet.tracking import console as progress
 
 

@@ -80,7 +80,7 @@ def test_the_extra_that_is_not_installed(
             raise ModuleNotFoundError("No module named 'uvicorn'", name="uvicorn")
         return before(name, *rest, **more)  # type: ignore[arg-type]
 
-    for name in [name for name in sys.modules if name.startswith(("whet.serving", "uvicorn"))]:
+    for name in [name for name in sys.modules if name.startswith(("whet.plugins.serving", "uvicorn"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without)
     found = error(capsys, model_folder)

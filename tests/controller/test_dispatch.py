@@ -17,18 +17,18 @@ from whet.controller.dispatch import (
     register,
     registered_methods,
 )
-from whet.controller.worker import Layout
+from whet.controller.worker import RankLayout
 from whet.errors import DataError, RegistryError, WorkerError
 from whet.metrics import Metrics
 from whet.protocol import DataProto
 from whet.types import Turn
 
-TWO = [Layout(0, 2, True), Layout(1, 2, True)]
+TWO = [RankLayout(0, 2, True), RankLayout(1, 2, True)]
 # four ranks, each model on two of them: ranks 0, 1 hold shard 0 and ranks 2, 3 shard 1; the second of each reports
-TENSOR_PARALLEL = [Layout(0, 2, False), Layout(0, 2, True), Layout(1, 2, False), Layout(1, 2, True)]
+TENSOR_PARALLEL = [RankLayout(0, 2, False), RankLayout(0, 2, True), RankLayout(1, 2, False), RankLayout(1, 2, True)]
 
 
-def plan(layouts: Sequence[Layout], *args: Any, block: int = 1, **kwargs: Any) -> CallPlan:
+def plan(layouts: Sequence[RankLayout], *args: Any, block: int = 1, **kwargs: Any) -> CallPlan:
     return plan_call(Dispatch.DP_COMPUTE, layouts, Arguments(args, kwargs), "actor.update", block)
 
 
@@ -86,7 +86,7 @@ def test_results_return_to_the_callers_order() -> None:
 
 def test_one_shard_is_the_callers_own_object() -> None:
     data = batch([2, 3])
-    single = plan([Layout(0, 1, True)], data)
+    single = plan([RankLayout(0, 1, True)], data)
     assert single.arguments[0].args[0] is data
     assert single.collect({0: data}) is data
 
@@ -162,13 +162,13 @@ def test_refuses_results_that_cannot_be_gathered() -> None:
 @pytest.mark.parametrize(
     "layouts",
     [
-        [Layout(0, 2, True), Layout(0, 2, True)],  # shard 1 has nobody
-        [Layout(0, 1, True), Layout(1, 2, True)],  # two opinions of dp_size
-        [Layout(0, 1, False)],  # nobody reports
-        [Layout(0, 1, True), Layout(1, 1, False)],  # a shard that does not exist
+        [RankLayout(0, 2, True), RankLayout(0, 2, True)],  # shard 1 has nobody
+        [RankLayout(0, 1, True), RankLayout(1, 2, True)],  # two opinions of dp_size
+        [RankLayout(0, 1, False)],  # nobody reports
+        [RankLayout(0, 1, True), RankLayout(1, 1, False)],  # a shard that does not exist
     ],
 )
-def test_refuses_layouts_that_lose_rows(layouts: list[Layout]) -> None:
+def test_refuses_layouts_that_lose_rows(layouts: list[RankLayout]) -> None:
     found = ", ".join(f"rank {rank}: {layout}" for rank, layout in enumerate(layouts))
     with raises(WorkerError, "critic", found=found, expected=re.compile("is_reporting.*dp_rank.*dp_size")):
         check_layouts(layouts, "critic")

@@ -27,7 +27,7 @@ import engine_conformance as suite
 from whet.config import TrainConfig
 from whet.config.algorithm_checks import EngineUse
 from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
-from whet.config.section import Place
+from whet.config.section import SectionPlace
 from whet.devices import HOST
 from whet.engines.protocol import Narrows, Spread, TrainEngine, TrainsAdapter
 from whet.engines.role import RoleSettings
@@ -113,7 +113,10 @@ def test_what_an_objective_leaves_out_changes_nothing(objective: Any, reference:
 
 def test_an_engine_says_how_it_spreads_and_what_it_refuses(engine: Make, train_config: Any, engine_name: str) -> None:
     """On one process a model is whole, and a config that was loaded is not refused."""
-    kind, use = type(engine()), EngineUse.at(Place("actor.engine", train_config({"actor.engine.name": engine_name})))
+    kind, use = (
+        type(engine()),
+        EngineUse.at(SectionPlace("actor.engine", train_config({"actor.engine.name": engine_name}))),
+    )
     assert kind.spread(1, use.options) == Spread()
     assert list(kind.refuses(use)) == list(use.refused()) == []
 

@@ -19,7 +19,7 @@ from whet.config import EvalConfig, load_config
 from whet.errors import CheckpointError, ConfigError, DataError, RewardError
 from whet.evaluation import evaluate as evaluation
 from whet.evaluation.answers import Record, by_prompt
-from whet.evaluation.estimators import Estimate
+from whet.evaluation.estimators import MeanEstimate
 from whet.evaluation.evaluate import evaluate, summarise
 from whet.rollout.rollouts import Rollouts
 from whet.trainers.build import train
@@ -57,7 +57,7 @@ def answer(index: int, source: str, accuracy: float | None, *, extracted: str | 
     }
 
 
-def values(metrics: dict[str, Estimate]) -> dict[str, float]:
+def values(metrics: dict[str, MeanEstimate]) -> dict[str, float]:
     return {name: found.value for name, found in metrics.items()}
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.raising import raises
 from whet.errors import DataError
-from whet.models.packing import LATER_MEDIA, MEDIA, Spread, layout, same_prompt
+from whet.models.packing import LATER_MEDIA, MEDIA, SpreadTokens, layout, same_prompt
 from whet.types import Media
 
 
@@ -116,9 +116,9 @@ def test_a_shared_prompt_is_read_once_by_its_first_row(monkeypatch: pytest.Monke
     assert where.states.tolist() == [1, 3, 4, 1, 6, 7, 1, 9]  # the first of each answer comes after token 12
     assert where.places.tolist() == [0, 3, 4, 6, 7, 8, 9, 10]
     assert [(bunch.num_rows, bunch.prefix_width, bunch.width) for bunch in where.bunches] == [(3, 2, 3), (1, 2, 2)]
-    first, second = (grid.tolist() for grid in Spread.apply(where.input_ids, where.bunches, True))
+    first, second = (grid.tolist() for grid in SpreadTokens.apply(where.input_ids, where.bunches, True))
     assert first == [[0, 0, 11, 12, 1], [0, 0, 21, 4, 5], [11, 12, 6, 7, 8]] and second == [[11, 12, 9, 10]]
-    assert [grid.tolist() for grid in Spread.apply(where.input_ids, where.bunches, False)][1] == [[9, 10]]
+    assert [grid.tolist() for grid in SpreadTokens.apply(where.input_ids, where.bunches, False)][1] == [[9, 10]]
     assert (~where.bunches[0].hidden[0]).int().tolist() == [[0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
     assert (~where.bunches[0].hidden[2]).int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
     assert (~where.bunches[1].hidden).int().tolist() == [[[1, 1, 1, 0], [1, 1, 1, 1]]]
@@ -128,10 +128,10 @@ def test_gradients_of_queries_and_keys() -> None:
     where = layout(answers_to_one_prompt(), share_prompts=True)
     flat = torch.randn(11, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(
-        lambda x: tuple(grid.square() for grid in Spread.apply(x, where.bunches, False)), flat
+        lambda x: tuple(grid.square() for grid in SpreadTokens.apply(x, where.bunches, False)), flat
     )
     assert torch.autograd.gradcheck(
-        lambda x: tuple(grid.square() for grid in Spread.apply(x, where.bunches, True)), flat
+        lambda x: tuple(grid.square() for grid in SpreadTokens.apply(x, where.bunches, True)), flat
     )
 
 

@@ -7,20 +7,20 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-services]'")
 from whet.controller.ray.session import Node
-from whet.controller.ray.survey import Report
+from whet.controller.ray.survey import NodeReport
 from whet.planning.doctor import of_node
 
 HERE = {"python": "3.11.7", "whet": "0.1.0", "torch": "2.13.0"}
 NODE = Node("1f", "10.0.0.2", 40001, {"CPU": 8.0, "GPU": 2.0})
 
 
-def findings(report: Report) -> list[tuple[str, str, str, str]]:
+def findings(report: NodeReport) -> list[tuple[str, str, str, str]]:
     found = of_node(report, HERE, ["/runs, the folder of runs", "model.path=/model"])
     return [(each.status, each.what, each.found, each.advice) for each in found]
 
 
 def test_what_does_not_fit_has_its_finding() -> None:
-    report = Report(
+    report = NodeReport(
         NODE,
         versions={"python": "3.11.9", "whet": "0.1.0"},
         clock_seconds=-4.25,
@@ -52,7 +52,7 @@ def test_what_does_not_fit_has_its_finding() -> None:
 
 
 def test_a_node_that_says_nothing() -> None:
-    [silent] = findings(Report(NODE, failure="Get timed out: some object(s) not ready."))
+    [silent] = findings(NodeReport(NODE, failure="Get timed out: some object(s) not ready."))
     assert silent[:3] == ("problem", "node", "Get timed out: some object(s) not ready.")
     gone = Node("2f", "10.0.0.3", 40001, {}, is_alive=False)
-    assert findings(Report(gone, failure="it has left the cluster, or died"))[0][0] == "note"
+    assert findings(NodeReport(gone, failure="it has left the cluster, or died"))[0][0] == "note"

@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from whet.errors import pip_install
 from whet.planning import doctor
 from whet.planning.doctor import Finding, examine
-from whet.rollout.servers.environment import find_environment
+from whet.plugins.inference.servers.environment import find_environment
 from whet.threads import POLICY, SPINS, yield_soon
 
 

@@ -10,7 +10,7 @@ from whet.processes import frames
 def test_messages_are_cut_at_any_place() -> None:
     data = frames.pack(7, b"seven") + frames.pack(8, b"") + frames.pack(2**63, b"x" * 1000)
     for step in (1, 3, 36, len(data)):
-        reader, got = frames.Reader(), []
+        reader, got = frames.FrameReader(), []
         for start in range(0, len(data), step):
             got += reader.feed(data[start : start + step])
         assert got == [(7, b"seven"), (8, b""), (2**63, b"x" * 1000)]
@@ -19,7 +19,7 @@ def test_messages_are_cut_at_any_place() -> None:
 @pytest.mark.parametrize("place", [0, 4, 12, 16, 24, 28, 32, 35])
 def test_a_bit_that_changed_is_no_message(place: int) -> None:
     """In the magic, the number, the count, the size, both checksums, and the content."""
-    reader, data = frames.Reader(), bytearray(frames.pack(7, b"seven"))
+    reader, data = frames.FrameReader(), bytearray(frames.pack(7, b"seven"))
     data[place] ^= 1
     got = []
     with pytest.raises(frames.BrokenMessageError):
@@ -29,7 +29,7 @@ def test_a_bit_that_changed_is_no_message(place: int) -> None:
 
 
 def test_a_message_before_foreign_bytes_arrives() -> None:
-    stream = frames.Reader().feed(frames.pack(6, b"six") + b"x" * 40)
+    stream = frames.FrameReader().feed(frames.pack(6, b"six") + b"x" * 40)
     assert next(stream) == (6, b"six")
     with pytest.raises(frames.BrokenMessageError):
         next(stream)

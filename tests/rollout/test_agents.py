@@ -19,7 +19,7 @@ from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS
 from whet.rollout.batch import rows_of, to_batch
 from whet.rollout.collect import Collector, Stage
-from whet.rollout.episode import Limits
+from whet.rollout.episode import EpisodeLimits
 from whet.rollout.flow import Filter, by_player
 from whet.rollout.protocol import SamplingParams
 from whet.trainers.measure import measure_groups
@@ -241,7 +241,7 @@ def test_deadlines_truncate_by_option(play: Any, limit: str) -> None:
     settings = {"seconds": seconds, "episode_seconds": 100.0 if limit == "step" else 3.0}
     [failed] = play("Slow", "1", "2", **settings)
     assert failed.failure is not None and failed.failure.timed_out and failed.limit is None
-    [cut] = play("Slow", "1", "2", limits=Limits(fails_at=frozenset()), **settings)
+    [cut] = play("Slow", "1", "2", limits=EpisodeLimits(fails_at=frozenset()), **settings)
     assert cut.failure is None and cut.limit == "time" and len(cut.turns) == 2
 
 
@@ -279,9 +279,9 @@ def test_an_episode_and_its_tasks_that_are_late_together(
 
 def test_tokens_of_turns_and_episodes(play: Any) -> None:
     """An answer of one digit has two tokens with its end: at most 1 a turn, then at most 5 in all."""
-    [cut] = play("Slow", "1", limits=Limits(max_turns=3, max_turn_tokens=1))
+    [cut] = play("Slow", "1", limits=EpisodeLimits(max_turns=3, max_turn_tokens=1))
     assert [len(turn.token_ids) for turn in cut.turns] == [1, 1, 1] and cut.limit == "turns"
-    [short] = play("Slow", "1", limits=Limits(max_episode_tokens=5))
+    [short] = play("Slow", "1", limits=EpisodeLimits(max_episode_tokens=5))
     assert [len(turn.token_ids) for turn in short.turns] == [2, 2, 1] and short.limit == "length"
 
 
@@ -291,10 +291,12 @@ def test_observations_without_room(play: Any) -> None:
     [cut] = play("Talks", "1")
     assert cut.limit == "overflow" and len(cut.turns) == 2
     fails = frozenset({"overflow"})
-    [failed] = play("Talks", "1", limits=Limits(fails_at=fails))
+    [failed] = play("Talks", "1", limits=EpisodeLimits(fails_at=fails))
     assert failed.failure is not None
     assert "leave no room: turns and messages have" in failed.failure.message
-    [replaced] = play("Talks", "1", options={"replaces": True}, limits=Limits(fails_at=fails, max_context_tokens=20))
+    [replaced] = play(
+        "Talks", "1", options={"replaces": True}, limits=EpisodeLimits(fails_at=fails, max_context_tokens=20)
+    )
     assert replaced.failure is not None
     assert "have 30 tokens, more than data.max_prompt_length=20" in replaced.failure.message
 
@@ -302,25 +304,28 @@ def test_observations_without_room(play: Any) -> None:
 @pytest.mark.slow
 def test_openings_without_room(play: Any) -> None:
     """A prompt of 4 tokens is held to its limit by the data; 12 is the limit of the others, a token a character."""
-    fails = {"limits": Limits(fails_at=frozenset({"overflow"}), max_context_tokens=12, max_turns=1)}
+    fails = {"limits": EpisodeLimits(fails_at=frozenset({"overflow"}), max_context_tokens=12, max_turns=1)}
     for replaces, most in ((False, 8), (True, 12)):
         [fits] = play("Opens", "1", options={"length": most, "replaces": replaces}, **fails)
         assert fits.failure is None and fits.limit == "turns"
-        for limits in (fails, {"limits": Limits(max_context_tokens=12)}):  # without a turn there is nothing to keep
+        for limits in (
+            fails,
+            {"limits": EpisodeLimits(max_context_tokens=12)},
+        ):  # without a turn there is nothing to keep
             [failed] = play("Opens", "1", options={"length": most + 1, "replaces": replaces}, **limits)
             assert str(failed.failure.message) == (
                 f"{'' if replaces else 'the prompt and '}the environment's messages have 13 tokens, more than "
                 "data.max_prompt_length=12; shorten them, or raise the limit"
             )
-    [given] = play("Slow", "1", limits=Limits(max_context_tokens=3, max_turns=1))
+    [given] = play("Slow", "1", limits=EpisodeLimits(max_context_tokens=3, max_turns=1))
     assert given.failure is None and given.limit == "turns"
 
 
 def test_an_opening_of_another_player_without_room(play: Any) -> None:
     most = {"max_context_tokens": 12}
-    [cut] = play("Opens", "1", options={"length": 8}, limits=Limits(**most))
+    [cut] = play("Opens", "1", options={"length": 8}, limits=EpisodeLimits(**most))
     assert cut.limit == "overflow" and [turn.player for turn in cut.turns] == ["white"]
-    [failed] = play("Opens", "1", options={"length": 8}, limits=Limits(fails_at=frozenset({"overflow"}), **most))
+    [failed] = play("Opens", "1", options={"length": 8}, limits=EpisodeLimits(fails_at=frozenset({"overflow"}), **most))
     assert failed.failure is not None and failed.failure.message == (
         "the prompt and the environment's messages have 24 tokens, more than data.max_prompt_length=12; shorten them, "
         "raise the limit, or set environment.on_overflow=truncate"
@@ -339,7 +344,7 @@ def test_a_task_without_room_is_a_result(
             Scripted(tokenizer, "1"),
             tokenizer,
             stage=Stage(f"{tmp_path / 'worlds.py'}:Asks", options={"length": length}),
-            agents={"worker": Stage(f"{tmp_path / 'worlds.py'}:Worker", limits=Limits(max_context_tokens=12))},
+            agents={"worker": Stage(f"{tmp_path / 'worlds.py'}:Worker", limits=EpisodeLimits(max_context_tokens=12))},
             apply_chat_template=False,
         )
         try:

@@ -28,7 +28,7 @@ from whet.phases import watching
 from whet.plugins.lessons.init_model import init_model
 from whet.rollout.batch import rows_of, to_batch
 from whet.rollout.collect import BARE_TAG, Collector, Stage
-from whet.rollout.episode import Limits
+from whet.rollout.episode import EpisodeLimits
 from whet.rollout.protocol import Completion, Event, Request, SamplingParams
 from whet.trainers.build import build, build_scorer
 from whet.trainers.rl import fit
@@ -339,7 +339,10 @@ def test_an_episode_that_is_over_at_its_reset_has_failed(tokenizer: PreTrainedTo
 def test_an_episode_ends_after_max_turns(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
     engine = Scripted(tokenizer, "1")
     collector = Collector(
-        engine, tokenizer, stage=Stage(f"{environments}:Endless", limits=Limits(max_turns=3)), apply_chat_template=False
+        engine,
+        tokenizer,
+        stage=Stage(f"{environments}:Endless", limits=EpisodeLimits(max_turns=3)),
+        apply_chat_template=False,
     )
     answer = one(collector.collect([text_prompt(tokenizer)], 1, PARAMS, step=1))
     assert len(answer.turns) == 3 and answer.score == 3.0 and answer.failure is None

@@ -29,8 +29,8 @@ from whet.metrics import Metrics
 from whet.phases import phase
 from whet.rewards.pool import RewardPool
 from whet.rollout.collect import Collector
-from whet.rollout.driver import SWITCH_SECONDS, Background
-from whet.rollout.flow import Abort, Admitted, Command, Filter, Flow, HandOut, Run, keep_all
+from whet.rollout.driver import SWITCH_SECONDS, BackgroundDriver
+from whet.rollout.flow import Abort, Admitted, Command, Filter, Flow, HandOut, RunEpisodes, keep_all
 from whet.rollout.protocol import Completion, Event, Finished, Partial, Request, SamplingParams
 from whet.rollout.rollouts import Rollouts
 from whet.types import Failure, Group, Prompt, RewardResult, Trajectory
@@ -82,7 +82,7 @@ class Bench:
                 self.handed_out.append(command)
             elif isinstance(command, Abort):
                 self.aborted += command.prompts
-            elif isinstance(command, Run):
+            elif isinstance(command, RunEpisodes):
                 for prompt, step in command.episodes:  # type: ignore[attr-defined]
                     self.running.append(prompt)
                     self.admitted[prompt.uid] = (self.flow.version, step)
@@ -329,7 +329,7 @@ def continuous(
         apply_chat_template=False,
         seed=1,
         deadline_seconds=deadline_seconds,
-        driver=Background,
+        driver=BackgroundDriver,
     )
     rows = [text_prompt(tokenizer, f"{index}+0=", index) for index in range(6)]
     loader = loader or PromptLoader(rows, seed=0, shuffle=False)

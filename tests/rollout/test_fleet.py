@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from whet.rollout.fleet import RETRIES, Give, Router, Sampled, assign
+from whet.rollout.fleet import RETRIES, Give, PartlySampled, Router, assign
 from whet.rollout.protocol import Completion, Failed, Finished, Partial, Request, SamplingParams
 from whet.types import Failure
 
@@ -210,7 +210,7 @@ def test_a_failure_is_told_and_a_later_attempt_replaces_an_earlier_one() -> None
 
 
 def test_a_request_that_is_lost_with_every_replica_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sampled, "most_retries", 2)
+    monkeypatch.setattr(PartlySampled, "most_retries", 2)
     made = Router(4)
     made.submit(request())
     for number in range(3):

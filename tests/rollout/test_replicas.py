@@ -26,10 +26,10 @@ from whet.controller.worker import Placement, ResourcePool, Worker, WorkerSpec
 from whet.controller.worker_group import PendingCall, WorkerGroup
 from whet.errors import EngineError, LostReplicaError, WhetError
 from whet.models.load import load_policy
-from whet.rollout.fleet import Done, Fleet, Task, assign, blocks_of
+from whet.rollout.fleet import Done, Fleet, FleetTask, assign, blocks_of
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Event, Finished, Request, RolloutEngine, SamplingParams, Status, generate, late
-from whet.rollout.replicas import Ranks as Driver, Replicas
+from whet.rollout.replicas import RankDriver as Driver, Replicas
 from whet.trainers.rollout_worker import RolloutWorker
 
 
@@ -272,7 +272,7 @@ class Hanging:
         self.ended = threading.Event()
         self.open: list[Future[Any]] = []
 
-    def start_on(self, rank: int, method: str, tasks: Sequence[Task], *rest: object) -> PendingCall:
+    def start_on(self, rank: int, method: str, tasks: Sequence[FleetTask], *rest: object) -> PendingCall:
         reply: Future[Any] = Future()
         if rank == 1:
             reply.set_result([Done(each.uid, "scored", each.attempt) for each in tasks])
@@ -290,7 +290,7 @@ def test_a_rank_that_hangs_is_given_up_and_another_does_its_tasks() -> None:
     ranks = Driver(Hanging(), Fleet(), concurrent=True)  # type: ignore[arg-type]
     ranks.join(range(2))
     for uid in "abcd":
-        ranks.submit(Task(uid, [uid]))
+        ranks.submit(FleetTask(uid, [uid]))
     told, until = list[Done](), time.monotonic() + 20
     while len(told) < 4 and time.monotonic() < until:
         told += ranks.turn(0.01)

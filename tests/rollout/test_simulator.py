@@ -17,8 +17,8 @@ import pytest
 
 from tests.rollout.test_continuous import Numbered, no_episodes
 from whet.environments.protocol import Observation
-from whet.rollout.episode import Command, End, Episode, Limits, Reset, Rules, Sample, Step
-from whet.rollout.flow import Filter, Flow, HandOut, Run
+from whet.rollout.episode import Command, End, Episode, EpisodeLimits, Reset, Rules, Sample, Step
+from whet.rollout.flow import Filter, Flow, HandOut, RunEpisodes
 from whet.rollout.protocol import Completion, Partial, Request, SamplingParams
 from whet.types import Failure, Group, Media, Message, Prompt, Trajectory, Turn
 
@@ -46,7 +46,7 @@ class Letters:
         return [ord(letter) - 96 for message in new for letter in str(message.content)]
 
 
-RULES = Rules(Letters(), SamplingParams(max_new_tokens=24), seed=5, step=1, limits=Limits(max_turns=4))
+RULES = Rules(Letters(), SamplingParams(max_new_tokens=24), seed=5, step=1, limits=EpisodeLimits(max_turns=4))
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -233,7 +233,7 @@ def run_flow(seed: int, shuffled: bool, max_refills: int) -> tuple[HandOut, list
     draw, source = random.Random(seed), Watched()
     flow = Flow(3, 6, source, no_episodes, 0, Filter(mixed, {}, max_refills=max_refills))
     [command] = flow.ask(1)
-    while isinstance(command, Run):
+    while isinstance(command, RunEpisodes):
         started: list[Any] = list(command.episodes)
         assert {step for _, step in started} == {1}
         coming = [scored(prompt, sample, seed) for prompt, _ in started for sample in range(3)]
@@ -267,7 +267,7 @@ def test_groups_come_in_the_order_of_their_admission_whatever_the_order_of_score
 def test_a_round_in_which_all_fail_is_not_refilled() -> None:
     flow = Flow(1, 1, Numbered(), no_episodes, 0, Filter(mixed, {}))
     [run] = flow.ask(1)
-    assert isinstance(run, Run)
+    assert isinstance(run, RunEpisodes)
     [(prompt, step)] = run.episodes  # type: ignore[misc]
     assert step == 1
     failed = replace(scored(prompt, 0, 0), failure=Failure("environment", "gone"))

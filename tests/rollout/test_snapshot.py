@@ -14,7 +14,7 @@ from tests.simulation.actors import Letters
 from whet.data.loader import PromptLoader
 from whet.environments.protocol import Observation
 from whet.rollout.episode import Episode, Rules, Sample
-from whet.rollout.flow import Command, Flow, ReturnedFirst, Run, Score
+from whet.rollout.flow import Command, Flow, ReturnedFirst, RunEpisodes, Score
 from whet.rollout.protocol import Completion, Partial, Request, SamplingParams
 from whet.rollout.snapshot import restore, snapshot
 from whet.types import Message, Prompt, Trajectory, Turn
@@ -37,7 +37,7 @@ def saved(flow: Flow, running: Sequence[Episode]) -> list[dict[str, Any]]:
 
 
 def started(commands: Sequence[Command]) -> list[Episode]:
-    return [episode for command in commands if isinstance(command, Run) for episode in command.episodes]
+    return [episode for command in commands if isinstance(command, RunEpisodes) for episode in command.episodes]
 
 
 def begun(text: str) -> tuple[Flow, list[Episode]]:

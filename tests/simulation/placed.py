@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.simulation import actors
 from whet.environments.protocol import Answer
-from whet.rollout.fleet import Done, Fleet, Give, Task
+from whet.rollout.fleet import Done, Fleet, FleetTask, Give
 from whet.trainers.placed import PlacedHost
 from whet.types import Prompt
 
@@ -30,7 +30,7 @@ class PlacedRanks:
         for rank in range(ranks):
             self.fleet.on_join(rank, 0)
 
-    def submit(self, task: Task) -> bool:
+    def submit(self, task: FleetTask) -> bool:
         """Takes a task."""
         self.fleet.submit(task)
         self.send()
@@ -97,7 +97,7 @@ class PlacedRanks:
         except RuntimeError:
             self.world.restart()
 
-    def begin(self, give: Give, task: Task) -> None:
+    def begin(self, give: Give, task: FleetTask) -> None:
         """A rank begins a task."""
         raise NotImplementedError
 
@@ -114,7 +114,7 @@ class EnvironmentRanks(PlacedRanks):
         super().__init__(world, world.plan.environment_ranks, has_parts=True)
         self.turns = dict[tuple[int, str], int]()  # by rank and episode
 
-    def begin(self, give: Give, task: Task) -> None:
+    def begin(self, give: Give, task: FleetTask) -> None:
         """Resets or steps an environment."""
         agent, method, *arguments = task.what
         place = give.rank, task.uid
@@ -140,7 +140,7 @@ class RewardRanks(PlacedRanks):
     def __init__(self, world: World) -> None:
         super().__init__(world, world.plan.reward_ranks, has_parts=False)
 
-    def begin(self, give: Give, task: Task) -> None:
+    def begin(self, give: Give, task: FleetTask) -> None:
         """Scores trajectories, all at a time."""
         outcomes = [actors.outcome_of(each) for each in task.what if each.failure is None]
         is_late = any(getattr(outcome, "timed_out", False) for outcome in outcomes)

@@ -17,7 +17,7 @@ from tests.simulation.world import World
 from whet.rollout import episode, fleet as fleeting, snapshot as saving
 from whet.rollout.driver import Driver
 from whet.rollout.episode import Command, Episode, Step
-from whet.rollout.fleet import Router, Sampled
+from whet.rollout.fleet import PartlySampled, Router
 from whet.rollout.flow import Flow
 from whet.rollout.protocol import Completion, Event, Finished, Partial, Request
 from whet.types import Group
@@ -111,23 +111,23 @@ def sampling_goes_ahead_before_the_weights_are_there() -> list[Patch]:
 
 @bug(6)
 def a_chunk_is_heard_twice() -> list[Patch]:
-    def note(self: Sampled, partial: Partial) -> None:
+    def note(self: PartlySampled, partial: Partial) -> None:
         new = Completion(partial.token_ids, partial.log_probs, "abort", partial.versions)
         self.so_far = new if self.so_far is None else fleeting.joined(self.so_far, new)
 
-    return [(Sampled, "note", note)]
+    return [(PartlySampled, "note", note)]
 
 
 @bug(6)
 def a_retry_drops_a_token() -> list[Patch]:
-    plain = Sampled.hear
+    plain = PartlySampled.hear
 
-    def hear(self: Sampled, event: Event) -> Any:
+    def hear(self: PartlySampled, event: Event) -> Any:
         if isinstance(event, Finished):
             self.kept = max(0, self.kept - 1)
         return plain(self, event)
 
-    return [(Sampled, "hear", hear)]
+    return [(PartlySampled, "hear", hear)]
 
 
 @bug(6)
@@ -143,14 +143,14 @@ def there_is_no_attempt_number() -> list[Patch]:
 
 @bug(7)
 def the_budget_starts_again() -> list[Patch]:
-    plain = Sampled.given
+    plain = PartlySampled.given
 
-    def given(self: Sampled) -> Request:
+    def given(self: PartlySampled) -> Request:
         request = plain(self)
         more = request.params.max_new_tokens + len(request.sampled_ids)
         return replace(request, params=replace(request.params, max_new_tokens=more))
 
-    return [(Sampled, "given", given)]
+    return [(PartlySampled, "given", given)]
 
 
 @bug(7)
@@ -165,14 +165,14 @@ def a_restored_episode_begins_behind_the_end() -> list[Patch]:
 
 @bug(7)
 def tokens_of_a_lost_attempt_are_forgotten() -> list[Patch]:
-    plain = Sampled.hear
+    plain = PartlySampled.hear
 
-    def hear(self: Sampled, event: Event) -> Any:
+    def hear(self: PartlySampled, event: Event) -> Any:
         if isinstance(event, Finished):
             self.kept = 0
         return plain(self, event)
 
-    return [(Sampled, "hear", hear)]
+    return [(PartlySampled, "hear", hear)]
 
 
 @bug(8)
@@ -204,7 +204,7 @@ def there_is_no_generation() -> list[Patch]:
 def permits_leak() -> list[Patch]:
     plain = Router._end
 
-    def end(self: Router, flight: Sampled) -> None:
+    def end(self: Router, flight: PartlySampled) -> None:
         held = dict(self.ranks[flight.rank].given) if flight.rank is not None else {}
         plain(self, flight)
         if flight.rank is not None:

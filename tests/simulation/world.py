@@ -25,8 +25,8 @@ from tests.simulation.placed import EnvironmentRanks, Environments, PlacedRanks,
 from tests.simulation.plan import PLACED, Fault, Plan
 from whet.rollout import flow as flowing, snapshot as saving
 from whet.rollout.driver import Driver
-from whet.rollout.episode import Episode, Limits, Rules
-from whet.rollout.fleet import RETRIES, Done, Give, Router, Task
+from whet.rollout.episode import Episode, EpisodeLimits, Rules
+from whet.rollout.fleet import RETRIES, Done, FleetTask, Give, Router
 from whet.rollout.flow import Filter, Flow, HandOut, ReturnedFirst, keep_all
 from whet.rollout.protocol import Request, SamplingParams
 from whet.rollout.rollouts import with_outcomes
@@ -53,7 +53,7 @@ class Saved:
 
 def episodes_of(plan: Plan, prompts: Sequence[Prompt], step: int) -> list[Episode]:
     """The episodes of prompts."""
-    rules = Rules(Letters(), params_of(plan), SEED, step, limits=Limits(max_turns=plan.max_turns))
+    rules = Rules(Letters(), params_of(plan), SEED, step, limits=EpisodeLimits(max_turns=plan.max_turns))
     return [Episode(prompt, sample, rules) for prompt in prompts for sample in range(plan.n)]
 
 
@@ -181,7 +181,7 @@ class World:
     def conduct(self, commands: Iterable[flowing.Command]) -> None:
         """Carries out the commands of the flow."""
         for command in commands:
-            if isinstance(command, flowing.Run):
+            if isinstance(command, flowing.RunEpisodes):
                 self.driver.add(command.episodes, self._on_sampled)
             elif isinstance(command, flowing.Score):
                 self._score(command.trajectories)
@@ -201,7 +201,7 @@ class World:
     def _score(self, trajectories: list[Trajectory]) -> None:
         uid = f"{len(self.scored) + len(self.scoring)}"
         self.scoring[uid] = trajectories
-        self.placed["rewards"].submit(Task(uid, trajectories, size=len(trajectories)))
+        self.placed["rewards"].submit(FleetTask(uid, trajectories, size=len(trajectories)))
 
     def on_placed(self, incarnation: int, kind: str, what: str, arguments: tuple[Any, ...]) -> None:
         """Something happens to ranks of environments or rewards."""

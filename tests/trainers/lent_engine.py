@@ -15,8 +15,7 @@ from whet.config.schema import ModelConfig
 from whet.controller.dispatch import register
 from whet.models.load import load_policy
 from whet.rollout.native.engine import NativeEngine
-from whet.rollout.protocol import Weights
-from whet.rollout.servers.process import Span
+from whet.rollout.protocol import Span, Weights
 from whet.trainers.rollout_worker import RolloutWorker
 from whet.trainers.workers import TrainWorker
 

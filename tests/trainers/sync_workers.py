@@ -22,7 +22,7 @@ from whet.rollout.protocol import Event, Request
 from whet.trainers.rollout_worker import RolloutWorker
 from whet.trainers.workers import TrainWorker
 from whet.weight_sync.buckets import HEADER_BYTES, Outlet
-from whet.weight_sync.routes import Route, Site, Way
+from whet.weight_sync.routes import RankSite, Route, Way
 
 
 def log_probs(module: nn.Module, batch: DataProto) -> torch.Tensor:
@@ -171,7 +171,7 @@ class Rollout(RolloutWorker):
         """From now on the ranks say that they run on these machines; an empty name is the truth."""
         self.machines = machines
 
-    def site(self) -> Site:
+    def site(self) -> RankSite:
         """Where this rank says that it runs."""
         machine = self.machines[self.rank] if self.machines else ""
         return replace(super().site(), machine=machine) if machine else super().site()

@@ -23,9 +23,8 @@ from whet.controller.worker_group import WorkerGroup
 from whet.errors import ConfigError
 from whet.models.load import load_policy
 from whet.rollout.native.engine import NativeEngine
-from whet.rollout.protocol import generate
+from whet.rollout.protocol import Span, generate
 from whet.rollout.replicas import Replicas
-from whet.rollout.servers.process import Span
 from whet.trainers.build import plan, worker_specs
 from whet.trainers.rollout_worker import Lent, Modes, RolloutWorker
 from whet.weight_sync.routes import weight_sync

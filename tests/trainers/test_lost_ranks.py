@@ -23,7 +23,7 @@ from whet.errors import LostWorkerError
 from whet.rollout.replicas import Replicas
 from whet.trainers.build import train
 from whet.weight_sync import routes
-from whet.weight_sync.routes import Route, Site
+from whet.weight_sync.routes import RankSite, Route
 
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]
@@ -181,7 +181,7 @@ def test_a_rank_lost_while_weights_are_broadcast_changes_no_result(
         undisturbed[ahead] = result(train_config({**settings, "trainer.run_dir": tmp_path / "alone"}), additions, races)
     plain, plain_start, ways, struck = routes.plan_routes, WorkerGroup.start_on, list[str](), list[int]()
 
-    def elsewhere(senders: Sequence[Site], receivers: Sequence[Site]) -> list[Route]:
+    def elsewhere(senders: Sequence[RankSite], receivers: Sequence[RankSite]) -> list[Route]:
         found = plain(senders, [replace(receiver, machine="another") for receiver in receivers])
         ways.extend(route.way for route in found)
         return found

@@ -23,7 +23,7 @@ from whet import serialization
 from whet.batch import Batch
 from whet.config import TrainConfig
 from whet.errors import ConfigError
-from whet.plugins.proofs.certify import Step, World, plain
+from whet.plugins.proofs.certify import CertifiedStep, World, plain
 from whet.registry import ADV_ESTIMATORS, PREFERENCE_LOSSES
 from whet.trainers.build import build, build_scorer, train
 from whet.trainers.objectives import ComparisonObjective, GroupObjective
@@ -147,7 +147,9 @@ def test_every_loss_is_the_offline_one_on_the_same_pair(name: str) -> None:
 def test_the_expected_step_is_the_gradient_over_all_pairs() -> None:
     """E over two responses of the policy of -log sigma(beta (their log ratios)), the better first, by autograd."""
     world = World(length=2)
-    step = Step.of(plain(**{k.rpartition(".")[2]: v for k, v in ONLINE.items()}, loss_options={"beta": 0.5}), world)
+    step = CertifiedStep.of(
+        plain(**{k.rpartition(".")[2]: v for k, v in ONLINE.items()}, loss_options={"beta": 0.5}), world
+    )
     mean, _ = step.expected_gradient(2, 0.0, 0.0)
     logits = world.table(1).requires_grad_()
     log_pi, log_ref = world.log_probs(logits).sum(-1), world.log_probs(world.table(4)).sum(-1)

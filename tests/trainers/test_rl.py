@@ -22,7 +22,7 @@ from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
 from whet.rollout.batch import to_batch
 from whet.rollout.native import scheduler
-from whet.rollout.rollouts import Sampled
+from whet.rollout.rollouts import SampledTrajectories
 from whet.trainers.build import build, build_scorer, train
 from whet.trainers.rl import add_advantages, estimate_advantages, fit, mini_batches, update
 from whet.trainers.run import Run
@@ -334,7 +334,7 @@ def test_failed_answers_teach_nothing(train_config: MakeConfig, additions: Rows,
     def after(groups: Any, folder: str) -> torch.Tensor:
         again = train_config({"trainer.total_steps": 1, "trainer.run_dir": str(tmp_path / folder)})
         fresh = build(again, build_scorer(again.reward, picky), additions)
-        given = Sampled(groups, lambda: replace(taken, groups=groups))
+        given = SampledTrajectories(groups, lambda: replace(taken, groups=groups))
         fresh.rollouts.start = lambda n, step: given  # type: ignore[method-assign]
         fit(fresh)
         fresh.close()

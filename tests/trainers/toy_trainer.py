@@ -13,7 +13,7 @@ from pydantic import NonNegativeFloat
 from whet import register_trainer
 from whet.batch import Batch
 from whet.config.schema import ExamplesConfig, SupervisedDataConfig, TrainerConfig
-from whet.config.section import Place, Section, key
+from whet.config.section import Section, SectionPlace, key
 from whet.data.prompts import PromptFormat, Row
 from whet.data.supervised import SupervisedExample, build_examples
 from whet.errors import ConfigError
@@ -27,7 +27,7 @@ class WeightsConfig(Section):
     lowest: NonNegativeFloat = key(0.0, "a smaller weight of a row becomes this one")
     highest: NonNegativeFloat = key(1.0, "a larger weight of a row becomes this one")
 
-    def problems(self, at: Place) -> Iterable[ConfigError]:
+    def problems(self, at: SectionPlace) -> Iterable[ConfigError]:
         if self.lowest > self.highest:
             yield ConfigError(at.of("lowest"), self.lowest, f"at most {at.of('highest')}={self.highest}", "lower it")
 

@@ -13,7 +13,7 @@ import torch
 from tests.raising import raises
 from whet.errors import WeightSyncError
 from whet.weight_sync.buckets import Digest, Header, receive, send
-from whet.weight_sync.delta import Base, apply, delta
+from whet.weight_sync.delta import DeltaBase, apply, delta
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_buckets import Tape, weights
@@ -73,7 +73,7 @@ def updated(made: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("room", [64, 1000, 10**6])
 def test_versions_come_as_deltas_over_a_link(room: int, dtype: torch.dtype) -> None:
-    sent, here, sizes = Base(), Base(), []
+    sent, here, sizes = DeltaBase(), DeltaBase(), []
     made = weights()
     for version in (3, 4, 9):
         tape, digest = Tape(room), Digest()
@@ -95,7 +95,7 @@ def test_versions_come_as_deltas_over_a_link(room: int, dtype: torch.dtype) -> N
 
 
 def test_a_receiver_of_another_version_refuses_the_delta() -> None:
-    sent, here, tape = Base(), Base(), Tape()
+    sent, here, tape = DeltaBase(), DeltaBase(), Tape()
     made = weights()
     send(made.items(), 3, [tape], torch.float32, sent)
     for _ in receive(tape, 3, Digest(), here):
@@ -108,7 +108,7 @@ def test_a_receiver_of_another_version_refuses_the_delta() -> None:
 
 
 def test_after_a_version_that_broke_off_the_next_one_is_whole() -> None:
-    sent, made = Base(), weights()
+    sent, made = DeltaBase(), weights()
     send(made.items(), 3, [Tape()], torch.float32, sent)
 
     def broken() -> object:
@@ -126,7 +126,7 @@ def test_after_a_version_that_broke_off_the_next_one_is_whole() -> None:
 
 @pytest.mark.parametrize("byte", [0, 1, 6, -1])  # of top, mask, and values
 def test_a_delta_that_changed_on_its_way_names_the_weight(byte: int) -> None:
-    sent, here = Base(), Base()
+    sent, here = DeltaBase(), DeltaBase()
     made = {"norm": torch.ones(3), "large": weights()["large"]}
     for version, each in ((3, made), (4, {**made, "large": updated(weights())["large"]})):
         tape = Tape(10**6)
@@ -148,7 +148,7 @@ def test_an_update_at_a_small_learning_rate_is_a_small_part_in_bfloat16() -> Non
     torch.manual_seed(0)
     weight = torch.nn.Parameter(0.02 * torch.randn(256, 512))
     optimizer = torch.optim.AdamW([weight], lr=1e-6)
-    narrow, wide, sizes, shares = Base(), Base(), [], []
+    narrow, wide, sizes, shares = DeltaBase(), DeltaBase(), [], []
     for _ in range(3):
         before = narrow.weights["w"].clone() if narrow.weights else torch.zeros(256, 512, dtype=torch.bfloat16)
         shares.append(float((before != weight.bfloat16()).float().mean()))

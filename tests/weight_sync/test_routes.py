@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from whet.devices import HOST
-from whet.weight_sync.routes import Route, Site, open_outlets, plan_routes, with_addresses
+from whet.weight_sync.routes import RankSite, Route, open_outlets, plan_routes, with_addresses
 
-A, B, C = (Site(name, f"10.0.0.{number}") for number, name in enumerate("abc"))
+A, B, C = (RankSite(name, f"10.0.0.{number}") for number, name in enumerate("abc"))
 
 
 def test_on_one_machine_the_first_training_rank_writes_for_all() -> None:
@@ -28,7 +28,7 @@ def test_every_machine_has_a_writer_and_the_others_one_broadcast() -> None:
 
 
 def test_different_accelerators_talk_to_each_other() -> None:
-    one, two, three = (Site("a", "10.0.0.1", f"GPU-{number}") for number in range(3))
+    one, two, three = (RankSite("a", "10.0.0.1", f"GPU-{number}") for number in range(3))
     routes = plan_routes([one], [two, three])
     assert routes == [Route(0, "broadcast", rank, 3, True) for rank in (1, 2)]
     # One device for both, or a rank without one: by the host.
@@ -37,7 +37,7 @@ def test_different_accelerators_talk_to_each_other() -> None:
 
 
 def test_this_process_is_beside_itself() -> None:
-    assert Site.here("127.0.0.1", HOST) == Site.here("127.0.0.1", HOST) != Site.here("10.0.0.1", HOST)
+    assert RankSite.here("127.0.0.1", HOST) == RankSite.here("127.0.0.1", HOST) != RankSite.here("10.0.0.1", HOST)
 
 
 @pytest.mark.slow

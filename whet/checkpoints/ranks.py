@@ -116,14 +116,14 @@ def _read(path: Path) -> dict[str, Any]:
             if other := {type(placement).__name__ for placement in placements} - {"Shard", "Replicate"}:
                 raise TypeError(f"{name} is sharded by {other}")
         return dict(state)
-    except _RefusedError as error:
+    except _RefusedGlobalError as error:
         expected, change = "tensors and how they are sharded", "fetch it from where it was trained"
         raise CheckpointError(f"{path}", f"would call {error}", expected, change) from error
     except Exception as error:  # damaged or hostile bytes raise nearly anything
         raise CheckpointError(f"{path}", f"cannot be read ({error!r})", "", _COPY) from error
 
 
-class _RefusedError(Exception):
+class _RefusedGlobalError(Exception):
     """A pickle names a function or class that is not among `_PLAIN`."""
 
 
@@ -166,7 +166,7 @@ class _Unpickler(pickle.Unpickler):
         if isinstance(getattr(torch, name, None), torch.dtype) and module == "torch":
             return getattr(torch, name)
         if f"{module}.{name}" not in _PLAIN:
-            raise _RefusedError(f"{module}.{name}")
+            raise _RefusedGlobalError(f"{module}.{name}")
         return _PLAIN[f"{module}.{name}"]
 
 

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from whet import registry
 from whet.cli.algorithms import algorithms
-from whet.cli.arguments import Command, Group
+from whet.cli.arguments import Command, CommandGroup
 from whet.cli.checks import doctor, plan
 from whet.cli.environments import environments
 from whet.cli.evaluate import compare, evaluate, generate, select
@@ -27,7 +27,6 @@ from whet.cli.inputs import config, data
 from whet.cli.models import export
 from whet.cli.rewards import rewards
 from whet.cli.runs import plot, runs, show
-from whet.cli.serve import serve
 from whet.cli.train import command_of
 from whet.errors import ConfigError, RegistryError, WhetError, did_you_mean, exit_error
 from whet.manifests import missing_plugin
@@ -39,7 +38,7 @@ LOOK = "Checks and reference"
 
 
 app = typer.Typer(
-    cls=Group,
+    cls=CommandGroup,
     help="Post-train language models with reinforcement learning.",
     epilog="Errors are printed without a traceback; --debug or WHET_DEBUG=1 adds it.",
     no_args_is_help=True,
@@ -55,7 +54,7 @@ def _later() -> None:
 PANELS: dict[str, Sequence[Callable[..., None]]] = {
     "Getting started": (),
     "Training": [*map(command_of, registry.TRAINERS.shipped.values())],
-    "After training": (runs, plot, show, evaluate, generate, select, compare, serve, export),
+    "After training": (runs, plot, show, evaluate, generate, select, compare, export),
     LOOK: (doctor, plan, config, data),
 }
 GROUPS = {"": app, "algorithms": algorithms, "rewards": rewards, "env": environments}
@@ -69,7 +68,7 @@ for panel, functions in PANELS.items():
             shown = None if group else panel
             GROUPS[group].command(name, cls=Command, rich_help_panel=shown, help=entry.doc)(_later)
 for name, typed in list(GROUPS.items())[1:]:
-    app.add_typer(typed, name=name, cls=Group, rich_help_panel=LOOK)
+    app.add_typer(typed, name=name, cls=CommandGroup, rich_help_panel=LOOK)
 
 
 def _show_version(asked: bool) -> None:

@@ -45,7 +45,7 @@ class Command(_Plain, TyperCommand):
     """A command."""
 
 
-class Group(_Plain, TyperGroup):
+class CommandGroup(_Plain, TyperGroup):
     """A command with subcommands. Those of plugins are loaded when they are called; help lists them without."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -18,7 +18,7 @@ from whet.cli.tables import Cell, interval, table
 
 if TYPE_CHECKING:
     from whet.config import EvalConfig, GenerateConfig
-    from whet.evaluation.estimators import Estimate
+    from whet.evaluation.estimators import MeanEstimate
     from whet.evaluation.evaluate import Evaluation
     from whet.evaluation.generate import Generated
 
@@ -82,7 +82,7 @@ def tables(evaluation: Evaluation) -> list[Table]:
     return [*tables, table(["data source", "of k responses", *map(str, ks)], second, left=(0, 1))]
 
 
-def _cells(found: Mapping[str, Estimate], names: list[str]) -> Iterator[str | Text]:
+def _cells(found: Mapping[str, MeanEstimate], names: list[str]) -> Iterator[str | Text]:
     """Yields the cells of a row, each with its 95 % interval: accuracies in percent, a reward as a number."""
     for name in names:
         estimate = found.get(name)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from whet.config.schema import RunConfig, WholeConfig
     from whet.config.section import Section
-    from whet.data.preview import Preview, Shown
+    from whet.data.preview import Preview, PreviewRow
 
 NOTES_START_BY = 60  # columns; a longer line moves only its own note to the right
 BAR = 40  # columns of the longest bar
@@ -214,7 +214,7 @@ def _summary(found: Preview) -> Iterator[str]:
         yield f"{found.num_unanswered} rows have no ground truth"
 
 
-def _print_row(output: Console, tokenizer: PreTrainedTokenizerBase, row: Shown, by_token: bool) -> None:
+def _print_row(output: Console, tokenizer: PreTrainedTokenizerBase, row: PreviewRow, by_token: bool) -> None:
     from whet.data.preview import pieces, shortened, spans
 
     texts, mask = pieces(tokenizer, row.token_ids), row.mask or (0,) * len(row.token_ids)
@@ -240,7 +240,7 @@ def _print_row(output: Console, tokenizer: PreTrainedTokenizerBase, row: Shown, 
         output.print(Text.assemble((f"{name}: ", "bold"), cut))
 
 
-def _print_media(output: Console, row: Shown, folder: Path | None) -> None:
+def _print_media(output: Console, row: PreviewRow, folder: Path | None) -> None:
     """Prints a line for each image and video of a row, and writes its thumbnail to the folder, if there is one."""
     from whet.data.preview import thumbnail
 

@@ -5,7 +5,7 @@ from whet.config.algorithm_checks import aggregation as aggregation, uses_critic
 from whet.config.checks import check as check, check_context as check_context, problems as problems
 from whet.config.distill import DistillConfig as DistillConfig
 from whet.config.load import (
-    Loaded as Loaded,
+    LoadedConfig as LoadedConfig,
     keyed_lines as keyed_lines,
     load_config as load_config,
     to_yaml as to_yaml,

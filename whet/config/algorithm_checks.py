@@ -15,7 +15,7 @@ from whet.columns import COLUMNS
 from whet.config import schema
 from whet.config.cluster import ROLES, ClusterConfig, devices_of
 from whet.config.schema import EngineConfig, ExamplesConfig, ModelConfig, OptimConfig, TrainConfig
-from whet.config.section import Place, entry_at
+from whet.config.section import SectionPlace, entry_at
 from whet.errors import ConfigError, did_you_mean, pip_install
 from whet.registry import ENGINES, FILTERS, load_target
 
@@ -49,7 +49,7 @@ def uses_critic(algorithm: schema.AlgorithmConfig) -> bool:
     return any("critic" in COLUMNS[name].roles for name in read if name in COLUMNS)
 
 
-def algorithm_rule(algorithm: schema.AlgorithmConfig, at: Place) -> Iterator[ConfigError]:
+def algorithm_rule(algorithm: schema.AlgorithmConfig, at: SectionPlace) -> Iterator[ConfigError]:
     """Checks KL, overlong penalty, teacher, correction and aggregation."""
     wrapper = algorithm.adv_options.get("wrap_method")
     if isinstance(wrapper, str):  # the option of `cpo` that names a registered function
@@ -134,7 +134,7 @@ def _correction(algorithm: schema.AlgorithmConfig) -> Iterator[ConfigError]:
         yield ConfigError("algorithm.kl.where", algorithm.kl.where, expected, change)
 
 
-def group_rule(rollout: schema.RolloutConfig, at: Place) -> Iterator[ConfigError]:
+def group_rule(rollout: schema.RolloutConfig, at: SectionPlace) -> Iterator[ConfigError]:
     """Requires several responses a prompt for estimators and filters that compare them."""
     if rollout.n > 1 or not isinstance(at.whole, schema.TrainConfig):
         return
@@ -148,7 +148,7 @@ def group_rule(rollout: schema.RolloutConfig, at: Place) -> Iterator[ConfigError
         yield ConfigError("rollout.n", rollout.n, expected, "raise it, or unset algorithm.filter.name")
 
 
-def extra_rule(rollout: schema.RolloutConfig, at: Place) -> Iterator[ConfigError]:
+def extra_rule(rollout: schema.RolloutConfig, at: SectionPlace) -> Iterator[ConfigError]:
     """Refuses filters that begin more groups than a batch has where groups are sampled ahead, and for a domain."""
     config = at.whole
     if not isinstance(config, schema.TrainConfig):
@@ -164,7 +164,7 @@ def extra_rule(rollout: schema.RolloutConfig, at: Place) -> Iterator[ConfigError
             yield ConfigError(f"{key}.options.extra", extra, f"0 with {why}", "set it to 0, or choose another filter")
 
 
-def updates_rule(role: schema.ActorConfig, at: Place) -> Iterator[ConfigError]:
+def updates_rule(role: schema.ActorConfig, at: SectionPlace) -> Iterator[ConfigError]:
     """Checks the mini-batch and micro-batch sizes of a trained role."""
     if at.key == "critic" and not uses_critic(at.whole["algorithm"]):
         return
@@ -180,7 +180,7 @@ def updates_rule(role: schema.ActorConfig, at: Place) -> Iterator[ConfigError]:
         yield ConfigError(at.of("max_tokens_per_micro_batch"), most, expected, f"set it to {longest} or more")
 
 
-def optim_rule(optim: schema.OptimConfig, at: Place) -> Iterator[ConfigError]:
+def optim_rule(optim: schema.OptimConfig, at: SectionPlace) -> Iterator[ConfigError]:
     """Allows the options of AdamW's states with AdamW only."""
     for name, default in (("state_dtype", "float32"), ("weight_rounding", None)):
         if optim.name != "adamw" and optim[name] != default:
@@ -188,7 +188,7 @@ def optim_rule(optim: schema.OptimConfig, at: Place) -> Iterator[ConfigError]:
             yield ConfigError(at.of(name), optim[name], expected, "unset one of the two keys")
 
 
-def critic_rule(critic: schema.CriticConfig, at: Place) -> Iterator[ConfigError]:
+def critic_rule(critic: schema.CriticConfig, at: SectionPlace) -> Iterator[ConfigError]:
     """Checks that the value loss trains the model that the estimator reads: a value model or a process reward model."""
     algorithm, steps = at.whole["algorithm"], at.whole["trainer"].total_steps
     if not uses_critic(algorithm):
@@ -239,7 +239,7 @@ class EngineUse:
     media: str = ""  # the name of a row with images or videos, where there is one; unset before data is read
 
     @classmethod
-    def at(cls, place: Place, media: str = "") -> EngineUse:
+    def at(cls, place: SectionPlace, media: str = "") -> EngineUse:
         """The use of the engine in a section of a config.  Raises: ConfigError for an unknown engine or option."""
         config, engine, cluster = place.whole, place.parent["engine"], place.whole["cluster"]
         options = entry_at(ENGINES, place.of("name"), engine.name).resolve_options(engine.options, place.of("options"))
@@ -268,7 +268,7 @@ def other_kernels(use: EngineUse) -> Iterator[ConfigError]:
         yield ConfigError(f"{use.key}.name", use.engine.name, expected, "set it to single, or unset batch_invariant")
 
 
-def engine_rule(engine: EngineConfig, at: Place) -> Iterator[ConfigError]:
+def engine_rule(engine: EngineConfig, at: SectionPlace) -> Iterator[ConfigError]:
     """Checks the settings of an engine: the rules of all engines, then what the engine refuses."""
     use = EngineUse.at(at)
     rounding = None if use.optim is None else use.optim.weight_rounding
@@ -279,7 +279,7 @@ def engine_rule(engine: EngineConfig, at: Place) -> Iterator[ConfigError]:
     yield from use.refused()
 
 
-def cluster_rule(cluster: ClusterConfig, at: Place) -> Iterator[ConfigError]:
+def cluster_rule(cluster: ClusterConfig, at: SectionPlace) -> Iterator[ConfigError]:
     """Checks backend, nodes, GPUs and pools."""
     if cluster.backend == "local":
         for key, value in (("address", cluster.address), ("nnodes", cluster.nnodes if cluster.nnodes > 1 else None)):
@@ -342,7 +342,7 @@ def _pools(cluster: ClusterConfig) -> Iterator[ConfigError]:
             owners[role] = name
 
 
-def replica_rule(cluster: ClusterConfig, at: Place) -> Iterator[ConfigError]:
+def replica_rule(cluster: ClusterConfig, at: SectionPlace) -> Iterator[ConfigError]:
     """Requires whole replicas of the rollout on the ranks of its pool, each on one node or on whole ones."""
     options = at.whole.rollout.engine.options if isinstance(at.whole, TrainConfig) else {}
     size, where, name = options.get("tensor_parallel_size"), "rollout.engine.options", cluster.pool_of("rollout")
@@ -372,7 +372,7 @@ def replica_rule(cluster: ClusterConfig, at: Place) -> Iterator[ConfigError]:
         yield ConfigError(key, size, expected, "lower it")
 
 
-def processes_rule(cluster: ClusterConfig, at: Place) -> Iterator[ConfigError]:
+def processes_rule(cluster: ClusterConfig, at: SectionPlace) -> Iterator[ConfigError]:
     """Requires at least one row of every optimizer step for every training rank."""
     config, what = at.whole, "mini-batch prompts x rollout.n"
     if isinstance(config, ExamplesConfig):
@@ -387,7 +387,7 @@ def processes_rule(cluster: ClusterConfig, at: Place) -> Iterator[ConfigError]:
             yield ConfigError(key, found, expected, f"set it to {count} or less")
 
 
-def neighbours_rule(cluster: ClusterConfig, at: Place) -> Iterator[ConfigError]:
+def neighbours_rule(cluster: ClusterConfig, at: SectionPlace) -> Iterator[ConfigError]:
     """Requires actor and reference in one pool where the reference is the actor's model without its adapter."""
     config = at.whole
     if not isinstance(config, TrainConfig) or config.model.lora.rank is None or config.ref.model_path is not None:

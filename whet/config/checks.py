@@ -29,7 +29,7 @@ from whet.config.algorithm_checks import (
 from whet.config.compose import flatten
 from whet.config.environment import tool_rule
 from whet.config.managers import LIMIT_NAMES
-from whet.config.section import Choice, Place, choices, entry_at
+from whet.config.section import Choice, SectionPlace, choices, entry_at
 from whet.config.sources import check_files, missing_file, shares_at
 from whet.errors import ConfigError, pip_install
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES, REJECTIONS, REWARDS, TRACKERS, WEIGHTS
@@ -55,7 +55,7 @@ def problems(config: schema.Section, given: Collection[str] = ()) -> list[Config
     """Returns the errors that `check` would raise."""
     found: dict[str, ConfigError] = {}
     for key, section in config.sections():
-        at = Place(key, config, given)
+        at = SectionPlace(key, config, given)
         found |= {str(each): each for each in _errors(section.problems, at)}
         for kind, rule in RULES:
             if isinstance(section, kind):
@@ -86,8 +86,13 @@ def check_data(config: schema.WholeConfig, *, validation: bool) -> None:
         name = "val_files" if validation or isinstance(config, schema.EvalConfig) else "train_files"
         key, entries = f"data.{name}", config.data[name]
     check_files(key, entries, config.data, required=True)
-    of_model, of_data = _model(config.model, Place("model", config)), _chosen(config.data, Place("data", config))
-    of_media = _pixels(config.data, Place("data", config)) if isinstance(config.data, schema.MediaRowsConfig) else ()
+    of_model, of_data = (
+        _model(config.model, SectionPlace("model", config)),
+        _chosen(config.data, SectionPlace("data", config)),
+    )
+    of_media = (
+        _pixels(config.data, SectionPlace("data", config)) if isinstance(config.data, schema.MediaRowsConfig) else ()
+    )
     if found := [*of_model, *of_data, *of_media]:
         raise ConfigError.joined(found)
 
@@ -100,7 +105,7 @@ def _errors(check: Callable[..., Iterable[ConfigError] | None], *arguments: Any,
         yield error
 
 
-def _chosen(section: schema.Section, at: Place) -> Iterator[ConfigError]:
+def _chosen(section: schema.Section, at: SectionPlace) -> Iterator[ConfigError]:
     """Checks every key that names a registered function, and the options of that function."""
     for name, field in type(section).model_fields.items():
         for choice in field.metadata:
@@ -109,7 +114,7 @@ def _chosen(section: schema.Section, at: Place) -> Iterator[ConfigError]:
                 yield from _errors(choice.check, at.of(name), section[name], options)
 
 
-def _model(model: schema.ModelConfig, at: Place) -> Iterator[ConfigError]:
+def _model(model: schema.ModelConfig, at: SectionPlace) -> Iterator[ConfigError]:
     if model.lora.rank is not None and model.freeze:
         expected = f"none with model.lora.rank={model.lora.rank}, which trains the adapter alone"
         change = "unset one of the two keys, or choose layers with model.lora.target_modules"
@@ -133,14 +138,14 @@ def _model(model: schema.ModelConfig, at: Place) -> Iterator[ConfigError]:
             yield ConfigError("model.path", f"{model.path} has no config.json", "a Hugging Face model folder", change)
 
 
-def _pixels(data: schema.MediaRowsConfig, at: Place) -> Iterator[ConfigError]:
+def _pixels(data: schema.MediaRowsConfig, at: SectionPlace) -> Iterator[ConfigError]:
     low, high = data.min_pixels, data.max_pixels
     if low is not None and high is not None and low > high:
         most = f"at most {at.of('max_pixels')}={high}"
         yield ConfigError(at.of("min_pixels"), low, most, "change or unset one of the two keys")
 
 
-def _files(data: schema.RowsConfig, at: Place) -> Iterator[ConfigError]:
+def _files(data: schema.RowsConfig, at: SectionPlace) -> Iterator[ConfigError]:
     whole, required = at.whole, "data" not in at.given
     if isinstance(whole, schema.GenerateConfig):
         read = [(whole.source_key, whole.sources, required)]
@@ -152,7 +157,7 @@ def _files(data: schema.RowsConfig, at: Place) -> Iterator[ConfigError]:
         yield from _errors(check_files, key, entries, data, required=is_required)
 
 
-def _trainer(trainer: schema.TrainerConfig, at: Place) -> Iterator[ConfigError]:
+def _trainer(trainer: schema.TrainerConfig, at: SectionPlace) -> Iterator[ConfigError]:
     data = at.whole["data"]
     if trainer.val_freq > 0 and not data.val_files and "val_data" not in at.given:
         change = "set data.val_files (in Python, val_data), or trainer.val_freq=0"
@@ -186,7 +191,7 @@ def _function_path(key: str, reference: str) -> Iterator[ConfigError]:
         yield missing_file(key, location)
 
 
-def _reward(reward: schema.RewardConfig, at: Place) -> Iterator[ConfigError]:
+def _reward(reward: schema.RewardConfig, at: SectionPlace) -> Iterator[ConfigError]:
     """Checks the reward functions without running user code; the reward processes load them."""
     trained = at.whole if isinstance(at.whole, schema.TrainConfig) else None
     if reward.manager == "dapo" and trained is not None and not trained.algorithm.overlong.penalty:
@@ -221,7 +226,7 @@ def _reward(reward: schema.RewardConfig, at: Place) -> Iterator[ConfigError]:
         yield ConfigError("reward.weights", reward.weights, expected, "set one weight for each function")
 
 
-def _reward_model(role: schema.RewardModelConfig, at: Place) -> Iterator[ConfigError]:
+def _reward_model(role: schema.RewardModelConfig, at: SectionPlace) -> Iterator[ConfigError]:
     """Checks what a reward model goes together with."""
     config: Any = at.whole
     if role.source is None:
@@ -243,7 +248,7 @@ def _reward_model(role: schema.RewardModelConfig, at: Place) -> Iterator[ConfigE
         yield ConfigError("algorithm.adv_estimator", algorithm.adv_estimator, expected, change)
 
 
-def _mix(data: schema.DataConfig, at: Place) -> Iterator[ConfigError]:
+def _mix(data: schema.DataConfig, at: SectionPlace) -> Iterator[ConfigError]:
     """Requires shares that sum to 1 at every step, and nothing else that chooses among the rows."""
     steps = {step for share in data.mix.values() if isinstance(share, dict) for step in share} or {0}
     for step in sorted(steps) if data.mix else ():
@@ -257,7 +262,7 @@ def _mix(data: schema.DataConfig, at: Place) -> Iterator[ConfigError]:
             yield ConfigError(f"{at.of('mix')}.{name}", share, "a number, or shares by step: {0: 0.5, 100: 0.2}")
 
 
-def _sampling(sampling: schema.SamplingConfig, at: Place) -> Iterator[ConfigError]:
+def _sampling(sampling: schema.SamplingConfig, at: SectionPlace) -> Iterator[ConfigError]:
     narrow = next((name for name, is_narrow in NARROW.items() if is_narrow(sampling[name])), None)
     if narrow is not None and sampling.n > 1:
         expected = f"a value that is not greedy, or all {sampling.n} responses to a prompt would be the same"
@@ -272,7 +277,7 @@ def _sampling(sampling: schema.SamplingConfig, at: Place) -> Iterator[ConfigErro
             yield ConfigError(at.of(name), sampling[name], change="remove the empty string, which matches everywhere")
 
 
-def _staleness(rollout: schema.RolloutConfig, at: Place) -> Iterator[ConfigError]:
+def _staleness(rollout: schema.RolloutConfig, at: SectionPlace) -> Iterator[ConfigError]:
     """Requires, where responses are sampled while models train, ranks of their own and a correction."""
     config = at.whole
     if rollout.max_staleness == 0:
@@ -314,7 +319,7 @@ def _staleness(rollout: schema.RolloutConfig, at: Place) -> Iterator[ConfigError
         yield ConfigError(key, stale, "0 without a correction for tokens that older weights sampled", change)
 
 
-def _output(config: schema.GenerateConfig, at: Place) -> Iterator[ConfigError]:
+def _output(config: schema.GenerateConfig, at: SectionPlace) -> Iterator[ConfigError]:
     if config.output is None or Path(config.output).suffix != ".jsonl":
         yield ConfigError("output", config.output, "a path that ends in .jsonl", "name a file for the completions")
     elif Path(config.output).resolve() in [Path(each).resolve() for each in config.sources if isinstance(each, str)]:
@@ -326,7 +331,7 @@ def _output(config: schema.GenerateConfig, at: Place) -> Iterator[ConfigError]:
         yield ConfigError("output", found, "a file or a new name: completions are not written through links", change)
 
 
-Rule = Callable[[Any, Place], Iterable[ConfigError]]
+Rule = Callable[[Any, SectionPlace], Iterable[ConfigError]]
 RULES: list[tuple[type[schema.Section], Rule]] = [
     (next(iter(get_type_hints(rule).values())), rule)  # the first argument is the section that a rule checks
     for rule in (

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from whet.config.schema import ExamplesConfig, SupervisedDataConfig, TrainerConfig
-from whet.config.section import Choice, Place, Values, key
+from whet.config.section import Choice, SectionPlace, Values, key
 from whet.errors import ConfigError
 from whet.registry import DIVERGENCES
 
@@ -47,7 +47,7 @@ class DistillConfig(ExamplesConfig):
 
     command: ClassVar[str] = "distill"
 
-    def problems(self, at: Place) -> Iterator[ConfigError]:
+    def problems(self, at: SectionPlace) -> Iterator[ConfigError]:
         if not self.teachers:
             yield ConfigError(
                 "teachers", {}, "a teacher by data source", "set 'teachers={*: MODEL}' for one of all rows"

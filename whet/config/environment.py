@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from whet.config.section import Choice, Place, Section, Values, entry_at, key
+from whet.config.section import Choice, Section, SectionPlace, Values, entry_at, key
 from whet.config.sources import missing_file
 from whet.errors import ConfigError
 from whet.registry import ENVIRONMENTS, TOOL_PARSERS, TOOLS
@@ -51,7 +51,7 @@ class ToolsConfig(Section):
     tool_limits: dict[str, PositiveFloat] = key({}, LIMITS)
 
 
-def tool_rule(section: ToolsConfig, at: Place) -> Iterator[ConfigError]:
+def tool_rule(section: ToolsConfig, at: SectionPlace) -> Iterator[ConfigError]:
     """Checks entries and limits without running user code."""
     known = [each.name for each in dataclasses.fields(ToolLimits)]
     if unknown := sorted({*section.tool_limits} - {*known}):

@@ -58,7 +58,7 @@ RENAMED: Mapping[str, tuple[str, object]] = {
 
 
 @dataclass(frozen=True)
-class Loaded(Generic[ConfigT]):
+class LoadedConfig(Generic[ConfigT]):
     """A config, and the source of each value that is not a default, by dotted key."""
 
     config: ConfigT
@@ -76,7 +76,7 @@ def load_config(
     *,
     given: Collection[str] = (),
     checked: bool = True,
-) -> Loaded[ConfigT]:
+) -> LoadedConfig[ConfigT]:
     """Loads the config from a shipped recipe (by name) or a YAML file (by path), and overrides.
 
     Overrides are Hydra's (`["rollout.n=8"]`), or a mapping from dotted keys to values. `given` names the arguments that
@@ -92,7 +92,7 @@ def load_config(
     _mark_written(config, sources)
     if checked:
         check(config, given)
-    return Loaded(config, sources)
+    return LoadedConfig(config, sources)
 
 
 def _apply_reward_alias(values: Values, sources: dict[str, str]) -> None:

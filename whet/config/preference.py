@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import NonNegativeFloat, PositiveInt
 
 from whet.config.schema import ExamplesConfig, ExamplesDataConfig, TrainerConfig
-from whet.config.section import Choice, Place, Section, Values, key
+from whet.config.section import Choice, Section, SectionPlace, Values, key
 from whet.errors import ConfigError
 from whet.registry import PREFERENCE_LOSSES, Entry
 
@@ -82,7 +82,7 @@ class PreferenceConfig(ExamplesConfig):
         """The responses of a comparison."""
         return self.data.list_size if self.of == "list" else 2
 
-    def problems(self, at: Place) -> Iterator[ConfigError]:
+    def problems(self, at: SectionPlace) -> Iterator[ConfigError]:
         if self.of not in ("pair", "label", "list"):
             expected, change = "pair, label or list", "register it with of=..."
             yield ConfigError(f"loss {self.loss!r}: of", self.of, expected, change)
@@ -114,7 +114,7 @@ class RewardTrainingConfig(ExamplesConfig):
     def rows_an_example(self) -> int:
         return 2
 
-    def problems(self, at: Place) -> Iterator[ConfigError]:
+    def problems(self, at: SectionPlace) -> Iterator[ConfigError]:
         if self.model.lora.path is not None:
             found = f"{self.model.lora.path} is an adapter of a language model"
             change = "export the merged model first (`whet export`), and name it as model.path"

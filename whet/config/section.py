@@ -73,7 +73,7 @@ class Section(BaseModel):
         """Pairs of name and value, in order of declaration."""
         return list(self.__dict__.items())
 
-    def problems(self, at: Place) -> Iterable[ConfigError]:
+    def problems(self, at: SectionPlace) -> Iterable[ConfigError]:
         """Yields what the values do not go together with, for sections of a trainer's own."""
         return ()
 
@@ -88,7 +88,7 @@ class Section(BaseModel):
 
 
 @dataclass(frozen=True)
-class Place:
+class SectionPlace:
     """The position of a section: its dotted key and the whole config; `given` names arguments passed as objects."""
 
     key: str

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 from whet.batch import Batch, blocks_of
-from whet.controller.worker import Layout, Worker
+from whet.controller.worker import RankLayout, Worker
 from whet.errors import DataError, RegistryError, WorkerError
 from whet.metrics import Metrics
 
@@ -95,7 +95,7 @@ def registered_methods(cls: type[Worker]) -> dict[str, Dispatch]:
 
 
 def plan_call(
-    mode: Dispatch, layouts: Sequence[Layout], arguments: Arguments, caller: str, block: int | str = 1
+    mode: Dispatch, layouts: Sequence[RankLayout], arguments: Arguments, caller: str, block: int | str = 1
 ) -> CallPlan:
     """Plans one call on ranks with these layouts. `caller` is its name in errors ("actor.update").
 
@@ -121,7 +121,7 @@ def whole_call(mode: Dispatch, arguments: Arguments, caller: str) -> CallPlan | 
     return CallPlan({0: arguments}, lambda results: _one_result_per_row(results[0], range(*sizes), caller))
 
 
-def check_layouts(layouts: Sequence[Layout], role: str) -> None:
+def check_layouts(layouts: Sequence[RankLayout], role: str) -> None:
     """Checks that exactly one rank reports each data-parallel rank.  Raises: WorkerError."""
     reporting = sorted(layout.dp_rank for layout in layouts if layout.is_reporting)
     if any(reporting != list(range(layout.dp_size)) or layout.dp_rank not in reporting for layout in layouts):
@@ -133,7 +133,7 @@ def check_layouts(layouts: Sequence[Layout], role: str) -> None:
 # -- rows out ----------------------------------------------------------------------------------------------------------
 
 
-def _data_parallel(layouts: Sequence[Layout], arguments: Arguments, caller: str, block: int | str) -> CallPlan:
+def _data_parallel(layouts: Sequence[RankLayout], arguments: Arguments, caller: str, block: int | str) -> CallPlan:
     given = (*arguments.args, *arguments.kwargs.values())
     split: list[Any] = [value for value in given if isinstance(value, (Batch, list))]
     if not split:

@@ -22,8 +22,8 @@ from whet.config.cluster import ClusterConfig, devices_of, processors_of, ranks_
 from whet.controller import wire
 from whet.controller.dispatch import Arguments
 from whet.controller.local_workers import BUILD, LOOPBACK, PUT_MAIN, SOCKET_BYTES, LocalWorkers, RankSpec, main_module
-from whet.controller.remote import OpenCall, Peer, RemoteTransport
-from whet.controller.worker import Layout, ResourcePool, WorkerSpec, pools_of, with_roles
+from whet.controller.remote import OpenCall, RemoteTransport, WorkerConnection
+from whet.controller.worker import RankLayout, ResourcePool, WorkerSpec, pools_of, with_roles
 from whet.controller.worker_group import RAISE_DEADLINE, Reply, Transport, WorkerGroup, closed_error, stopped
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
 from whet.phases import phase
@@ -91,7 +91,7 @@ class SameProcess(Transport):
         self._closed_by: WhetError | None = None
         self.ended = threading.Event()
 
-    def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
+    def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[RankLayout]]:
         """Builds the workers.  Returns their layouts by role."""
         try:
             return {s.role: [self._reply(s.role, BUILD, partial(self.workers.build, s)).result()] for s in specs}
@@ -125,7 +125,7 @@ class SameProcess(Transport):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Process(Peer):
+class _Process(WorkerConnection):
     child: Child
     spec: RankSpec
 

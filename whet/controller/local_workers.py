@@ -30,7 +30,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from whet import devices
 from whet.controller import wire
 from whet.controller.dispatch import Arguments, is_concurrent
-from whet.controller.worker import Host, Layout, Placement, ResourcePool, Worker, WorkerSpec, cores
+from whet.controller.worker import Host, Placement, RankLayout, ResourcePool, Worker, WorkerSpec, cores
 from whet.errors import WhetError, WorkerError
 from whet.processes.frames import BrokenMessageError, Frame, send
 from whet.processes.template import Caller, Serve, name_process, sendable
@@ -128,7 +128,7 @@ class LocalWorkers:
         if self._spec is not None and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
-    def build(self, spec: WorkerSpec) -> Layout:
+    def build(self, spec: WorkerSpec) -> RankLayout:
         """Builds a worker.  Returns its place among the ranks."""
         own, rank, world_size = self._spec, 0, 1
         if own is not None:
@@ -146,7 +146,7 @@ class LocalWorkers:
             hosts=() if own is None else own.hosts,
         )
         worker = self.by_role[spec.role] = spec.cls(placement, *spec.args, **spec.kwargs)
-        return Layout(worker.dp_rank, worker.dp_size, worker.is_reporting)
+        return RankLayout(worker.dp_rank, worker.dp_size, worker.is_reporting)
 
     def _portable(self, error: BaseException, role: str, method: str) -> WhetError:
         """Describes an error with its traceback as a note, in a form that the caller can unpickle."""

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from whet.controller import wire
 from whet.controller.dispatch import Arguments, CallPlan, is_concurrent
 from whet.controller.local_workers import BUILD
-from whet.controller.worker import Layout, ResourcePool, WorkerSpec
+from whet.controller.worker import RankLayout, ResourcePool, WorkerSpec
 from whet.controller.worker_group import LAUNCH_AGAIN, PendingCall, Reply, closed_error, stopped
 from whet.errors import LostWorkerError, WhetError, WorkerError
 
@@ -40,7 +40,7 @@ class OpenCall:
 
 
 @dataclass(frozen=True, eq=False)
-class Peer:
+class WorkerConnection:
     """A worker process, and its open calls, oldest first."""
 
     pool: ResourcePool
@@ -58,7 +58,7 @@ class Peer:
         return f"{role or ', '.join(self.pool.roles)} rank {self.rank}{self.where}"
 
 
-P = TypeVar("P", bound=Peer)
+P = TypeVar("P", bound=WorkerConnection)
 
 
 class RemoteTransport(ABC, Generic[P]):
@@ -78,11 +78,11 @@ class RemoteTransport(ABC, Generic[P]):
         self._ended_by: WhetError | None = None
         self._is_built = False
         self._specs: dict[str, WorkerSpec] = {}  # by role
-        self._losses: dict[Peer, WhetError] = {}  # why, while others go on
+        self._losses: dict[WorkerConnection, WhetError] = {}  # why, while others go on
         self._starter = ThreadPoolExecutor(thread_name_prefix="start")
         self._starting = threading.Lock()  # so that no process starts after the end
 
-    def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
+    def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[RankLayout]]:
         """Builds the workers in every process.  Returns the layout of each rank by role.
 
         Raises: WorkerError or the WhetError that a constructor raised; DeadlineError. The processes have ended then."""

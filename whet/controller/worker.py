@@ -85,7 +85,7 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """The data-parallel position of a worker."""
 
     dp_rank: int

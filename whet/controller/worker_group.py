@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from whet.controller.dispatch import Arguments, CallPlan, check_layouts, plan_call, registered_methods, whole_call
 from whet.controller.local_workers import LocalWorkers
-from whet.controller.worker import Layout, Worker
+from whet.controller.worker import RankLayout, Worker
 from whet.engines.protocol import Objective
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError, did_you_mean
 
@@ -110,7 +110,7 @@ class WorkerGroup:
     here: LocalWorkers | None = None  # the workers themselves, where they are those of this process
 
     def __init__(
-        self, role: str, cls: type[Worker], layouts: Sequence[Layout], transport: Transport, deadline_seconds: float
+        self, role: str, cls: type[Worker], layouts: Sequence[RankLayout], transport: Transport, deadline_seconds: float
     ) -> None:
         check_layouts(layouts, role)
         self.role = role

@@ -20,7 +20,7 @@ from PIL import Image
 from whet import files
 from whet.data.pixels import (
     REPLACE,
-    Header,
+    MediaHeader,
     from_array,
     image_header,
     image_pixels,
@@ -45,17 +45,17 @@ MAX_TOKENS = 2**18  # of one media
 _writing = threading.Lock()  # two threads may store the same bytes
 
 
-def audio_header(file: IO[bytes]) -> Header:
+def audio_header(file: IO[bytes]) -> MediaHeader:
     """Reads channels (as the height), samples (as the width) and the length in seconds.  Raises: DataError."""
     try:
         with wave.open(file) as sound:
             samples, rate = sound.getnframes(), sound.getframerate()
-            return Header(sound.getnchannels(), samples, ".wav", (samples / rate,))
+            return MediaHeader(sound.getnchannels(), samples, ".wav", (samples / rate,))
     except (wave.Error, EOFError, ZeroDivisionError) as error:
         raise DataError("format", f"no WAV file ({error})", "a WAV file of plain samples", REPLACE) from error
 
 
-HEADERS: Mapping[Kind, Callable[[IO[bytes]], Header]] = {"image": image_header, "audio": audio_header}
+HEADERS: Mapping[Kind, Callable[[IO[bytes]], MediaHeader]] = {"image": image_header, "audio": audio_header}
 
 
 class Measures(Protocol):
@@ -188,7 +188,7 @@ class MediaReader:
             media = Media("video", digest, stored, frames)
         return self._measured(media, header, [header.seconds[number] for number in frames])
 
-    def _measured(self, media: Media, header: Header, seconds: Sequence[float]) -> Media:
+    def _measured(self, media: Media, header: MediaHeader, seconds: Sequence[float]) -> Media:
         assert self.encoders is not None
         low, high = self.limits.min_pixels, self.limits.max_pixels
         found = self.encoders.measured(media, header.height, header.width, seconds, min_pixels=low, max_pixels=high)
@@ -316,7 +316,7 @@ def images(media: Media) -> list[Image.Image]:
         raise error.at(place).at(media.origin) from error
 
 
-def _header(kind: Kind, source: Encoded) -> Header:
+def _header(kind: Kind, source: Encoded) -> MediaHeader:
     with opened(source) as file:
         return HEADERS[kind](file)
 

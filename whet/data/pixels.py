@@ -35,7 +35,7 @@ REPLACE = "replace it, or drop the row"
 
 
 @dataclass(frozen=True)
-class Header:
+class MediaHeader:
     """The size of a picture as it is shown, and the second at which each frame of a video begins."""
 
     height: int
@@ -59,7 +59,7 @@ def opened(source: str | bytes) -> Iterator[IO[bytes]]:
         yield file
 
 
-def image_header(file: IO[bytes]) -> Header:
+def image_header(file: IO[bytes]) -> MediaHeader:
     """Reads the size of an image, without decoding it where its end shows that it is whole.
 
     Raises: DataError for what is no image or an animation, and for one that is truncated, too large or too narrow."""
@@ -76,7 +76,7 @@ def image_header(file: IO[bytes]) -> Header:
     if form == "PNG":
         with _picture(file, FORMATS) as image:
             image.verify()
-    return Header(height, width, f".{'jpg' if form in ('JPEG', 'MPO') else form.lower()}")
+    return MediaHeader(height, width, f".{'jpg' if form in ('JPEG', 'MPO') else form.lower()}")
 
 
 def image_pixels(file: IO[bytes]) -> Image.Image:
@@ -86,7 +86,7 @@ def image_pixels(file: IO[bytes]) -> Image.Image:
         return rgb(image)
 
 
-def video_header(file: IO[bytes]) -> Header:
+def video_header(file: IO[bytes]) -> MediaHeader:
     """Reads size and times of a video; decodes its first frame only, or all of an animation.  Raises: DataError."""
     if not _is_animation(file):
         return _film_header(file)
@@ -98,7 +98,7 @@ def video_header(file: IO[bytes]) -> Header:
             image.load()
             seconds.append(end)
             end += float(image.info.get("duration") or 1e3 * FRAME_SECONDS) / 1e3
-        return Header(height, width, f".{(image.format or '').lower()}", tuple(seconds))
+        return MediaHeader(height, width, f".{(image.format or '').lower()}", tuple(seconds))
 
 
 def video_pixels(file: IO[bytes], numbers: Sequence[int]) -> list[Image.Image]:
@@ -237,7 +237,7 @@ def _picture(file: IO[bytes], formats: Sequence[str]) -> Iterator[Image.Image]:
         raise _unreadable(error, "video" if formats is ANIMATIONS else "image") from error
 
 
-def _film_header(file: IO[bytes]) -> Header:
+def _film_header(file: IO[bytes]) -> MediaHeader:
     with _film(file) as container:
         stream = container.streams.video[0]
         rate, form = float(stream.average_rate or stream.guessed_rate or 25), str(container.format.name)
@@ -249,7 +249,7 @@ def _film_header(file: IO[bytes]) -> Header:
             raise DataError("number of frames", 0, "at least one", REPLACE)
         width, height = _checked(*_upright(first).size)
     suffix = {"mov": ".mp4", "matroska": ".mkv"}.get(form.split(",")[0], f".{form.split(',')[0]}")
-    return Header(height, width, suffix, tuple(number / rate for number in range(count)))
+    return MediaHeader(height, width, suffix, tuple(number / rate for number in range(count)))
 
 
 def _upright(frame: Any) -> Image.Image:

@@ -31,7 +31,7 @@ Item = Prompt | Example
 
 
 @dataclass(frozen=True)
-class Shown:
+class PreviewRow:
     """A row as `whet data` prints it. `mask` is the loss mask; None for a prompt."""
 
     title: str
@@ -52,7 +52,7 @@ class Preview:
     over_limit: str  # what becomes of rows over the limit: cut, dropped, an error
     data_sources: Counter[str]
     num_unanswered: int
-    rows: list[Shown]
+    rows: list[PreviewRow]
     notes: list[str] = field(default_factory=list)  # of all rows together
 
     @property
@@ -184,10 +184,10 @@ def _numbered(items: Sequence[Item]) -> list[tuple[int, Item]]:
     return [(item.index if isinstance(item, Prompt) else place, item) for place, item in enumerate(items)]
 
 
-def _shown(number: int, item: Item, limit: int) -> list[Shown]:
+def _shown(number: int, item: Item, limit: int) -> list[PreviewRow]:
     """Returns the rows of an item."""
     if isinstance(item, Prompt):
         answers = {"ground truth": item.ground_truth, "data source": item.data_source}
-        return [Shown(f"row {number}", item.token_ids, None, {**answers, **item.extra_info}, item.media)]
+        return [PreviewRow(f"row {number}", item.token_ids, None, {**answers, **item.extra_info}, item.media)]
     rows = [(f"example {number}{name}", ids[:limit], mask[:limit]) for name, (ids, mask) in item.texts().items()]
-    return [Shown(*row, item.facts(), item.media) for row in rows]
+    return [PreviewRow(*row, item.facts(), item.media) for row in rows]

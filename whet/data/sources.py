@@ -221,7 +221,7 @@ INERT = {
 }
 
 
-class _Reader(pickle.Unpickler):
+class _InertReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         module = {"copy_reg": "copyreg", "__builtin__": "builtins"}.get(module, module)  # of protocols before 3
         if name not in INERT.get(module, ()):
@@ -238,7 +238,7 @@ def read_pickle(path: Path) -> list[DataRow]:
     `INERT` alone are made.  Raises: DataError."""
     try:
         with path.open("rb") as file:
-            content = _Reader(file).load()
+            content = _InertReader(file).load()
     except _RefusedError as error:
         expected = "numbers, texts, lists, mappings, and tables of numpy and pandas"
         raise DataError(

@@ -34,7 +34,7 @@ _CHUNK = 2**22  # numbers drawn at once
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MeanEstimate:
     """A mean over prompts and its 95 % interval."""
 
     value: float
@@ -78,7 +78,7 @@ def maj_at_k(scores: Array, answers: Sequence[Sequence[str | None]], k: int, *, 
     return np.array([_majority_score(row, texts, subsets) for row, texts in zip(scores, answers, strict=True)])
 
 
-def estimate(values: Array, *, bounds: tuple[float, float] | None = None, seed: int = 0) -> Estimate:
+def estimate(values: Array, *, bounds: tuple[float, float] | None = None, seed: int = 0) -> MeanEstimate:
     """The mean of one number per prompt, with the percentile interval of RESAMPLES bootstrap samples of the prompts.
 
     The percentiles are widened for small P (Hesterberg 2015, arXiv:1411.5279: the expanded percentile interval). Where
@@ -92,7 +92,7 @@ def estimate(values: Array, *, bounds: tuple[float, float] | None = None, seed: 
     if (values == values[0]).all():
         least, most = bounds or (value, value)
         missed = 1.0 - ((1 - LEVEL) / 2) ** (1 / num_prompts)
-        return Estimate(value, value - missed * (value - least), value + missed * (most - value))
+        return MeanEstimate(value, value - missed * (value - least), value + missed * (most - value))
     rng = np.random.default_rng(key(seed, "bootstrap", num_prompts))
     rows = max(1, _CHUNK // num_prompts)
     means = [
@@ -101,7 +101,7 @@ def estimate(values: Array, *, bounds: tuple[float, float] | None = None, seed: 
     ]
     tail = _widened_tail(num_prompts)
     low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
-    return Estimate(value, float(low), float(high))
+    return MeanEstimate(value, float(low), float(high))
 
 
 def sign_flip_p(differences: Array, *, seed: int = 0) -> float:
@@ -166,16 +166,16 @@ def _widened_tail(num_prompts: int) -> float:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ScoreComparison:
     """B compared with A. `difference` is the mean over prompts of B's mean score minus A's, with an interval by
     resampling prompts; `p_value` is from random swaps of A and B within prompts."""
 
     metric: str
     num_prompts: int
     n: tuple[int, int]  # responses per prompt, of A and of B
-    a: Estimate
-    b: Estimate
-    difference: Estimate
+    a: MeanEstimate
+    b: MeanEstimate
+    difference: MeanEstimate
     p_value: float
     a_better: int  # prompts; with one response per prompt McNemar's counts: only A correct, only B correct
     b_better: int
@@ -223,7 +223,7 @@ def shown_p(p_value: float) -> str:
 
 def compare(
     a: Sequence[Record], b: Sequence[Record], *, metric: str = "accuracy", other_prompts: bool = False, seed: int = 0
-) -> dict[str, Comparison]:
+) -> dict[str, ScoreComparison]:
     """Compares two models over all prompts (key `all`), and over those of each data source if there are several.
 
     `metric` is accuracy, reward, or the name of a part of the reward; a failed trajectory scores 0. With
@@ -241,11 +241,11 @@ def compare(
     }
 
 
-def _compare(a: Sequence[Sequence[Record]], b: Sequence[Sequence[Record]], metric: str, seed: int) -> Comparison:
+def _compare(a: Sequence[Sequence[Record]], b: Sequence[Sequence[Record]], metric: str, seed: int) -> ScoreComparison:
     mean_a, mean_b = (np.array([fmean(_score(row, metric) for row in rows) for rows in each]) for each in (a, b))
     differences = np.where(np.isclose(mean_a, mean_b, RELATIVE, ABSOLUTE), 0.0, mean_b - mean_a)
     bounded = metric == "accuracy"
-    return Comparison(
+    return ScoreComparison(
         metric=metric,
         num_prompts=len(differences),
         n=(len(a[0]), len(b[0])),

@@ -25,7 +25,7 @@ from whet.data.sources import DataRow, write_rows
 from whet.environments.tools.toolbox import with_tools
 from whet.errors import ConfigError
 from whet.evaluation.answers import Journal, Record, by_prompt, readable
-from whet.evaluation.estimators import Estimate, best_at_k, estimate, maj_at_k, mean_at_n, pass_at_k
+from whet.evaluation.estimators import MeanEstimate, best_at_k, estimate, maj_at_k, mean_at_n, pass_at_k
 from whet.metrics import Metrics
 from whet.models.load import context_length, load_tokenizer, stop_token_ids, torch_dtype
 from whet.phases import counted, phase
@@ -61,8 +61,8 @@ class Evaluation:
     failures: int
     truncated: float  # fraction of responses that reached data.max_response_length
     mean_response_tokens: float
-    metrics: dict[str, Estimate]
-    by_data_source: dict[str, dict[str, Estimate]]
+    metrics: dict[str, MeanEstimate]
+    by_data_source: dict[str, dict[str, MeanEstimate]]
     answers: list[Record] = field(default_factory=list)
 
     def __repr__(self) -> str:
@@ -189,7 +189,7 @@ def _weights(path: str) -> str:
     return f"the weights of {found}{when}"
 
 
-def _metrics(prompts: Sequence[Sequence[Record]], seed: int) -> dict[str, Estimate]:
+def _metrics(prompts: Sequence[Sequence[Record]], seed: int) -> dict[str, MeanEstimate]:
     accuracy = np.array([[row["accuracy"] or 0.0 for row in rows] for rows in prompts])  # None after a failure
     texts = [[row["extracted"] for row in rows] for rows in prompts]
     n = accuracy.shape[1]

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from whet.models.caches import head_size
 from whet.models.latent import absorbed, take_latents
 from whet.models.linear_attention import Flow
-from whet.models.packing import Bunch, Layout, Spread, Stretches
+from whet.models.packing import Bunch, Layout, SpreadTokens, Stretches
 from whet.models.sequence_parallel import TokenShare
 from whet.models.varlen import has_kernel, varlen_attention
 
@@ -142,7 +142,7 @@ def _bunches(
 ) -> torch.Tensor:
     """[n, H, D], [K, KV, D], [K, KV, V] -> [n, H, V], of the n tokens of the bunches."""
     parts = ((queries, False), (keys, True), (values, True))
-    spread = [Spread.apply(flat, packed.bunches, with_prompts) for flat, with_prompts in parts]
+    spread = [SpreadTokens.apply(flat, packed.bunches, with_prompts) for flat, with_prompts in parts]
     grids = zip(packed.bunches, *spread, strict=True)
     outs = []
     for bunch, *heads in grids:

@@ -101,7 +101,7 @@ def outputs_of(
         raise EngineError(type(model).__name__, f"gives {', '.join(sorted(offered))}", missing)
     body = body_of(model)
     device_type, is_narrow = where.input_ids.device.type, settings.dtype == torch.bfloat16
-    at = Sampled.of(where, settings)
+    at = SampledPlaces.of(where, settings)
     routing = needs & ROUTER_OUTPUTS
     with (
         torch.autocast(device_type, dtype=torch.bfloat16, enabled=is_narrow),
@@ -124,7 +124,7 @@ def statistics_of(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    at: Sampled,
+    at: SampledPlaces,
     needs: frozenset[str],
     settings: ForwardSettings,
     temperature: float,
@@ -182,7 +182,7 @@ def tokens_of(where: Layout, settings: ForwardSettings) -> int:
 
 
 def _of_routers(
-    found: Recorded, at: Sampled, names: frozenset[str], settings: ForwardSettings
+    found: Recorded, at: SampledPlaces, names: frozenset[str], settings: ForwardSettings
 ) -> dict[str, torch.Tensor]:
     """`PROBS` and `CHOICES` [B, R, E], and `LOADS` [L, E + 2], the sum over the tokens that this rank has."""
     tokens = at.states[: at.count]
@@ -194,7 +194,7 @@ def _of_routers(
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledPlaces:
     """The sampled tokens that this rank computes: all, or with split tokens the ones whose preceding token it has."""
 
     states: torch.Tensor  # [n] index into the tokens that this rank has, padded
@@ -205,7 +205,7 @@ class Sampled:
     share: TokenShare | None
 
     @classmethod
-    def of(cls, where: Layout, settings: ForwardSettings, total: int | None = None) -> Sampled:
+    def of(cls, where: Layout, settings: ForwardSettings, total: int | None = None) -> SampledPlaces:
         """Finds them in a batch; split tokens are `total` with padding, by default as many as `share.padded` gives."""
         states, targets, share, owner = where.states, where.targets, settings.token_share, None
         if share is not None:

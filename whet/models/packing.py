@@ -190,7 +190,9 @@ class Layout(Grid):
         is_media = torch.isin(self.input_ids, self.input_ids.new_tensor(token_ids))
         begins = is_media & ~torch.nn.functional.pad(is_media, (1, -1))
         runs = begins.cumsum(0) * is_media  # 0 outside
-        grids = zip(Spread.apply(runs, self.bunches, False), Spread.apply(runs, self.bunches, True), strict=True)
+        grids = zip(
+            SpreadTokens.apply(runs, self.bunches, False), SpreadTokens.apply(runs, self.bunches, True), strict=True
+        )
         bunches = (replace(each, query_runs=q, key_runs=k) for each, (q, k) in zip(self.bunches, grids, strict=True))
         return replace(self, bunches=tuple(bunches))
 
@@ -423,7 +425,7 @@ def _power_of_two(length: int) -> int:
     return 1 << max(0, length - 1).bit_length()
 
 
-class Spread(torch.autograd.Function):
+class SpreadTokens(torch.autograd.Function):
     """Copies the tokens of each bunch into its grid, with or without shared prompts: [T, ...] -> for each bunch
     [num_rows, (prefix_width +) width, ...]. One function handles all, so that the gradient is one tensor, no sum."""
 

@@ -32,7 +32,7 @@ from whet.threads import POLICY, spinning
 from whet.version import DISTRIBUTION
 
 if TYPE_CHECKING:
-    from whet.controller.ray.survey import Report
+    from whet.controller.ray.survey import NodeReport
 
 OLDEST_PYTHON = (3, 11)
 FEW_FILES, SMALL_SHM, LITTLE_DISK, LITTLE_MEMORY = 1024, 64 * 2**20, 2**30, 2**30
@@ -271,7 +271,7 @@ def examine_cluster(config: RunConfig, run_dir: Path) -> dict[str, list[Finding]
     return sections
 
 
-def of_node(report: Report, here: Mapping[str, str], paths: list[str]) -> Iterator[Finding]:
+def of_node(report: NodeReport, here: Mapping[str, str], paths: list[str]) -> Iterator[Finding]:
     """Yields the findings of one node: its versions compared with those `here`, whether it has the files `paths`."""
     if report.failure:
         is_alive = report.node.is_alive

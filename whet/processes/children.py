@@ -27,7 +27,7 @@ CLOSED = "closed its connection, and was killed"
 
 
 @dataclass
-class Call:
+class UnansweredCall:
     """A call without a reply yet."""
 
     task: Any  # the owner's object for the call
@@ -41,9 +41,9 @@ class Callee(Child):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.connection.setblocking(False)
-        self.calls: dict[int, Call] = {}  # by number, oldest first
+        self.calls: dict[int, UnansweredCall] = {}  # by number, oldest first
         self.unsent = bytearray()
-        self.reader = frames.Reader()
+        self.reader = frames.FrameReader()
         self.leaves_by = math.inf  # finite once its end of the connection is closed
 
     @property
@@ -115,7 +115,7 @@ class Children:
 
     def call(self, child: Callee, task: Any, content: bytes, seconds: float) -> None:
         """Sends a call without waiting. A child that has ended raises no error here: `poll` returns an `Ended`."""
-        child.calls[self._next] = call = Call(task, seconds)
+        child.calls[self._next] = call = UnansweredCall(task, seconds)
         if not self.in_turn or len(child.calls) == 1:
             call.deadline = time.monotonic() + seconds
         child.unsent += frames.pack(self._next, content)

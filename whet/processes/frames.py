@@ -54,7 +54,7 @@ def pack(number: int, content: Frame, sizes: Sequence[int] = ()) -> bytes:
     return fields + _CHECKSUM.pack(crc32(fields)) + body
 
 
-class Reader:
+class FrameReader:
     """Splits a stream of bytes into messages without buffers."""
 
     def __init__(self) -> None:

@@ -35,7 +35,7 @@ def clean(text: str) -> str:
     text = re.sub(r"(?<=[\w)}])\s?\*\*\s?(?=[\w({-])", "^", text)
     text = re.sub(r"\\mu\s?(\\(?:text|mathrm)\s?\{)|(\\(?:text|mathrm)\s?\{\s?)\\mu\s?", r"\1\2μ", text)
     try:
-        read = _Reader(unicodedata.normalize("NFKC", text.translate(_LETTERS))).read(())
+        read = _TexReader(unicodedata.normalize("NFKC", text.translate(_LETTERS))).read(())
         return re.sub(r"\\\{\s*\\\}", r"\\emptyset ", " ".join(read.split()))
     except IndexError:
         return given
@@ -46,7 +46,7 @@ def _fraction(sign: re.Match[str]) -> str:
     return rf"\frac{{{above}}}{{{below}}}"
 
 
-class _Reader:
+class _TexReader:
     """Reads tokens from the left.  Raises: IndexError where a brace or an argument is missing."""
 
     def __init__(self, text: str) -> None:

@@ -22,7 +22,7 @@ from whet.registry import REWARDS, Entry
 from whet.rewards.adapter import RewardFunction, split_calls
 from whet.rewards.processes import ProcessScorer
 from whet.rewards.result import NOT_SCORED, closed_error, failure
-from whet.rewards.worker import WorkerSpec
+from whet.rewards.worker import ScorerSpec
 from whet.types import Failure, Outcome, Outcomes, Prompt, RewardItem, RewardResult, Scorer
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class RewardPool:
         tokenizer: tuple[str, bool] | None = None,
     ) -> None:
         named, options = _named(function, kwargs or {})
-        spec = WorkerSpec(named, options, correct_threshold, timeout_seconds, concurrency, manager, tokenizer)
+        spec = ScorerSpec(named, options, correct_threshold, timeout_seconds, concurrency, manager, tokenizer)
         shown_as = function if isinstance(function, str) else f"{function!r}"
         self._scorer = _make_scorer(spec, shown_as, num_workers, memory_limit_mb, seconds_between_calls)
         self.scores_alone = self._scorer.scores_alone  # one item a call, outside of the calling thread
@@ -189,7 +189,7 @@ class WeightedRewards:
 
 
 def _make_scorer(
-    spec: WorkerSpec, shown_as: str, num_workers: int, memory_limit_mb: float | None, seconds_between_calls: float
+    spec: ScorerSpec, shown_as: str, num_workers: int, memory_limit_mb: float | None, seconds_between_calls: float
 ) -> InlineScorer | ThreadScorer | ProcessScorer:
     key = "reward.limits" if seconds_between_calls else "reward.memory_limit_mb"
     needs_processes = seconds_between_calls or memory_limit_mb is not None

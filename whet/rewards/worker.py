@@ -32,7 +32,7 @@ BLOCKED_SHARE = 0.1  # of the deadline: a later cancellation means that another 
 
 
 @dataclass(frozen=True)
-class WorkerSpec:
+class ScorerSpec:
     """A score function, by name or as an object, with its options."""
 
     function: str | Callable[..., Any]
@@ -95,7 +95,7 @@ def _serve(spec_bytes: bytes, caller: Caller) -> None:
     sources: dict[str, bytes] = pickle.loads(content)
     pin(sources)
     try:
-        spec: WorkerSpec = pickle.loads(spec_bytes)
+        spec: ScorerSpec = pickle.loads(spec_bytes)
         function = spec.load()
     except BaseException as error:  # the user's module runs here; the pool raises this error
         raised = RewardError("", traceback.format_exc().strip(), "code that can be imported")

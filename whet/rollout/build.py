@@ -39,11 +39,10 @@ from whet.models.supported import support_of
 from whet.registry import ENGINES, ENVIRONMENTS, ROLLOUT_ENGINES
 from whet.rollout.collect import Collector, Stage
 from whet.rollout.driver import Driver
-from whet.rollout.episode import MAIN, Limits
+from whet.rollout.episode import MAIN, EpisodeLimits
 from whet.rollout.planned import CacheRoom, ChecksAhead, ChecksMedia
-from whet.rollout.protocol import RolloutEngine, SamplingParams, SharesModule
+from whet.rollout.protocol import RolloutEngine, SamplingParams, SharesModule, Span
 from whet.rollout.sampling import bad_word_ids
-from whet.rollout.servers.process import Span
 from whet.types import Limit, Prompt
 
 log = logging.getLogger(__name__)
@@ -260,7 +259,7 @@ def _stage(stage: StageConfig, config: TrainConfig | EvalConfig, tokenizer: PreT
     if tools is None:
         turns = min(turns, ENVIRONMENTS[stage.name].marks.get("max_turns", turns))
     choices: dict[Limit, str] = {"time": whole.on_timeout, "overflow": whole.on_overflow}
-    limits = Limits(
+    limits = EpisodeLimits(
         max_turns=turns,
         max_turn_tokens=stage.max_turn_tokens,
         max_episode_tokens=stage.max_episode_tokens,

@@ -20,7 +20,7 @@ from whet.errors import DataError
 from whet.keyed import key
 from whet.registry import ENVIRONMENTS
 from whet.rollout.driver import Driver
-from whet.rollout.episode import MAIN, Episode, Limits, Rules
+from whet.rollout.episode import MAIN, Episode, EpisodeLimits, Rules
 from whet.rollout.protocol import RolloutEngine, SamplingParams
 from whet.types import Media, Message, Prompt, Trajectory, Turn
 
@@ -36,7 +36,7 @@ class Stage:
 
     environment: str = "single_turn"
     options: Mapping[str, Any] = field(default_factory=dict)
-    limits: Limits = field(default_factory=Limits)
+    limits: EpisodeLimits = field(default_factory=EpisodeLimits)
     seconds: Deadlines = field(default_factory=Deadlines)  # of its calls
     episode_seconds: float = 3600.0
     max_episodes: int | None = None

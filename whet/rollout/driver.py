@@ -326,7 +326,7 @@ def _read(episode: Episode, result: Observation | Failure) -> Observation | Fail
         return Failure("environment", str(error))
 
 
-class Background(Driver):
+class BackgroundDriver(Driver):
     """Makes turns in a thread all the time, from the first call on. What fails there fails whoever waits."""
 
     blocks = False

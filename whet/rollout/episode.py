@@ -53,7 +53,7 @@ class Codec(Protocol):
 
 
 @dataclass(frozen=True)
-class Limits:
+class EpisodeLimits:
     """The limits of an episode; of None there is none."""
 
     max_turns: int = 8
@@ -76,7 +76,7 @@ class Rules:
     seed: int
     step: int
     purpose: str = "rollout"
-    limits: Limits = Limits()
+    limits: EpisodeLimits = EpisodeLimits()
     is_silent: bool = False  # no environment answers a turn: the episode ends with the first
     agents: Mapping[str, Rules] = field(default_factory=dict)  # of sub-agents, by name
 
@@ -118,7 +118,7 @@ Command = Reset | Sample | Step | Delegate | End
 
 
 @dataclass(frozen=True)
-class Context:
+class Conversation:
     """The conversation that a player reads."""
 
     token_ids: tuple[int, ...]
@@ -145,7 +145,7 @@ class Episode:
     _attempt: int = 0
     _noted: Completion | None = None  # of the attempt that is running
     _read: Observation = GOES_ON  # before the turn that is being sampled
-    _contexts: dict[str, Context] = field(default_factory=dict)  # by player
+    _contexts: dict[str, Conversation] = field(default_factory=dict)  # by player
     _last: dict[str, int] = field(default_factory=dict)  # the player's last turn: its place in `turns`
     _tasks: dict[str, Result | None] = field(default_factory=dict)  # by the trajectory that a task leads to
     _num_turns: int = 0  # its own
@@ -317,22 +317,22 @@ class Episode:
         context, ids = self._contexts.get(player), self.prompt.token_ids
         is_opened = observation.context == "replace"
         if is_opened:
-            context = Context((), 0, new, observation.media)
+            context = Conversation((), 0, new, observation.media)
         elif context is None:
             prompt, is_opened = self.prompt, bool(new)
-            context = Context(ids, len(ids), (*prompt.messages, *new), prompt.media + observation.media)
+            context = Conversation(ids, len(ids), (*prompt.messages, *new), prompt.media + observation.media)
         else:
             last = self.turns[self._last[player]]
             between = codec.continuation(context.messages[:-1], new, last, observation.media)
             ids, media = last.context_ids + last.token_ids + tuple(between), context.media + observation.media
-            context = Context(ids, context.row_start, (*context.messages, *new), media)
+            context = Conversation(ids, context.row_start, (*context.messages, *new), media)
         if is_opened:
             ids = tuple(codec.opening(context.messages, context.media))
             context = replace(context, token_ids=ids, row_start=len(ids))
         self._contexts[player] = context
 
     @property
-    def _context(self) -> Context:
+    def _context(self) -> Conversation:
         return self._contexts[self._read.player]
 
     @property

@@ -40,7 +40,7 @@ class Give:
 
 
 @dataclass(frozen=True)
-class Task:
+class FleetTask:
     """A task, or a later part of one, that is not a Request."""
 
     uid: str
@@ -277,7 +277,7 @@ class Fleet:
 
 
 @dataclass
-class Sampled(Flight):
+class PartlySampled(Flight):
     """A request that is not finished. Another rank goes on behind the tokens that were heard of."""
 
     task: Request
@@ -343,7 +343,7 @@ class Sampled(Flight):
 class Router(Fleet):
     """Requests for the ranks of a rollout."""
 
-    flight: Callable[[AnyTask], Flight] = Sampled
+    flight: Callable[[AnyTask], Flight] = PartlySampled
 
     def shares(self, ready: Sequence[int]) -> Mapping[int, Sequence[Flight]]:
         """Chooses ranks as `assign` does."""

@@ -110,7 +110,7 @@ class Filter:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunEpisodes:
     """Run episodes, and tell `on_sampled` the trajectory of each."""
 
     episodes: list[Episode]
@@ -153,7 +153,7 @@ class HandOut:
         return self.kept or self.dropped[: self.wanted]
 
 
-Command = Run | Abort | Score | Chosen | HandOut
+Command = RunEpisodes | Abort | Score | Chosen | HandOut
 
 
 @dataclass
@@ -354,7 +354,7 @@ class Flow:
                 prompts = self.source.take(count)
                 self.queue |= {prompt.uid: Admitted(prompt, step) for prompt in prompts}
                 self._rounds.append(len(prompts))
-                commands.append(Run(self.episodes(prompts, step)))
+                commands.append(RunEpisodes(self.episodes(prompts, step)))
         return commands
 
     def _hand_out(self) -> list[Command]:

@@ -24,7 +24,7 @@ from whet.types import FinishReason
 
 
 @dataclass
-class Batch:
+class PaddedRows:
     """Rows that are sampled together, with padding on the left; a row that has ended goes on unread."""
 
     rows: list[LiveRequest]
@@ -41,7 +41,7 @@ class Batch:
     found: dict[int, str] = field(default_factory=dict)  # the stop string that ended a row
 
     @classmethod
-    def of(cls, rows: list[LiveRequest], module: PreTrainedModel) -> Batch:
+    def of(cls, rows: list[LiveRequest], module: PreTrainedModel) -> PaddedRows:
         """Rows that start, or go on behind their tokens."""
         device, requests = module.device, [each.request for each in rows]
         fed = [[*each.request.prompt_ids, *each.tokens] for each in rows]
@@ -120,7 +120,7 @@ class HFEngine(InProcessEngine[LiveRequest]):
     ) -> None:
         super().__init__(dtype, max_batch_size, load_tokenizer, on_new_weights == "keep")
         self.takes_delta = weight_delta
-        self._batch: Batch | None = None
+        self._batch: PaddedRows | None = None
 
     @classmethod
     def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
@@ -144,7 +144,7 @@ class HFEngine(InProcessEngine[LiveRequest]):
 
     def _step(self, module: PreTrainedModel) -> list[Done[LiveRequest]]:
         """Runs the batch on by a token, or a new one of the oldest requests."""
-        batch = self._batch = self._batch or Batch.of(self._next(module), module)
+        batch = self._batch = self._batch or PaddedRows.of(self._next(module), module)
         text = module.config.get_text_config()
         if text._attn_implementation == NAME:  # which works with whet's cache alone
             text._attn_implementation = "sdpa" if module._supports_sdpa else "eager"

@@ -26,6 +26,16 @@ Weights = Iterable[tuple[str, torch.Tensor]]  # under their Hugging Face names
 
 
 @dataclass(frozen=True)
+class Span:
+    """The part of a server that one of several nodes has."""
+
+    nodes: int
+    number: int  # of the node; the server answers on node 0
+    address: str  # of node 0, where the parts meet
+    port: int
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """The choice of tokens and the end of a response. The defaults are off; `temperature` 0 is greedy.
 

@@ -28,7 +28,7 @@ RESTARTS = 3  # of a rank's process: what ends it again and again would end the 
 GATHER_SECONDS = 0.02  # a rank in another process gathers results for this time: a call costs a fraction of it
 
 
-class Ranks:
+class RankDriver:
     """The driver of a fleet of ranks whose worker has the method `serve(tasks, ended, timeout_seconds, ...) -> events`:
     it takes tasks, ends others by their uids, and waits for first events. A rank serves one such call at a time, or
     several where it is `concurrent`."""
@@ -136,7 +136,7 @@ class Ranks:
             self._calls[self._group.start_again(rank)] = rank
 
 
-class Replicas(Ranks):
+class Replicas(RankDriver):
     """The ranks of a rollout, whose worker has the methods of RolloutWorker.
 
     A rank in this process returns with its first event; one in another process `gathers` some, as a call costs time.

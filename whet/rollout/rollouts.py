@@ -21,7 +21,18 @@ from whet.phases import phase, watching
 from whet.rollout.batch import rows_of
 from whet.rollout.collect import Collector
 from whet.rollout.episode import Episode
-from whet.rollout.flow import Abort, Chosen, Command, Filter, Flow, HandOut, PromptSource, ReturnedFirst, Run, Score
+from whet.rollout.flow import (
+    Abort,
+    Chosen,
+    Command,
+    Filter,
+    Flow,
+    HandOut,
+    PromptSource,
+    ReturnedFirst,
+    RunEpisodes,
+    Score,
+)
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.reports import FailureWatch, count_failures, measure_filter, measure_staleness
 from whet.rollout.snapshot import restore, snapshot
@@ -52,7 +63,7 @@ class Taken:
 
 
 @dataclass(frozen=True)
-class Sampled(Generic[T]):
+class SampledTrajectories(Generic[T]):
     """Sampled trajectories whose scores may still come."""
 
     groups: list[Group]  # without rewards, unless they are known
@@ -128,7 +139,7 @@ class Rollouts:
         """n groups to train on; `step` names their random draws."""
         return self.start(n, step=step).result()
 
-    def start(self, n: int, *, step: int) -> Sampled[Taken]:
+    def start(self, n: int, *, step: int) -> SampledTrajectories[Taken]:
         """Begins `take`: all trajectories are sampled. A filter waits here for their scores."""
         if self.prompts.source is None:
             raise DataError("source of prompts", None, "one to take from", "pass prompts to Rollouts, or call sample")
@@ -141,7 +152,7 @@ class Rollouts:
         # without staleness a step ends where it is whole: what it sampled is in no checkpoint
         between = self.may_stop if flow.is_ahead else None
         begun = self._begin(self._training, step, metrics, between)
-        return Sampled(begun.groups, lambda: self._taken(begun.result(), metrics))
+        return SampledTrajectories(begun.groups, lambda: self._taken(begun.result(), metrics))
 
     def sample(
         self,
@@ -211,7 +222,7 @@ class Rollouts:
 
     def _begin(
         self, asked: Asked, step: int, metrics: Metrics, between: Callable[[], None] | None = None
-    ) -> Sampled[HandOut]:
+    ) -> SampledTrajectories[HandOut]:
         """Asks a flow for the groups of a step, and waits until they are sampled or, behind a filter, scored."""
         asked.chosen, asked.handed_out = self.driver.promise(), self.driver.promise()
 
@@ -229,12 +240,12 @@ class Rollouts:
             self.driver.finish(lambda: self._carry_out(asked, asked.flow.ask(step)))
             self._noted.result()  # done, or failed, before the question
             groups = wait("time/rollout", asked.chosen)
-        return Sampled(groups, lambda: wait("time/reward", asked.handed_out))
+        return SampledTrajectories(groups, lambda: wait("time/reward", asked.handed_out))
 
     def _carry_out(self, asked: Asked, commands: Iterable[Command]) -> None:
         for command in commands:
             match command:
-                case Run():
+                case RunEpisodes():
                     self.driver.add(command.episodes, lambda each: self._carry_out(asked, asked.flow.on_sampled(each)))
                 case Abort():
                     self.driver.abandon_prompts(command.prompts)

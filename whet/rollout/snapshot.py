@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from whet.keyed import key
 from whet.rollout.episode import Episode
-from whet.rollout.flow import Admitted, Command, Flow, ReturnedFirst, Run
+from whet.rollout.flow import Admitted, Command, Flow, ReturnedFirst, RunEpisodes
 from whet.rollout.protocol import Completion
 from whet.types import Prompt, Trajectory
 
@@ -73,7 +73,7 @@ def restore(flow: Flow, source: ReturnedFirst, version: int, entries: Sequence[M
         log.warning("%d groups of the checkpoint begin again from their prompts: %s", count, why)
     source.put_back([entry["uid"] for entry in entries[room:]])
     flow.restart(version, queue)
-    return [*(command for each in sampled for command in flow.on_sampled(each)), Run(episodes)]
+    return [*(command for each in sampled for command in flow.on_sampled(each)), RunEpisodes(episodes)]
 
 
 def _digest(prompt: Prompt) -> int:

@@ -31,7 +31,7 @@ REFRESH_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class Column:
+class ConsoleColumn:
     """A column of the step lines: its title, and the metrics that it shows: the first that the step has, of a pattern
     the `reduce` of all. It stays hidden until its number differs from `unless`: a number, or another column's title."""
 
@@ -51,21 +51,21 @@ class Column:
 
 
 USE = (  # of the machine, by every trainer
-    Column("tokens/s", ("perf/throughput",), ",.0f"),
-    Column("MFU", ("perf/mfu",), ".1%", width=6),
-    Column("GiB", ("system/*/memory_gib",), ".2f", width=7),  # resident memory of all processes
-    Column("cores", ("system/*/cpu_cores",), ".1f", width=5),  # processor cores in use by all processes
-    Column("GPU GiB", ("system/*/accelerator_gib",), ".2f", width=7),
-    Column("GPU use", ("system/*/accelerator_use",), ".0%", reduce=fmean, width=7),  # mean over accelerators
+    ConsoleColumn("tokens/s", ("perf/throughput",), ",.0f"),
+    ConsoleColumn("MFU", ("perf/mfu",), ".1%", width=6),
+    ConsoleColumn("GiB", ("system/*/memory_gib",), ".2f", width=7),  # resident memory of all processes
+    ConsoleColumn("cores", ("system/*/cpu_cores",), ".1f", width=5),  # processor cores in use by all processes
+    ConsoleColumn("GPU GiB", ("system/*/accelerator_gib",), ".2f", width=7),
+    ConsoleColumn("GPU use", ("system/*/accelerator_use",), ".0%", reduce=fmean, width=7),  # mean over accelerators
 )
 COLUMNS = (
-    Column("reward", ("filter/sampled_score", "critic/score/mean"), ".3f"),  # mean over all sampled trajectories
-    Column("kept", ("critic/score/mean",), ".3f", unless="reward"),  # mean over those that a filter kept
-    Column("accuracy", ("filter/sampled_accuracy", "reward/accuracy"), ".3f", unless="reward"),
-    Column("stale", ("staleness/mean",), ".2f", width=5),  # versions between sampling and training
-    Column("length", ("response_length/mean",), ".1f"),
-    Column("KL", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), ".2e", unless=0.0),
-    Column("grad norm", ("actor/grad_norm",), ".3f"),
+    ConsoleColumn("reward", ("filter/sampled_score", "critic/score/mean"), ".3f"),  # mean over all sampled trajectories
+    ConsoleColumn("kept", ("critic/score/mean",), ".3f", unless="reward"),  # mean over those that a filter kept
+    ConsoleColumn("accuracy", ("filter/sampled_accuracy", "reward/accuracy"), ".3f", unless="reward"),
+    ConsoleColumn("stale", ("staleness/mean",), ".2f", width=5),  # versions between sampling and training
+    ConsoleColumn("length", ("response_length/mean",), ".1f"),
+    ConsoleColumn("KL", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), ".2e", unless=0.0),
+    ConsoleColumn("grad norm", ("actor/grad_norm",), ".3f"),
     *USE,
 )
 NOTES = {  # explain names where they first stand
@@ -88,7 +88,7 @@ class ConsoleTracker:
         *,
         first_step: int = 0,
         likely_steps: int | None = None,
-        columns: tuple[Column, ...] = COLUMNS,
+        columns: tuple[ConsoleColumn, ...] = COLUMNS,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -50,7 +50,7 @@ from whet.rollout.build import (
     with_engine,
 )
 from whet.rollout.collect import Collector
-from whet.rollout.driver import Background, Driver
+from whet.rollout.driver import BackgroundDriver, Driver
 from whet.rollout.flow import Filter, PromptSource, keep_all
 from whet.rollout.protocol import Restarts, SamplingParams
 from whet.rollout.replicas import Replicas
@@ -349,7 +349,7 @@ def _rollouts(
     if ENVIRONMENT in roles:
         hosts = placed_hosts(roles[ENVIRONMENT], config.environment)
     folder, staleness = run_folder(config.trainer) / MEDIA, config.rollout.max_staleness
-    driver = Background if staleness else Driver
+    driver = BackgroundDriver if staleness else Driver
     made = Rollouts(
         begun.loader,
         build_collector(config, tokenizer, engine, config.trainer.seed, driver, hosts, folder),

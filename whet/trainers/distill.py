@@ -27,7 +27,7 @@ from whet.models.lora import adapted_layers
 from whet.registry import DIVERGENCES, register_trainer
 from whet.rollout.build import chosen_engine, rollout_engine
 from whet.rollout.protocol import Completion, Request, SamplingParams, generate
-from whet.tracking.console import USE, Column
+from whet.tracking.console import USE, ConsoleColumn
 from whet.trainers.objectives import TokenObjective
 from whet.trainers.preference import to_batch
 from whet.trainers.served_teacher import TEXTS, ServedTeacher
@@ -37,10 +37,10 @@ from whet.weight_sync import buckets
 
 CHUNK_TOKENS = 4096  # whose distributions over a vocabulary are on the host at once
 COLUMNS = (
-    Column("loss", ("distill/loss",), ".4f"),
-    Column("on-policy", ("distill/on_policy",), ".2f"),
-    Column("grad norm", ("distill/grad_norm",), ".3f"),
-    Column("lr", ("distill/lr",), ".2e"),
+    ConsoleColumn("loss", ("distill/loss",), ".4f"),
+    ConsoleColumn("on-policy", ("distill/on_policy",), ".2f"),
+    ConsoleColumn("grad norm", ("distill/grad_norm",), ".3f"),
+    ConsoleColumn("lr", ("distill/lr",), ".2e"),
     *USE,
 )
 

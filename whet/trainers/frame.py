@@ -32,7 +32,7 @@ from whet.planning.dtypes import with_dtypes
 from whet.planning.fit import check_disk, check_fits
 from whet.planning.forecast import Counts, introduce
 from whet.planning.memory import Setup
-from whet.tracking.console import COLUMNS, Column, ConsoleTracker
+from whet.tracking.console import COLUMNS, ConsoleColumn, ConsoleTracker
 from whet.tracking.profile import SystemMeter, observed
 from whet.tracking.runs import write_state
 from whet.tracking.service import TrackedRun, open_services
@@ -53,7 +53,7 @@ class Frame:
     """A run of any trainer. A trainer adds its parts, `state`, `load_state` and `check_health`, and a loop that
     `train` runs in a `Schedule`."""
 
-    columns_shown: ClassVar[tuple[Column, ...]] = COLUMNS  # of the console's line
+    columns_shown: ClassVar[tuple[ConsoleColumn, ...]] = COLUMNS  # of the console's line
     tokens_metric: ClassVar[str] = "perf/total_num_tokens"  # what the throughput counts
     default_best_metric: ClassVar[str] = "val/accuracy"
 

@@ -29,7 +29,7 @@ from whet.registry import POLICY_LOSSES, PREFERENCE_LOSSES, VALUE_LOSSES, Regist
 
 
 @dataclass(frozen=True)
-class Objective:
+class LossObjective:
     """A registered loss, its aggregation, and the counts of a mini-batch."""
 
     loss_name: str
@@ -142,7 +142,7 @@ def interpolated(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, lag: 
 
 
 @dataclass(frozen=True)
-class PolicyObjective(Objective):
+class PolicyObjective(LossObjective):
     """policy loss - entropy_coef H + kl_coef KL, the last two aggregated like the first."""
 
     name = "actor"
@@ -223,7 +223,7 @@ class PolicyObjective(Objective):
 
 
 @dataclass(frozen=True)
-class ValueObjective(Objective):
+class ValueObjective(LossObjective):
     """The critic's: a value model learns the returns, a process reward model which responses were correct."""
 
     loss_name: str = "clipped"
@@ -239,6 +239,7 @@ class ValueObjective(Objective):
 
     @property
     def needs(self) -> frozenset[str]:
+        """The outputs that the loss function reads."""
         return (POLICY_OUTPUTS | VALUE_OUTPUTS) & set(self.function.columns)
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
@@ -253,7 +254,7 @@ class ValueObjective(Objective):
 
 
 @dataclass(frozen=True)
-class TokenObjective(Objective):
+class TokenObjective(LossObjective):
     """A mean over the tokens of examples, each times the `example_weights` [B] of its row, where there are some."""
 
     name: ClassVar[str]
@@ -286,7 +287,7 @@ class ImitationObjective(TokenObjective):
 
 
 @dataclass(frozen=True)
-class ComparisonObjective(Objective):
+class ComparisonObjective(LossObjective):
     """A registered preference loss: a mean over the comparisons of the whole batch. Rows of one stay together."""
 
     of: str = "pair"  # pair, label, list

@@ -22,9 +22,9 @@ from whet.rewards.pool import build_scorer
 from whet.rollout.build import open_environments
 from whet.rollout.driver import SHORT_SECONDS
 from whet.rollout.episode import MAIN
-from whet.rollout.fleet import Done, Fleet, Task
+from whet.rollout.fleet import Done, Fleet, FleetTask
 from whet.rollout.protocol import POLL_SECONDS
-from whet.rollout.replicas import Ranks
+from whet.rollout.replicas import RankDriver
 from whet.trainers.measured import MeasuredWorker
 from whet.types import Outcome, Prompt, RewardItem
 
@@ -40,10 +40,10 @@ class EnvironmentWorker(MeasuredWorker):
         super().__init__(placement)
         self._undo = ExitStack()
         self._hosts = open_environments(config, self._undo)
-        self._open: dict[str, Task] = {}  # last calls, by id of the episode
+        self._open: dict[str, FleetTask] = {}  # last calls, by id of the episode
 
     @register(Dispatch.ONE_TO_ALL)
-    def serve(self, calls: Sequence[Task], ended: Sequence[str], timeout_seconds: float) -> list[Done]:
+    def serve(self, calls: Sequence[FleetTask], ended: Sequence[str], timeout_seconds: float) -> list[Done]:
         """Ends episodes, carries out calls (agent, method, arguments), and waits for first results.  Returns these with
         their agents, behind None for episodes whose reset has begun."""
         for uid in ended:
@@ -69,7 +69,7 @@ def placed_hosts(group: WorkerGroup, config: EnvironmentConfig) -> dict[str, Env
     """Opens hosts by agent, of environments on the ranks of a group. An episode is a task whose parts are its reset and
     its turns: it stays on its rank, the one with the fewest; where that is lost, it begins again on another, with its
     seed and turns. The loss of the last rank ends the run."""
-    ranks, hosts, attempts = Ranks(group, Fleet(has_parts=True)), dict[str, PlacedHost](), count()
+    ranks, hosts, attempts = RankDriver(group, Fleet(has_parts=True)), dict[str, PlacedHost](), count()
     ranks.join(range(group.world_size))
     return {agent: PlacedHost(agent, ranks, hosts, attempts) for agent in (MAIN, *config.agents)}
 
@@ -77,16 +77,16 @@ def placed_hosts(group: WorkerGroup, config: EnvironmentConfig) -> dict[str, Env
 class PlacedHost(EnvironmentHost):
     """The environments of an agent on ranks that serve all `hosts`."""
 
-    def __init__(self, agent: str, ranks: Ranks, hosts: dict[str, PlacedHost], attempts: Iterator[int]) -> None:
+    def __init__(self, agent: str, ranks: RankDriver, hosts: dict[str, PlacedHost], attempts: Iterator[int]) -> None:
         super().__init__()
         self._agent, self._ranks, self._hosts, self._attempts = agent, ranks, hosts, attempts
         hosts[agent] = self
 
     def start(self, uid: str, prompt: Prompt, seed: int) -> None:
-        self._ranks.submit(Task(uid, (self._agent, "start", prompt, seed), next(self._attempts)))
+        self._ranks.submit(FleetTask(uid, (self._agent, "start", prompt, seed), next(self._attempts)))
 
     def step(self, uid: str, answer: Answer) -> None:
-        self._ranks.submit(Task(uid, (self._agent, "step", answer)))
+        self._ranks.submit(FleetTask(uid, (self._agent, "step", answer)))
 
     def close(self, uid: str) -> None:
         self._forget(uid)
@@ -123,7 +123,7 @@ class RewardWorker(MeasuredWorker):
         return self._scorer.scores_alone and caller != os.getpid()
 
     @register(Dispatch.ONE_TO_ALL, concurrent=True)
-    def serve(self, batches: Sequence[Task], ended: Sequence[str], timeout_seconds: float) -> list[Done]:
+    def serve(self, batches: Sequence[FleetTask], ended: Sequence[str], timeout_seconds: float) -> list[Done]:
         """Returns the outcomes of all items of batches, in order."""
         pending = [(each, self._scorer.submit_batch(each.what)) for each in batches]
         return [Done(each.uid, outcomes.result(), each.attempt) for each, outcomes in pending]
@@ -137,13 +137,13 @@ class PlacedRewards:
     fewest, and to another if theirs is lost; the loss of the last rank ends the run."""
 
     def __init__(self, group: WorkerGroup) -> None:
-        self.ranks, self._uids = Ranks(group, Fleet(), concurrent=True), map(str, count())
+        self.ranks, self._uids = RankDriver(group, Fleet(), concurrent=True), map(str, count())
         self.ranks.join(range(group.world_size))
         self.scores_alone: bool = group.start_on(0, "scores_alone", os.getpid()).result()
         self.found: dict[str, list[Outcome]] = {}  # outcomes that nobody asked for yet, by uid
 
     def submit_batch(self, items: Sequence[RewardItem]) -> Placed:
-        task = Task(next(self._uids), list(items), size=len(items))
+        task = FleetTask(next(self._uids), list(items), size=len(items))
         self.ranks.submit(task)
         self.turn(0.0)
         return Placed(self, task.uid)

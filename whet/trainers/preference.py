@@ -29,7 +29,7 @@ from whet.models.packing import MEDIA
 from whet.models.positions import rotary_positions
 from whet.phases import phase
 from whet.registry import register_trainer
-from whet.tracking.console import USE, Column
+from whet.tracking.console import USE, ConsoleColumn
 from whet.trainers.objectives import ComparisonObjective
 from whet.trainers.reference_cache import ReferenceCache, digest_of_all
 from whet.trainers.sft import Callbacks, ExamplesRun, Rows, padded, train_on_examples
@@ -37,11 +37,11 @@ from whet.trainers.workers import AdapterOffWorker, TrainWorker, actor_beside, s
 
 log = logging.getLogger(__name__)
 COLUMNS = (
-    Column("loss", ("preference/loss",), ".4f"),
-    Column("accuracy", ("preference/accuracy",), ".3f"),
-    Column("margin", ("preference/margin",), ".3f"),
-    Column("chosen", ("preference/chosen_moved",), ".2f"),
-    Column("lr", ("preference/lr",), ".2e"),
+    ConsoleColumn("loss", ("preference/loss",), ".4f"),
+    ConsoleColumn("accuracy", ("preference/accuracy",), ".3f"),
+    ConsoleColumn("margin", ("preference/margin",), ".3f"),
+    ConsoleColumn("chosen", ("preference/chosen_moved",), ".2f"),
+    ConsoleColumn("lr", ("preference/lr",), ".2e"),
     *USE,
 )
 

@@ -36,17 +36,17 @@ from whet.rollout.protocol import (
     RolloutEngine,
     SharesModule,
     Sleeps,
+    Span,
     Status,
     TakesDelta,
     Weights,
 )
-from whet.rollout.servers.process import Span
 from whet.trainers.measured import MeasuredWorker
 from whet.trainers.workers import TrainWorker, actor_beside, with_adapter
 from whet.weight_sync import buckets
 from whet.weight_sync.buckets import Broken, Digest, Inlet, LinkClosedError, receive
-from whet.weight_sync.delta import Base
-from whet.weight_sync.routes import Route, Site, open_inlet
+from whet.weight_sync.delta import DeltaBase
+from whet.weight_sync.routes import RankSite, Route, open_inlet
 
 MEETING_PORT = 28_500  # and the rank's number: of a server on several nodes
 HALF_FILLED_SECONDS = 0.05  # between two looks for weights that come again
@@ -173,7 +173,7 @@ class RolloutWorker(MeasuredWorker):
         self.engine: Any = made if self.is_reporting else Lent(config.engine.options, made)
         self._owns_module = self.is_attached = False
         self._inlet: Inlet | None = None
-        self._base: Base | None = None  # of deltas
+        self._base: DeltaBase | None = None  # of deltas
         self._is_half_filled = False  # the link broke while weights went into the engine
         self._queue = deque[Request]()  # that the engine had no room for
         self._turn = threading.Lock()  # of those that use the engine: weights arrive in a thread of their own
@@ -304,16 +304,16 @@ class RolloutWorker(MeasuredWorker):
                 self.engine.load(weights, version)
 
     @register(Dispatch.ONE_TO_ALL, concurrent=True)
-    def site(self) -> Site:
+    def site(self) -> RankSite:
         """The place where this rank runs."""
-        return Site.here(self.address, self.device)
+        return RankSite.here(self.address, self.device)
 
     @register(Dispatch.ALL_TO_ALL, concurrent=True)
     def open_inlet(self, route: Route, deadline_seconds: float) -> None:
         """Opens this rank's end of the link to the trainer, in the place of an earlier one."""
         self._close_link()
         self._inlet = open_inlet(route, deadline_seconds, self.device)
-        self._base = Base() if self.takes_delta() else None
+        self._base = DeltaBase() if self.takes_delta() else None
 
     @register(Dispatch.ONE_TO_ALL, concurrent=True)
     def receive(self, version: int) -> str | Broken:

@@ -33,7 +33,7 @@ from whet.planning.machine import free_accelerator
 from whet.planning.memory import Lengths, Setup, sized
 from whet.registry import load_target, register_trainer
 from whet.rollout.build import with_engine
-from whet.tracking.console import USE, Column
+from whet.tracking.console import USE, ConsoleColumn
 from whet.trainers.frame import Frame, opened_for, run_folder, with_named_dtypes, with_restarts
 from whet.trainers.health import check_skipped
 from whet.trainers.objectives import ImitationObjective
@@ -44,9 +44,9 @@ from whet.trainers.workers import TrainWorker, check_media, settings_trained, to
 
 log = logging.getLogger(__name__)
 COLUMNS = (
-    Column("loss", ("sft/loss",), ".4f"),
-    Column("grad norm", ("sft/grad_norm",), ".3f"),
-    Column("lr", ("sft/lr",), ".2e"),
+    ConsoleColumn("loss", ("sft/loss",), ".4f"),
+    ConsoleColumn("grad norm", ("sft/grad_norm",), ".3f"),
+    ConsoleColumn("lr", ("sft/lr",), ".2e"),
     *USE,
 )
 R = TypeVar("R", bound="ExamplesRun")

@@ -20,15 +20,15 @@ from whet.errors import ConfigError
 from whet.metrics import Metrics
 from whet.models.load import outline, reward_config
 from whet.registry import register_trainer
-from whet.tracking.console import USE, Column
+from whet.tracking.console import USE, ConsoleColumn
 from whet.trainers.objectives import PreferenceObjective, StepObjective
 from whet.trainers.sft import Callbacks, ExamplesRun, Rows, padded, to_batch as to_rows, train_on_examples
 
 COLUMNS = (
-    Column("loss", ("reward_model/loss",), ".4f"),
-    Column("accuracy", ("reward_model/accuracy",), ".3f"),
-    Column("margin", ("reward_model/margin",), ".3f"),
-    Column("lr", ("reward_model/lr",), ".2e"),
+    ConsoleColumn("loss", ("reward_model/loss",), ".4f"),
+    ConsoleColumn("accuracy", ("reward_model/accuracy",), ".3f"),
+    ConsoleColumn("margin", ("reward_model/margin",), ".3f"),
+    ConsoleColumn("lr", ("reward_model/lr",), ".2e"),
     *USE,
 )
 

@@ -25,7 +25,7 @@ from whet.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from whet.config.section import Place
+from whet.config.section import SectionPlace
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
 from whet.engines.protocol import Columns, Objective, TrainEngine, TrainsAdapter
@@ -43,8 +43,8 @@ from whet.trainers.measured import MeasuredWorker
 from whet.trainers.reward_texts import text_reader
 from whet.types import Media
 from whet.weight_sync.buckets import Broken, Digest, LinkClosedError, Outlet, send
-from whet.weight_sync.delta import Base
-from whet.weight_sync.routes import Route, Site, Way, open_outlets
+from whet.weight_sync.delta import DeltaBase
+from whet.weight_sync.routes import RankSite, Route, Way, open_outlets
 
 
 class EngineWorker(MeasuredWorker):
@@ -80,7 +80,7 @@ class TrainWorker(EngineWorker):
         self.settings = settings
         self.engine = entry.make(given, entry.resolve_options(settings.engine.options, key))
         self._outlets: dict[Way, Outlet] = {}
-        self._base = Base()
+        self._base = DeltaBase()
         self._flops = 0.0  # operations of updates since they were last asked for
         self._outline = Outline(settings) if profile.peak_flops() else None
         self.start: dict[str, Any] | None = None
@@ -154,15 +154,15 @@ class TrainWorker(EngineWorker):
             raise CheckpointError(path, found, expected, "name the model that the run started from")
 
     @register(Dispatch.ONE_TO_ALL)
-    def site(self) -> Site:
+    def site(self) -> RankSite:
         """The place where this rank runs."""
-        return Site.here(self.address, self.device)
+        return RankSite.here(self.address, self.device)
 
     @register(Dispatch.ONE_TO_ALL)
     def open_outlets(self, routes: Sequence[Route], deadline_seconds: float) -> dict[Way, str]:
         """Opens this rank's ends of links, in the place of earlier ones.  Returns their addresses."""
         self.close()
-        self._base = Base()
+        self._base = DeltaBase()
         self._outlets = open_outlets(routes, self.rank, self.address, deadline_seconds, self.device)
         return {way: outlet.address for way, outlet in self._outlets.items()}
 
@@ -288,7 +288,7 @@ def check_media(config: RunConfig, media: Mapping[str, Sequence[Media]]) -> None
     row = next((name for name, own in media.items() if own), None)
     keys = [f"{name}.engine" for name in ("actor", "critic", "ref", "reward_model") if name in config] or ["engine"]
     for key in keys if row is not None else ():
-        for error in EngineUse.at(Place(key, config), row or "").refused():
+        for error in EngineUse.at(SectionPlace(key, config), row or "").refused():
             raise error
 
 

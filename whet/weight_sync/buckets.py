@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from whet.errors import DeadlineError, WeightSyncError
 from whet.rollout.protocol import SharesModule, Weights
-from whet.weight_sync.delta import Base
+from whet.weight_sync.delta import DeltaBase
 
 HEADER_BYTES = 2**16
 ALIGNMENT = 64  # of a piece, whose bytes are viewed in place as numbers
@@ -36,7 +36,7 @@ COLUMN_FACTOR, ROW_FACTOR = -7046029254386353131, -4658895280553007687  # odd, s
 
 
 def send(
-    weights: Weights, version: int, outlets: Sequence[Outlet], dtype: torch.dtype, base: Base | None = None
+    weights: Weights, version: int, outlets: Sequence[Outlet], dtype: torch.dtype, base: DeltaBase | None = None
 ) -> str | None:
     """Sends all weights, floating-point ones in `dtype`; as deltas where the receivers have the version of `base`,
     which becomes this one.  Returns their digest.
@@ -70,7 +70,9 @@ def send(
     return str(digest) if outlets else None
 
 
-def receive(inlet: Inlet, version: int, digest: Digest, base: Base | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def receive(
+    inlet: Inlet, version: int, digest: Digest, base: DeltaBase | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields whole weights as they arrive, each after its checksum was verified, and adds them to `digest`. Deltas are
     those to the version of `base`, which becomes this one.
 
@@ -124,7 +126,7 @@ def in_dtype(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return weight.to(dtype) if weight.is_floating_point() else weight
 
 
-class Piece(NamedTuple):
+class WeightRange(NamedTuple):
     """A range of one weight's bytes in a bucket, with the weight's name, dtype and shape."""
 
     name: str
@@ -160,7 +162,7 @@ class Header(BaseModel):
     version: int
     base: int | None  # version that deltas change
     digest: str | None
-    pieces: list[Piece]
+    pieces: list[WeightRange]
 
     @classmethod
     def read(cls, bucket: torch.Tensor) -> Header:
@@ -186,7 +188,7 @@ class _Packer:
     def __init__(self, outlet: Outlet, version: int, digest: Digest, base: int | None) -> None:
         self._outlet, self._version, self._digest, self._base = outlet, version, digest, base
         self._bucket: torch.Tensor | None = None
-        self._pieces: list[Piece] = []  # with the largest checksum in place of theirs, which `post` reads
+        self._pieces: list[WeightRange] = []  # with the largest checksum in place of theirs, which `post` reads
         self._header_room = self._end = 0
 
     def add(self, name: str, weight: torch.Tensor, delta: torch.Tensor | None = None) -> None:
@@ -199,7 +201,7 @@ class _Packer:
             bucket = self._bucket_with_room(len(json.dumps(described)) + 64)  # 64: three numbers more
             size = min(len(octets) - start, len(bucket) - self._end)
             bucket[self._end : self._end + size].copy_(octets[start : start + size])
-            self._pieces.append(Piece(*described, start, size, self._end))
+            self._pieces.append(WeightRange(*described, start, size, self._end))
             self._header_room -= len(json.dumps(self._pieces[-1])) + 2
             self._end += -(-size // ALIGNMENT) * ALIGNMENT
             start += size
@@ -332,7 +334,7 @@ class Broken:
     error: DeadlineError | LinkClosedError
 
 
-class End(ABC):
+class LinkEnd(ABC):
     """An end of a link; each wait for the other end is limited to `deadline_seconds`."""
 
     def __init__(self, deadline_seconds: float) -> None:
@@ -359,7 +361,7 @@ class End(ABC):
             raise LinkClosedError(doing, f"the other side ended ({error})", "", "see its own error") from error
 
 
-class Outlet(End):
+class Outlet(LinkEnd):
     """The sender's end."""
 
     address: str  # to which receivers connect
@@ -374,7 +376,7 @@ class Outlet(End):
         """Sends the first `used` bytes of the buffer."""
 
 
-class Inlet(End):
+class Inlet(LinkEnd):
     """A receiver's end."""
 
     @abstractmethod

@@ -15,7 +15,7 @@ from whet.devices import HOST
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes: NaN and -0.0 compare as bits
 
 
-class Base:
+class DeltaBase:
     """The weights of a version in the host's memory, at an end of a link: the next version may come as its delta."""
 
     def __init__(self) -> None:

@@ -48,7 +48,7 @@ WeightSync = Callable[..., str]
 
 
 @dataclass(frozen=True)
-class Site:
+class RankSite:
     """The machine, address and accelerator of a rank."""
 
     machine: str  # equal for processes that can share memory
@@ -56,7 +56,7 @@ class Site:
     accelerator: str | None = None  # unique identifier of the rank's device
 
     @classmethod
-    def here(cls, address: str, device: torch.device) -> Site:
+    def here(cls, address: str, device: torch.device) -> RankSite:
         """The site of this process, which computes on `device` and which others reach at `address`."""
         folder = Path(tempfile.gettempdir()).stat()  # containers with separate files cannot share sockets either
         accelerator = str(torch.get_device_module(device).get_device_properties(device).uuid) if spans(device) else None
@@ -75,7 +75,7 @@ class Route:
     address: str = ""
 
 
-def plan_routes(senders: Sequence[Site], receivers: Sequence[Site]) -> list[Route]:
+def plan_routes(senders: Sequence[RankSite], receivers: Sequence[RankSite]) -> list[Route]:
     """Chooses a route for each receiver.
 
     Between distinct accelerators: one broadcast from rank 0. Otherwise through shared memory from the first training

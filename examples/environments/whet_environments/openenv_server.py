@@ -38,9 +38,9 @@ except ImportError as error:
     what = f"serving as OpenEnv needs openenv-core ({error}): pip install './examples/environments[openenv-server]'"
     raise (SystemExit if __name__ == "__main__" else ConfigError)(what) from error
 
-from whet.cli.serve import read_options
 from whet.environments.host import Deadlines, EnvironmentHost, open_host
 from whet.environments.protocol import Answer, Observation
+from whet.plugins.serving.command import read_options
 from whet.types import Failure, Message, Prompt
 
 POLL_SECONDS = 0.005  # the longest that a call waits while another one runs

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tests.raising import raises
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "engines"))
 import engine_conformance as suite
 from tiny import KINDS, folder_of
 from typer.testing import CliRunner

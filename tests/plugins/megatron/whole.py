@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "engines"))
 import engine_conformance as suite
 
 from whet.controller.dispatch import register
-from whet.plugins.megatron import core
 from whet.models.sequence_parallel import TokenShare
+from whet.plugins.megatron import core
 from whet.protocol import DataProto
 
 

@@ -15,7 +15,7 @@ from whet.plugins.proofs.certify import (
     STALENESS,
     SUMS,
     Certified,
-    Step,
+    CertifiedStep,
     World,
     certify,
     columns_of,
@@ -184,7 +184,7 @@ def test_over_sampling_is_biased_towards_short_responses() -> None:
     assert certify(of(0.0), SMALL, mode=SUMS).relative_error < 1e-8
     errors = [certify(of(extra), SMALL, mode=SUMS).relative_error for extra in (0.25, 0.5, 1.0)]
     assert errors == sorted(errors) and errors[0] > 0.02
-    world, step = SMALL, Step.of(of(0.5), SMALL, SUMS)
+    world, step = SMALL, CertifiedStep.of(of(0.5), SMALL, SUMS)
     mean, _ = step.expected_gradient(2, 0.0, 0.0)
     probabilities, lengths = world.log_probs(world.table(1)).sum(-1).exp(), world.mask.sum(-1)
     columns, outputs = columns_of(world, world.table(1), world.table(1)), outputs_of(world, world.table(1))

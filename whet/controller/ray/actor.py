@@ -17,7 +17,7 @@ from whet.controller.ray.user_code import UserCode
 from whet.errors import WorkerError
 
 
-class Message:
+class FramedMessage:
     """Frames pickled as out-of-band buffers: Ray copies them once, into its object store, where they are read."""
 
     def __init__(self, frames: Sequence[Any]) -> None:
@@ -29,7 +29,7 @@ class Message:
         return sum(frame.nbytes for frame in self.frames)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        return Message, ([pickle.PickleBuffer(frame) for frame in self.frames],)
+        return FramedMessage, ([pickle.PickleBuffer(frame) for frame in self.frames],)
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ class RankActor:
             manager.set_current_process_visible_accelerator_ids(list(gpu_ids))
         self._workers = LocalWorkers(spec, f" on {spec.address}")
 
-    def serve(self, header: bytes, payload: Message) -> Message:
+    def serve(self, header: bytes, payload: FramedMessage) -> FramedMessage:
         """Serves a call of a worker's method."""
         if self._workers is None:
             raise WorkerError(self._name, "called before `assign` made it a rank", "a call of `assign` first")
-        return Message(self._workers.serve([memoryview(header), *payload.frames]))
+        return FramedMessage(self._workers.serve([memoryview(header), *payload.frames]))
 
     @ray.method(concurrency_group=CONCURRENT)
-    def serve_concurrent(self, header: bytes, payload: Message) -> Message:
+    def serve_concurrent(self, header: bytes, payload: FramedMessage) -> FramedMessage:
         """Serves a call at the same time as others."""
         return self.serve(header, payload)
 

@@ -34,7 +34,7 @@ CLOCK_READINGS = 5  # the fastest one counts
 
 
 @dataclass(frozen=True)
-class Report:
+class NodeReport:
     """The report of a node."""
 
     node: Node
@@ -46,7 +46,7 @@ class Report:
     unreached: Mapping[str, str] = field(default_factory=dict)  # errors, by address of the other node
 
 
-def survey(cluster: ClusterConfig, packages: Sequence[str], paths: Sequence[str]) -> tuple[str, list[Report]]:
+def survey(cluster: ClusterConfig, packages: Sequence[str], paths: Sequence[str]) -> tuple[str, list[NodeReport]]:
     """Returns the address of the running cluster, and a report of each node, dead ones included.
 
     Raises: ConfigError where no cluster runs."""
@@ -61,7 +61,7 @@ def survey(cluster: ClusterConfig, packages: Sequence[str], paths: Sequence[str]
                 with suppress(RayError):  # `_report` reports it
                     listening[node.address] = (node.address, _ask(probe.listen, node.address))
             reports = [_report(node, probe, packages, paths, listening) for node, probe in probes.items()]
-            dead = [Report(node, "it has left the cluster, or died") for node in all_nodes() if not node.is_alive]
+            dead = [NodeReport(node, "it has left the cluster, or died") for node in all_nodes() if not node.is_alive]
             for probe in probes.values():
                 ray.kill(probe)
             return ":".join(map(str, head_address())), [*reports, *dead]
@@ -141,13 +141,13 @@ def _ask(method: Any, *arguments: Any) -> Any:
 
 def _report(
     node: Node, probe: Any, packages: Sequence[str], paths: Sequence[str], listening: Mapping[str, tuple[str, int]]
-) -> Report:
+) -> NodeReport:
     others = {address: listener for address, listener in listening.items() if address != node.address}
     try:
         found = _ask(probe.examine, list(packages), list(paths), others, CONNECT_SECONDS)
-        return Report(node, clock_seconds=_clock(probe), **found)
+        return NodeReport(node, clock_seconds=_clock(probe), **found)
     except RayError as error:
-        return Report(node, str(error).strip().rpartition("\n")[2] or type(error).__name__)
+        return NodeReport(node, str(error).strip().rpartition("\n")[2] or type(error).__name__)
 
 
 def _clock(probe: Any) -> float:

@@ -28,12 +28,12 @@ from whet.config.cluster import ClusterConfig, Slot, processors_of
 from whet.controller import wire
 from whet.controller.local_workers import PUT_MAIN, RankSpec
 from whet.controller.ray import actor
-from whet.controller.ray.actor import CONCURRENT, Location, Message, RankActor
+from whet.controller.ray.actor import CONCURRENT, FramedMessage, Location, RankActor
 from whet.controller.ray.session import all_nodes, attempt, connected, head_address, reserve
 from whet.controller.ray.user_code import UserCode
 from whet.controller.ray.watch import Watch
-from whet.controller.remote import OpenCall, Peer, RemoteTransport
-from whet.controller.worker import Host, Layout, ResourcePool, WorkerSpec
+from whet.controller.remote import OpenCall, RemoteTransport, WorkerConnection
+from whet.controller.worker import Host, RankLayout, ResourcePool, WorkerSpec
 from whet.controller.worker_group import LAUNCH_AGAIN, RAISE_DEADLINE, stopped
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
 
@@ -50,7 +50,7 @@ HEAD = "head of the Ray cluster"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Actor(Peer):
+class _Actor(WorkerConnection):
     handle: Any
     slot: Slot
     location: Location | None = None  # None until the actor has started
@@ -82,7 +82,7 @@ class RayTransport(RemoteTransport[_Actor]):
         for slot in slots:
             self.peers.append(_Actor(pool=slot.pool, rank=slot.rank, handle=self._start(slot), slot=slot))
 
-    def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[Layout]]:
+    def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[RankLayout]]:
         """Implements `RemoteTransport.build`; waits for the actors first."""
         try:
             self._assign_ranks()
@@ -155,7 +155,7 @@ class RayTransport(RemoteTransport[_Actor]):
 
     def prepare(self, frames: list[wire.Frame]) -> Any:
         """Returns a message, or the reference of a large one in the object store."""
-        message = Message(frames)
+        message = FramedMessage(frames)
         if message.size < INLINE_BYTES:
             return message
         try:

@@ -23,12 +23,13 @@ from whet.devices import HOST
 from whet.engines.compact_adamw import CompactAdamW, own_part
 from whet.engines.engine import Engine, rows_of
 from whet.engines.fsdp import checkpoint, checks
-from whet.engines.fsdp.pipeline import everywhere, padded, run_forward, run_schedule, stages_of
+from whet.engines.fsdp.pipeline import padded, run_schedule, stages_of
 from whet.engines.fsdp.sharding import arrange, shard
 from whet.engines.mesh import Mesh
 from whet.engines.optim import optimizer_for, optimizers_of
 from whet.engines.protocol import Columns, Objective, Spread
 from whet.engines.role import RoleSettings
+from whet.engines.stages import everywhere, run_forward
 from whet.metrics import Metrics
 from whet.models.compiled_layers import compile_layers
 from whet.models.load import body_of, cast_weights

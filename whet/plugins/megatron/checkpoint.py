@@ -18,24 +18,25 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from whet.engines.fsdp.checkpoint import FILE_BYTES, STATE
-from whet.plugins.megatron.core import CheckpointingException, dist_checkpointing, parallel_state
-from whet.plugins.megatron.model import Stage
 from whet.errors import CheckpointError, EngineError
+from whet.plugins.megatron.core import CheckpointingException, dist_checkpointing, parallel_state
+from whet.plugins.megatron.model import MegatronStage
 
+STATE = "engine.json"  # the steps
+FILE_BYTES = 2**30  # of whole weights a file
 FOLDER, FORM = "megatron", ("torch_dist", 1)
 # Each weight's state is one tensor under the weight's name, whatever the mesh.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
-def save(path: Path, stages: Sequence[Stage], optimizer: Any, progress: dict[str, Any]) -> None:
+def save(path: Path, stages: Sequence[MegatronStage], optimizer: Any, progress: dict[str, Any]) -> None:
     """Writes everything but the weights in Hugging Face's form; on every rank.  Raises: CheckpointError."""
     write(path / FOLDER, stages, optimizer, progress["steps_done"])
     if dist.get_rank() == 0:
         (path / STATE).write_text(json.dumps(progress))
 
 
-def write(path: Path, stages: Sequence[Stage], optimizer: Any = None, steps: int = 0) -> None:
+def write(path: Path, stages: Sequence[MegatronStage], optimizer: Any = None, steps: int = 0) -> None:
     """Writes stages and optimizer in the distributed form alone.  Raises: CheckpointError."""
     path.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -61,7 +62,7 @@ def save_weights(path: Path, weights: Iterator[tuple[str, torch.Tensor]]) -> Non
     dist.barrier()
 
 
-def load(path: Path, stages: Sequence[Stage], optimizer: Any) -> dict[str, Any]:
+def load(path: Path, stages: Sequence[MegatronStage], optimizer: Any) -> dict[str, Any]:
     """Fills stages and optimizer.  Returns the `progress`; on every rank.
 
     Raises: EngineError for the state of another model or engine; CheckpointError for one that cannot be read."""
@@ -78,7 +79,7 @@ def load(path: Path, stages: Sequence[Stage], optimizer: Any) -> dict[str, Any]:
     return progress
 
 
-def read(path: Path, stages: Sequence[Stage], optimizer: Any = None) -> dict[str, Any]:
+def read(path: Path, stages: Sequence[MegatronStage], optimizer: Any = None) -> dict[str, Any]:
     """Fills stages from a folder of the distributed form, whoever wrote it.  Returns all that was read.
 
     Raises: CheckpointError."""
@@ -92,7 +93,7 @@ def read(path: Path, stages: Sequence[Stage], optimizer: Any = None) -> dict[str
     return state
 
 
-def _state(stages: Sequence[Stage], optimizer: Any, steps: int | None) -> dict[str, Any]:
+def _state(stages: Sequence[MegatronStage], optimizer: Any, steps: int | None) -> dict[str, Any]:
     """The parts of this rank, with their places in the whole; `steps` is unset to read them."""
     metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     state = {f"model{number}": stage.sharded_state_dict(metadata=metadata) for number, stage in enumerate(stages)}

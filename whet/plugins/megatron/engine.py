@@ -16,15 +16,9 @@ from torch import nn
 
 from whet.devices import HOST
 from whet.engines.engine import Engine, rows_of
-from whet.engines.fsdp.pipeline import everywhere, run_forward
-from whet.plugins.megatron import checkpoint, core, sizes as checks
-from whet.plugins.megatron.model import Packed, config_of, in_halves, outputs_of, pack, stage_of
-from whet.plugins.megatron.names import check_family
-from whet.plugins.megatron.ranks import arrange, join
-from whet.plugins.megatron.sizes import Sizes
-from whet.plugins.megatron.weights import fill, named
 from whet.engines.protocol import Columns, Objective, Spread
 from whet.engines.role import RoleSettings
+from whet.engines.stages import everywhere, run_forward
 from whet.errors import ConfigError, EngineError
 from whet.metrics import Metrics
 from whet.models.load import body_of
@@ -32,6 +26,12 @@ from whet.models.outputs import layout_of, tokens_of
 from whet.models.packing import ROUTED, Layout
 from whet.models.sequence_parallel import heads_ranks
 from whet.options import Count
+from whet.plugins.megatron import checkpoint, core, sizes as checks
+from whet.plugins.megatron.model import Packed, config_of, in_halves, outputs_of, pack, stage_of
+from whet.plugins.megatron.names import check_family
+from whet.plugins.megatron.ranks import arrange, join
+from whet.plugins.megatron.sizes import Sizes
+from whet.plugins.megatron.weights import fill, named
 from whet.registry import register_engine
 
 

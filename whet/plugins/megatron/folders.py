@@ -11,10 +11,10 @@ import torch
 
 from whet.config.schema import EngineConfig
 from whet.devices import HOST
-from whet.plugins.megatron import checkpoint
-from whet.plugins.megatron.engine import MegatronEngine
 from whet.engines.role import RoleSettings
 from whet.errors import ModelError
+from whet.plugins.megatron import checkpoint
+from whet.plugins.megatron.engine import MegatronEngine
 
 COPIED = ("*.json", "*.model", "*.jinja", "*.txt")  # config and tokenizer
 

@@ -16,15 +16,15 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from whet.devices import HOST
-from whet.plugins.megatron import core
-from whet.plugins.megatron.ranks import Ranks
-from whet.plugins.megatron.sizes import Sizes
 from whet.engines.role import RoleSettings
 from whet.errors import ConfigError
 from whet.models.attention import attention
-from whet.models.outputs import ForwardSettings, Sampled, statistics_of
+from whet.models.outputs import ForwardSettings, SampledPlaces, statistics_of
 from whet.models.packing import Layout
 from whet.models.sequence_parallel import TokenShare
+from whet.plugins.megatron import core
+from whet.plugins.megatron.ranks import MeshGroups
+from whet.plugins.megatron.sizes import Sizes
 
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 FIXED: dict[str, Any] = {
@@ -88,7 +88,7 @@ class Norm(nn.RMSNorm):
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
 
-class Stage(core.GPTModel):  # type: ignore[misc]
+class MegatronStage(core.GPTModel):  # type: ignore[misc]
     """Some of the layers. Gives hidden states, after the last layer too; a `head` takes the place of the output."""
 
     head: nn.Linear | None
@@ -152,7 +152,7 @@ def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype
     )
 
 
-def stage_of(config: Any, model: Any, part: int, role: RoleSettings) -> Stage:
+def stage_of(config: Any, model: Any, part: int, role: RoleSettings) -> MegatronStage:
     """Makes the `part`-th stage of this rank, without numbers, from Megatron-Core's config and transformers'."""
     spec = core.get_gpt_layer_local_spec(config.num_moe_experts, False, config.qk_layernorm, normalization="RMSNorm")
     own = spec.submodules
@@ -164,7 +164,7 @@ def stage_of(config: Any, model: Any, part: int, role: RoleSettings) -> Stage:
     ends = {"ignore_virtual": virtual is None, "vp_stage": part if virtual else None}
     is_last, has_head = core.parallel_state.is_pipeline_last_stage(**ends), role.is_value_model or role.is_reward_model
     layers = config.num_layers // config.pipeline_model_parallel_size // (virtual or 1)
-    made = Stage(
+    made = MegatronStage(
         config,
         core.TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm),
         vocab_size=model.vocab_size,
@@ -184,7 +184,7 @@ def stage_of(config: Any, model: Any, part: int, role: RoleSettings) -> Stage:
     return made
 
 
-def pack(body: PreTrainedModel, where: Layout, size: int, ranks: Ranks) -> tuple[torch.Tensor, Packed]:
+def pack(body: PreTrainedModel, where: Layout, size: int, ranks: MeshGroups) -> tuple[torch.Tensor, Packed]:
     """Returns this rank's token ids [1, T] of `size` with padding, and the rows' layout for the layers."""
     found: dict[str, Any] = {}
     places = torch.arange(len(where.input_ids), device=where.input_ids.device)
@@ -219,14 +219,19 @@ def in_halves(where: Layout, sizes: Sizes, size: int = 0) -> tuple[torch.Tensor,
 
 
 def outputs_of(
-    stage: Stage, hidden: torch.Tensor, packed: Packed, needs: frozenset[str], settings: ForwardSettings, heat: float
+    stage: MegatronStage,
+    hidden: torch.Tensor,
+    packed: Packed,
+    needs: frozenset[str],
+    settings: ForwardSettings,
+    heat: float,
 ) -> dict[str, torch.Tensor]:
     """Outputs [B, R] of the last stage, from hidden states [T, 1, H] of this rank's tokens, at temperature `heat`."""
     where = packed.where.at_ends(stage.pad_token_id) if "scores" in needs else packed.where
     if packed.places is not None:
         where = replace(where, states=packed.places[where.states])
     share = settings.token_share
-    at = Sampled.of(where, settings, len(hidden) * (1 if share is None else share.size))
+    at = SampledPlaces.of(where, settings, len(hidden) * (1 if share is None else share.size))
     states = hidden[:, 0].index_select(0, at.states)
     if stage.head is not None:
         return {name: at.to_columns(stage.head(states).squeeze(-1).float()) for name in needs}

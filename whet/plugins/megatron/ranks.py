@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from whet.devices import backends
+from whet.errors import EngineError
+from whet.models.sequence_parallel import TokenShare
 from whet.plugins.megatron.core import (
     ProcessGroupCollection,
     model_parallel_cuda_manual_seed,
@@ -21,14 +23,12 @@ from whet.plugins.megatron.core import (
     parallel_state,
 )
 from whet.plugins.megatron.sizes import Sizes
-from whet.errors import EngineError
-from whet.models.sequence_parallel import TokenShare
 
 BLANK = {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
 
 
 @dataclass(frozen=True)
-class Ranks:
+class MeshGroups:
     """The groups of a mesh that this rank is in."""
 
     sizes: Sizes
@@ -56,7 +56,7 @@ class Ranks:
 
 
 @cache  # the roles of a process share groups
-def arrange(sizes: Sizes, device: torch.device) -> Ranks:
+def arrange(sizes: Sizes, device: torch.device) -> MeshGroups:
     """Makes the groups; on every rank."""
     before = {name: getattr(parallel_state, name) for name in BLANK}
     vars(parallel_state).update({**BLANK, "_HYBRID_DP_CP_GROUPS": {}})
@@ -75,7 +75,7 @@ def arrange(sizes: Sizes, device: torch.device) -> Ranks:
             groups = ProcessGroupCollection.use_mpu_process_groups()
             state = {name: getattr(parallel_state, name) for name in BLANK}
             own = groups.tp, groups.pp, groups.dp, groups.ep, groups.expt_tp
-            return Ranks(sizes, device, state, *own, _share(groups.cp), _share(groups.tp_cp))
+            return MeshGroups(sizes, device, state, *own, _share(groups.cp), _share(groups.tp_cp))
     finally:
         vars(parallel_state).update(before)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from whet.config.algorithm_checks import EngineUse, other_kernels
-from whet.engines.fsdp.checks import uneven_experts, uneven_sizes
+from whet.engines.sizes import uneven_experts, uneven_sizes
 from whet.errors import ConfigError
 
 

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from whet.plugins.megatron.model import Stage
-from whet.plugins.megatron.names import Rule, in_memory, rule_of, whole_weight
-from whet.plugins.megatron.ranks import Ranks
 from whet.engines.role import RoleSettings
 from whet.models.load import check_finite, new_head
 from whet.models.sharded import open_slices
+from whet.plugins.megatron.model import MegatronStage
+from whet.plugins.megatron.names import Rule, in_memory, rule_of, whole_weight
+from whet.plugins.megatron.ranks import MeshGroups
 
 
 @torch.no_grad()
-def fill(stages: Sequence[Stage], config: Any, ranks: Ranks, role: RoleSettings) -> None:
+def fill(stages: Sequence[MegatronStage], config: Any, ranks: MeshGroups, role: RoleSettings) -> None:
     """Reads this rank's shares of the weights.  A new head is that of any engine.  Raises: ModelError."""
     with open_slices(role.model_path, role.allow_pickle) as slices:
         files = dict(slices)
@@ -48,7 +48,7 @@ def _head(weight: torch.Tensor, files: Mapping[str, Any], role: RoleSettings) ->
 
 @torch.no_grad()
 def named(
-    stages: Sequence[Stage], config: Any, ranks: Ranks, is_value_model: bool
+    stages: Sequence[MegatronStage], config: Any, ranks: MeshGroups, is_value_model: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the whole weights of this rank's stages as Hugging Face's modules name them, tied ones once; on every rank
     of a stage."""
@@ -70,7 +70,7 @@ def named(
             yield f"{prefix}{owner}", torch.cat(_from_all(torch.stack(own), ranks.expert))
 
 
-def _rule(stage: Stage, name: str, config: Any, ranks: Ranks) -> Rule:
+def _rule(stage: MegatronStage, name: str, config: Any, ranks: MeshGroups) -> Rule:
     experts = (stage.config.num_moe_experts or 0) // ranks.sizes.expert
     return rule_of(name, config, stage.layers_before, dist.get_rank(ranks.expert) * experts)
 

@@ -131,7 +131,7 @@ def certify(
     `mode` is an aggregation in the place of the config's. Samples are of a policy that is `staleness` away from the one
     that is updated, in the standard deviation of logits; with `gap` the sampler was further away still.
     """
-    step = Step.of(algorithm, world, mode)
+    step = CertifiedStep.of(algorithm, world, mode)
     penalised = algorithm.kl.coef if algorithm.kl.where != "none" else 0.0
     target = objective_gradient(world, step.scores, world.table(1).requires_grad_(), penalised)
     mean, variance = step.expected_gradient(n, staleness, gap)
@@ -147,7 +147,7 @@ def certify(
 def kl_error(form: str, world: World = World(), *, staleness: float = 0.0) -> float:
     """|g - t| / |t| of a form of the KL as a loss, t the gradient of each token's KL with the states of samples held
     fixed. These are of a policy that is `staleness` away; nothing else gives a gradient."""
-    step = Step.of(plain(kl=KLConfig(where="loss", form=form, coef=1.0)), world, SUMS)
+    step = CertifiedStep.of(plain(kl=KLConfig(where="loss", form=form, coef=1.0)), world, SUMS)
     mean, _ = step.expected_gradient(1, staleness, 0.0)  # in a group of one RLOO is 0
     now = world.table(1).requires_grad_()
     log_pi, log_ref = now.log_softmax(-1), world.table(4).log_softmax(-1)
@@ -158,7 +158,7 @@ def kl_error(form: str, world: World = World(), *, staleness: float = 0.0) -> fl
 
 
 @dataclass(frozen=True)
-class Step:
+class CertifiedStep:
     """The loop's own parts for a config, and their results on a batch of one group of responses."""
 
     world: World
@@ -168,7 +168,7 @@ class Step:
     objective: PolicyObjective
 
     @classmethod
-    def of(cls, algorithm: AlgorithmConfig, world: World, mode: str | None = None) -> Step:
+    def of(cls, algorithm: AlgorithmConfig, world: World, mode: str | None = None) -> CertifiedStep:
         """Builds the parts of a config; `mode`, if given, replaces its loss aggregation."""
         overlong = algorithm.overlong
         overlong = overlong.model_copy(update={"buffer_length": min(overlong.buffer_length, world.length - 1)})

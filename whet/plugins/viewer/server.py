@@ -144,10 +144,10 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 60
     site: Site
     own_host: str
-    server: Server
+    server: ViewerServer
 
     def handle_one_request(self) -> None:
-        """Reads a request and answers it; `Server` ends the connection where its head takes too long."""
+        """Reads a request and answers it; `ViewerServer` ends the connection where its head takes too long."""
         self.server.reading[self.connection] = time.monotonic()
         try:
             super().handle_one_request()
@@ -196,7 +196,7 @@ class Handler(BaseHTTPRequestHandler):
         """Logs nothing."""
 
 
-class Server(ThreadingHTTPServer):
+class ViewerServer(ThreadingHTTPServer):
     """A server with a thread for each connection, which it ends where no head of a request comes in time."""
 
     daemon_threads = True
@@ -221,7 +221,7 @@ def open_server(root: Path, host: str = "127.0.0.1", port: int = 0) -> Threading
         raise ConfigError(str(root), state, expected)
     handler = type("SiteHandler", (Handler,), {"site": Site(root), "own_host": host})
     try:
-        return Server((host, port), handler)
+        return ViewerServer((host, port), handler)
     except OSError as error:
         change = "choose another port, or 0 for any"
         raise ConfigError(f"--host {host} --port {port}", str(error.strerror), "a free port", change) from error

@@ -31,7 +31,7 @@ T = TypeVar("T")
 Forward = Callable[[torch.Tensor, torch.Tensor, Any, torch.Tensor | None, Mapping[str, Any]], torch.Tensor]
 
 
-class Sampled(NamedTuple):
+class SampledTokens(NamedTuple):
     """Tokens and their log-probs, which are here once `ready` has happened."""
 
     tokens: torch.Tensor  # [n]
@@ -62,10 +62,10 @@ class Columns(Protocol):
     def moved(self, sampling: SamplingState) -> SamplingState:
         """The parameters where the device reads them."""
 
-    def decode(self, forward: Forward, cache: BlockCache, rows: Rows) -> tuple[torch.Tensor, Sampled]:
+    def decode(self, forward: Forward, cache: BlockCache, rows: Rows) -> tuple[torch.Tensor, SampledTokens]:
         """Feeds the newest token of each row, and samples the next.  Returns the logits [n, V] too."""
 
-    def pick(self, logits: torch.Tensor, rows: Rows) -> Sampled:
+    def pick(self, logits: torch.Tensor, rows: Rows) -> SampledTokens:
         """Samples from logits [n, V], as `sampling.sample`, and keeps the tokens as the newest of their slots."""
 
 
@@ -106,19 +106,19 @@ class HostColumns:
     def moved(self, sampling: SamplingState) -> SamplingState:
         return sampling
 
-    def decode(self, forward: Forward, cache: BlockCache, rows: Rows) -> tuple[torch.Tensor, Sampled]:
+    def decode(self, forward: Forward, cache: BlockCache, rows: Rows) -> tuple[torch.Tensor, SampledTokens]:
         ids, slots = self.newest[rows.slots], rows.slots.int()
         inputs = padded(cache, ids, rows.positions + rows.shifts, slots, rows.positions, self.tables)
         logits = forward(*inputs, None, {})[: len(slots)]
         return logits, self.pick(logits, rows)
 
-    def pick(self, logits: torch.Tensor, rows: Rows) -> Sampled:
+    def pick(self, logits: torch.Tensor, rows: Rows) -> SampledTokens:
         sampling, slots = rows.sampling, rows.slots
         if self._rows is None or self._rows[0] is not sampling or self._rows[1] is not slots:
             self._rows = sampling, slots, sampling.rows(slots)
         tokens, log_probs = sample(logits, self._rows[2], rows.counts, rows.generated)
         self.newest[slots] = tokens
-        return Sampled(tokens, log_probs)
+        return SampledTokens(tokens, log_probs)
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class DeviceColumns:
         """The columns that a recorded step reads."""
         return sampling.keys, sampling.temperature, sampling.greedy
 
-    def decode(self, forward: Forward, cache: BlockCache, rows: Rows) -> tuple[torch.Tensor, Sampled]:
+    def decode(self, forward: Forward, cache: BlockCache, rows: Rows) -> tuple[torch.Tensor, SampledTokens]:
         count, size = len(rows.slots), batch_size(len(rows.slots))
         self._blocks[-1] = cache.num_blocks  # the spare one
         slots = F.pad(rows.slots, (0, size - count), value=self.max_rows)
@@ -275,7 +275,7 @@ class DeviceColumns:
         logits = logits[:count]
         return logits, self._coming(results[:, :count]) if is_drawn else self.pick(logits, rows)
 
-    def pick(self, logits: torch.Tensor, rows: Rows) -> Sampled:
+    def pick(self, logits: torch.Tensor, rows: Rows) -> SampledTokens:
         slots, counts = moved(torch.stack([rows.slots, rows.counts]), self.device)
         results = torch.empty(2, len(slots), dtype=torch.int32, device=self.device)
         if has_kernels(self.device) and rows.sampling.is_uncut:
@@ -303,13 +303,13 @@ class DeviceColumns:
             found = statistics(logits, results[0], 1.0, 0.0, self._sampling.temperature[slots])
             results[1] = found[0].view(torch.int32)
 
-    def _coming(self, results: torch.Tensor) -> Sampled:
+    def _coming(self, results: torch.Tensor) -> SampledTokens:
         """Sends tokens and the bits of log-probs to the host."""
         here = results.to(HOST, non_blocking=True, copy=True)
         ready = torch.Event(self.device) if self.device != HOST else None
         if ready is not None:
             ready.record()
-        return Sampled(here[0], here[1].view(torch.float32), ready)
+        return SampledTokens(here[0], here[1].view(torch.float32), ready)
 
 
 def has_kernels(device: torch.device) -> bool:

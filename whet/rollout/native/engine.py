@@ -46,7 +46,7 @@ from whet.rollout.native.columns import (
     rectangular,
 )
 from whet.rollout.native.paged_attention import BLOCK_SIZE
-from whet.rollout.native.running import Running
+from whet.rollout.native.running import RunningSlots
 from whet.rollout.native.scheduler import PREFILL_TOKENS, ScheduledRequest, Scheduler, Stretch, by_tokens
 from whet.rollout.native.states import End, PrefillFlow, held
 from whet.rollout.planned import CacheRoom, Decoding, RolloutBytes
@@ -103,7 +103,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         self._cache: BlockCache | None = None
         self._prefixes: Prefixes | None = None  # in the cache
         self._scheduler: Scheduler | None = None  # while there are requests
-        self._running: Running | None = None
+        self._running: RunningSlots | None = None
         self._ended: list[Done[ScheduledRequest]] = []  # not given to the caller yet
         self._tower: tuple[int, object] | None = None  # version of the weights, and those of the vision tower
 
@@ -167,7 +167,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         scheduler.cache, scheduler.prefixes = self._require_cache()
         if self._running is None:
             expected = list(self.unfinished.values())
-            self._running = Running(self.vocab_size, self._columns_on(module), self.max_batch_size, expected)
+            self._running = RunningSlots(self.vocab_size, self._columns_on(module), self.max_batch_size, expected)
         running = self._running
         if admitted := scheduler.admit():
             self._prefill(scheduler, admitted, running)
@@ -200,7 +200,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         self._columns.at([cache.keys, cache.values, *module.parameters(), *module.buffers()])
         return self._columns
 
-    def _finish(self, running: Running) -> None:
+    def _finish(self, running: RunningSlots) -> None:
         """Takes the requests that are known to be done from the scheduler."""
         assert self._scheduler is not None
         for each in running.finish():
@@ -242,7 +242,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         if self._running is not None:  # rows that keep their cache go on, perhaps from other addresses
             self._columns_on(self.policy.require())
 
-    def _prefill(self, scheduler: Scheduler, admitted: Sequence[ScheduledRequest], running: Running) -> None:
+    def _prefill(self, scheduler: Scheduler, admitted: Sequence[ScheduledRequest], running: RunningSlots) -> None:
         """Computes new prompts and the tokens of requests that go on; samples the first token of the others."""
         prompts = [prompt for prompt in dict.fromkeys(each.prompt for each in admitted) if prompt.uncomputed]
         after = self._compute([Stretch(each.uncomputed, each.num_computed, each.blocks, each) for each in prompts])

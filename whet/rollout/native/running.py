@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from whet.devices import HOST
 from whet.rollout.in_process import Done
 from whet.rollout.native.cache import BlockCache
-from whet.rollout.native.columns import Columns, Forward, Rows, Sampled
+from whet.rollout.native.columns import Columns, Forward, Rows, SampledTokens
 from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.native.scheduler import ScheduledRequest
 from whet.rollout.protocol import Likeliest
@@ -23,18 +23,18 @@ from whet.types import FinishReason
 Routing = Callable[[], list[bytes]]  # experts of each row of the last pass
 
 
-class Step(NamedTuple):
+class SampledStep(NamedTuple):
     """Tokens sampled for n rows, which may still be on their way from the device."""
 
     slots: torch.Tensor  # [n]
     guests: torch.Tensor  # [n] numbers of the requests that had the slots
     counts: torch.Tensor  # [n] tokens of each response before
-    sampled: Sampled
+    sampled: SampledTokens
     told: list[Likeliest] | None
     routed: list[bytes] | None
 
 
-class Running:
+class RunningSlots:
     """Slots of running requests. What depends on a token is decided when the token has come from the device, at the
     latest after the next step: of a response that ended in between, the token after its end is dropped."""
 
@@ -51,7 +51,7 @@ class Running:
         self._stop_ids = torch.zeros(rows, 0, dtype=torch.int64)
         self.sampling = SamplingState.of([], vocab_size, HOST)  # by slot, on the device
         self._free_slots = list(range(rows - 1, -1, -1))
-        self._coming: deque[Step] = deque()
+        self._coming: deque[SampledStep] = deque()
         self._done: list[Done[ScheduledRequest]] = []
         columns.resize(rows, max(each.most_blocks for each in expected))
 
@@ -103,10 +103,10 @@ class Running:
             generated = self.out_tokens[slots, : max(1, int(counts.max()))]
         return Rows(slots, self.positions[slots], self.shifts[slots], counts, self.sampling, generated)
 
-    def _note(self, rows: Rows, logits: torch.Tensor, sampled: Sampled, routed: list[bytes] | None) -> None:
+    def _note(self, rows: Rows, logits: torch.Tensor, sampled: SampledTokens, routed: list[bytes] | None) -> None:
         slots = rows.slots
         told = likeliest(logits, self.sampling.rows(slots)) if self.sampling.num_likeliest else None
-        self._coming.append(Step(slots, self._guests[slots], rows.counts, sampled, told, routed))
+        self._coming.append(SampledStep(slots, self._guests[slots], rows.counts, sampled, told, routed))
         self.positions[slots] += 1
         self.counts[slots] += 1
         if self._late:  # a row that has all its tokens is not sampled again while the last is on its way
@@ -163,7 +163,7 @@ class Running:
             if not bool(same.all()):
                 rows = same.nonzero().squeeze(1)
                 kept = step.slots[rows], step.guests[rows], step.counts[rows]
-                step = Step(*kept, step.sampled, step.told, step.routed)
+                step = SampledStep(*kept, step.sampled, step.told, step.routed)
                 tokens, log_probs = tokens[rows], log_probs[rows]
                 if step.told is not None:
                     step = step._replace(told=[step.told[row] for row in rows.tolist()])
@@ -171,7 +171,7 @@ class Running:
                     step = step._replace(routed=[step.routed[row] for row in rows.tolist()])
             self._enter(step, tokens, log_probs)
 
-    def _enter(self, step: Step, tokens: torch.Tensor, log_probs: torch.Tensor) -> None:
+    def _enter(self, step: SampledStep, tokens: torch.Tensor, log_probs: torch.Tensor) -> None:
         slots, counts = step.slots, step.counts
         self.out_tokens[slots, counts], self.out_log_probs[slots, counts] = tokens, log_probs
         if step.told is not None:

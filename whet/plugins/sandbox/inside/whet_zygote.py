@@ -95,7 +95,7 @@ def supervise(channel: socket.socket, isolated: bool) -> None:
     answer: dict[str, Any]
     out, errors, found = b"", b"", dict[str, bytes]()
     try:
-        program = Program(job, files, isolated)
+        program = RunningProgram(job, files, isolated)
     except (SetupError, OSError) as error:
         receive(channel)
         answer = {"end": "sandbox", "message": f"{error}"}
@@ -111,7 +111,7 @@ def supervise(channel: socket.socket, isolated: bool) -> None:
         _send(channel, blob)
 
 
-class Program:
+class RunningProgram:
     """A program, its pipes and its scratch folder."""
 
     def __init__(self, job: dict[str, Any], files: dict[str, bytes], isolated: bool) -> None:

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM against the model's own forward, and as a stream of requests."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from tests.raising import raises
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[3] / "rollout"))
+import rollout_conformance as suite
+import server_conformance as servers
+
+from whet.errors import EngineError
+from whet.models.load import load_tokenizer
+from whet.plugins.inference.vllm.engine import VLLMEngine
+from whet.rollout.protocol import SamplingParams
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(autouse=True)
+def first_weights(engine: VLLMEngine, model: PreTrainedModel) -> None:
+    """Every test begins with the model's own weights, and with nothing under way."""
+    servers.reset(engine, model)
+
+
+@pytest.mark.parametrize("check", servers.CHECKS, ids=lambda check: check.__name__)
+def test_as_every_server(engine: VLLMEngine, model: PreTrainedModel, check: servers.Check) -> None:
+    check(engine, model)
+
+
+# -- log-probs and choices, also under rules
+
+
+@pytest.mark.parametrize("params", suite.SAMPLING, ids=str)
+def test_log_probs_are_the_models_own(engine: VLLMEngine, model: PreTrainedModel, params: dict[str, Any]) -> None:
+    suite.check_log_probs(engine, model, suite.requests(**params))
+
+
+@pytest.mark.parametrize("params", suite.SAMPLING, ids=str)
+def test_tokens_are_those_that_sampling_draws(
+    engine: VLLMEngine, model: PreTrainedModel, params: dict[str, Any]
+) -> None:
+    suite.check_choices(engine, model, suite.requests(seed=1, **params))
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 0.0}], ids=str)
+def test_the_likeliest_tokens(engine: VLLMEngine, model: PreTrainedModel, params: dict[str, Any]) -> None:
+    suite.check_likeliest(engine, model, suite.requests(**params), servers.ROUNDING)
+
+
+def test_different_sampling_in_one_batch(engine: VLLMEngine) -> None:
+    servers.check_mixed(engine)
+
+
+def test_rules_are_kept(engine: VLLMEngine) -> None:
+    suite.check_rules(engine, suite.requests(longest=60, stop_token_ids=(), **suite.SAMPLING[6]))
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_stop_strings(engine: VLLMEngine, model: PreTrainedModel, length: int) -> None:
+    """Of whole characters: where bytes are none, vLLM's text is behind that of all tokens."""
+    tokenizer = load_tokenizer(model.config._name_or_path)
+    texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+    whole = tuple(token for token, text in enumerate(texts) if "\N{REPLACEMENT CHARACTER}" not in text)
+    made = suite.requests(groups=6, longest=30, stop_token_ids=(9,), allowed_token_ids=whole)
+    suite.check_stop_strings(engine, tokenizer, made, length, servers.ROUNDING)
+
+
+def test_an_aborted_request_under_rules(engine: VLLMEngine, model: PreTrainedModel) -> None:
+    servers.check_abort(engine, model, groups=2, **servers.RULES)
+
+
+def test_what_vllm_would_change_is_refused(engine: VLLMEngine) -> None:
+    [request] = suite.requests(groups=1, n=1)
+    tokens = replace(request.params, allowed_token_ids=(5, 10**6))
+    with raises(EngineError, key=re.compile("^allowed_token_ids"), found=re.compile(f"{10**6}")):
+        engine.submit(replace(request, params=tokens))
+    with raises(EngineError, re.compile("^temperature"), found=0.001, expected=re.compile(r"0\.01")):
+        engine.submit(replace(request, params=SamplingParams(4, temperature=0.001)))
+
+
+# -- what vLLM's own answers would hide
+
+
+def test_a_plain_id_aborts_nothing(engine: VLLMEngine, model: PreTrainedModel) -> None:
+    [request] = servers.long_requests(engine, 1, 1)
+
+    def abort() -> None:
+        [live] = engine._live.values()
+        assert engine.call("POST", "/abort_requests", {"request_ids": [live.name]})["status"] == "aborted"
+
+    assert servers.in_mid_answer(engine, model, [request], 1, abort) == []
+    [completion] = servers.completions(servers.drain(engine)).values()
+    assert completion.finish_reason == "length" and len(completion.token_ids) == servers.length_of(engine)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samplers take turns with one engine; checkpoints in a folder."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whet.guard import RefusedError
+from whet.plugins.serving.tinker.samplers import SampleRequest, Samplers
+from whet.plugins.serving.tinker.store import ModelKind, Saved, Store
+from whet.rollout.protocol import Completion, Event, Failed, Finished, SamplingParams
+
+
+class Engine:
+    """Samples one token a poll for each request, and notes what it was told."""
+
+    def __init__(self) -> None:
+        self.log, self.running = list[str](), list[Any]()
+
+    def attach(self, module: Any, version: int, *, is_own: bool = False) -> None:
+        assert not self.running
+        self.log.append(f"<{module}>")
+
+    def submit(self, request: Any) -> bool:
+        self.log.append(request.uid)
+        self.running.append(request)
+        return True
+
+    def poll(self, timeout_seconds: float) -> list[Event]:
+        done, self.running = self.running[:1], self.running[1:]
+        return [Finished(each.uid, 0, Completion((1,), (0.0,), "stop", ())) for each in done]
+
+    def abort(self, uids: Any) -> None:
+        self.running = [each for each in self.running if each.uid not in uids]
+
+
+def module(owner: str, path: str | None) -> Any:
+    if path == "gone":
+        raise RefusedError(404, "gone")
+    return path or "base"
+
+
+def request(uid: str, path: str | None) -> SampleRequest:
+    return SampleRequest(uid, (1,), SamplingParams(1), 0, source=("me", path))
+
+
+def test_the_weights_that_wait_longest_are_next() -> None:
+    engine = Engine()
+    samplers = Samplers(engine, module)  # type: ignore[arg-type]
+    for uid, path in (("a1", "a"), ("b1", "b"), ("a2", "a")):
+        samplers.submit(request(uid, path))
+    events = [event.uid for event in samplers.poll(0.0)]
+    samplers.submit(request("a3", "a"))  # behind b, or a would never end
+    for _ in range(9):
+        events += [event.uid for event in samplers.poll(0.0)]
+    assert engine.log == ["<a>", "a1", "a2", "<b>", "b1", "<a>", "a3"] and events == ["a1", "a2", "b1", "a3"]
+    samplers.submit(request("a4", "a"))
+    samplers.poll(0.0)
+    assert engine.log[-1] == "a4"  # the same weights, without attaching them
+
+
+def test_requests_whose_weights_are_gone_fail_alone() -> None:
+    samplers = Samplers(Engine(), module)  # type: ignore[arg-type]
+    for uid, path in (("x", "gone"), ("y", None), ("z", "c")):
+        samplers.submit(request(uid, path))
+    samplers.abort(["z"])
+    events = [event for _ in range(4) for event in samplers.poll(0.0)]
+    assert [(type(each), each.uid) for each in events] == [(Finished, "z"), (Failed, "x"), (Finished, "y")]
+    assert samplers.status().running == samplers.status().waiting == 0
+
+
+def test_paths_names_and_owners(tmp_path: Path) -> None:
+    store, kind = Store(tmp_path), ModelKind("m", 4)
+    path = "tinker://s:train:0/weights/one"
+    store.end(store.begin(path, overwrite=False), Saved("me", kind, 1.0, None, {"a": "b"}))
+    place, saved = store.find("me", path)
+    assert (
+        place == tmp_path / "s:train:0" / "weights" / "one" and saved.kind == kind and saved.user_metadata == {"a": "b"}
+    )
+    assert [each[0] for each in store.listed("me")] == [path] == [each[0] for each in store.listed("me", "s:train:0")]
+    assert not [*store.listed("you")] and not [*store.listed("me", "*")]
+    for bad in (
+        "tinker://a/weights/../x",
+        "tinker://../weights/x",
+        "tinker://a/other/x",
+        "/etc/x",
+        "tinker://a/weights/",
+    ):
+        with pytest.raises(RefusedError):
+            store.place(bad)
+    with pytest.raises(RefusedError):
+        store.begin(path, overwrite=False)
+    for owner, name in (("you", path), ("me", path.replace("one", "two"))):
+        with pytest.raises(RefusedError):
+            store.remove(owner, name)
+    store.end(store.begin(path, overwrite=True), Saved("me", kind, 1.0, 2.0))
+    with pytest.raises(RefusedError):  # it has expired
+        store.find("me", path)
+    assert not place.exists() and saved.time <= time.time()

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows and losses of the SDK, as a batch and an objective of whet's training engines.
+
+A loss is a sum over tokens, each with its weight, so that chunks of a batch add up and clients choose the divisor. With
+weight 1/N on each of N tokens, `cross_entropy` has the gradient of `whet sft`, and a policy loss that of `whet train`,
+bit for bit: rows are laid out as the two do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from whet.algorithms.calls import Bound, PolicyLoss, with_mini_batch_columns
+from whet.batch import Batch
+from whet.columns import POLICY_OUTPUTS
+from whet.engines.protocol import Columns
+from whet.errors import DataError
+from whet.metrics import Metrics
+from whet.models.positions import position_ids
+from whet.plugins.serving.tinker.wire import Datum
+from whet.registry import POLICY_LOSSES
+from whet.trainers.objectives import LossObjective
+
+Floats = npt.NDArray[np.float32]
+OWN = "whet:"  # before the name of a loss of whet that the SDK has too
+CROSS_ENTROPY, AGGREGATION, SHORT = "cross_entropy", "aggregation", "trained_logprobs_only"
+TARGETS, WEIGHTS, LOG_PROBS = "target_tokens", "weights", "logprobs"
+MASKS = (WEIGHTS, "mask", "sequence_ratio_mask")  # inputs that are 0 on tokens that are not trained
+# Losses of the SDK: a loss of whet, its options, and how options of the SDK change them.
+NAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "importance_sampling": ("ppo_clip", {"clip_ratio_low": 1.0, "clip_ratio_high": 1e30}),  # never clipped
+    "ppo": ("ppo_clip", {}),
+    "cispo": ("cispo", {"bounds": "absolute", "clip_ratio_low": 0.8, "clip_ratio_high": 1.2}),
+    "dro": ("dro", {}),
+    "gspo": ("gspo", {}),
+}
+RELATIVE = ("ppo_clip", "gspo")  # their bounds are distances from 1, the SDK's thresholds are bounds
+
+
+def objective_of(name: str, options: Mapping[str, float | str], *, is_picked: bool) -> SumObjective:
+    """The objective of a loss by name, with its options, for rows `is_picked`.  Raises: RegistryError, ConfigError."""
+    given = dict(options)
+    aggregation = str(given.pop(AGGREGATION, "token-sum"))
+    given.pop(SHORT, None)
+    if name == CROSS_ENTROPY:
+        if given:
+            raise DataError(f"loss {name!r}", f"has no option {min(given)!r}", change="leave it out")
+        return SumObjective(loss_name=name, aggregation=aggregation, is_picked=is_picked)
+    own, fixed = NAMED.get(name, (name.removeprefix(OWN), {}))
+    if name in NAMED:
+        for key, end in (("clip_low_threshold", "clip_ratio_low"), ("clip_high_threshold", "clip_ratio_high")):
+            if key in given:
+                bound = float(given.pop(key))
+                given[end] = bound if own not in RELATIVE else (1 - bound if end == "clip_ratio_low" else bound - 1)
+    bound_loss = Bound.of(POLICY_LOSSES, own, {**fixed, **given}, f"loss {name!r}: ")
+    return SumObjective(own, bound_loss.options, aggregation, bound=bound_loss, is_picked=is_picked)
+
+
+@dataclass(frozen=True)
+class SumObjective(LossObjective):
+    """A loss by name, which also keeps the log-probs that it saw, by row of the batch."""
+
+    name = "tinker"
+    is_picked: bool = False  # targets are not the next tokens, or several a place
+    seen: dict[int, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+    total_loss: list[torch.Tensor] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Outputs of the model: log-probs of next tokens, or of the vocabulary if `is_picked`, and the loss's own."""
+        own = frozenset() if self.loss_name == CROSS_ENTROPY else POLICY_OUTPUTS & {*self.function.columns}
+        return own | {"vocab_log_probs" if self.is_picked else "log_probs"}
+
+    def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
+        """The sum of these rows' losses."""
+        log_probs = targets_of(outputs, batch)
+        self.seen.update(zip(batch["row"].tolist(), log_probs.detach().cpu(), strict=True))
+        if self.is_picked and self.loss_name != CROSS_ENTROPY:
+            log_probs = log_probs.squeeze(-1)
+        columns: Columns = {**batch, **outputs, "log_probs": log_probs}
+        if self.loss_name == CROSS_ENTROPY and self.is_picked:
+            total = self.aggregate(-(log_probs * batch["picked_weights"]).sum(-1), batch, counts)
+        elif self.loss_name == CROSS_ENTROPY:
+            total = self.total(PolicyLoss(-log_probs, None, {}, {}), batch, counts)
+        else:
+            total = self.total(self.call(columns), batch, counts)
+        self.total_loss.append(total.detach())
+        return total, Metrics()
+
+
+def targets_of(outputs: Columns, batch: Columns) -> torch.Tensor:
+    """Log-probs of the targets: of the next tokens [B, R], or of the tokens in the column `picked` [B, R, K]."""
+    if "picked" not in batch:
+        found: torch.Tensor = outputs["log_probs"]
+        return found
+    return outputs["vocab_log_probs"].gather(-1, batch["picked"])
+
+
+@dataclass(frozen=True)
+class DatumRows:
+    """The rows of a request as a batch. Place t of datum i is column t + `starts[i]` of its row."""
+
+    data: Sequence[Datum]
+    batch: Batch
+    starts: Sequence[int]
+    is_picked: bool
+
+    @classmethod
+    def of(cls, data: Sequence[Datum], loss: str, vocab_size: int, context: int) -> DatumRows:
+        """Lays rows out for a loss. The prompt of a row is its first token where it is imitated, as in `whet sft`; for
+        a policy loss all before the first trained token, which rows share.  Raises: DataError."""
+        masks = [trained(datum, number, loss, vocab_size, context) for number, datum in enumerate(data)]
+        targets = [datum.inputs[TARGETS] for datum in data]
+        if len({target.shape[1:] for target in targets}) > 1:
+            raise DataError(TARGETS, "are of several widths", "as many targets a token in all rows", "pad them")
+        is_picked = not all(_are_next(*each, loss) for each in zip(data, masks, targets, strict=True))
+        firsts = [int(mask.argmax()) if loss != CROSS_ENTROPY else 0 for mask in masks]
+        widest = max(firsts)
+        width = widest + 1 + max(len(mask) - first for mask, first in zip(masks, firsts, strict=True))
+        ids, real = np.zeros((len(data), width), np.int64), np.zeros((len(data), width), np.int64)
+        for row, (datum, first, target) in enumerate(zip(data, firsts, targets, strict=True)):
+            here = slice(widest - first, widest - first + len(datum.tokens) + 1)
+            ids[row, here] = [*datum.tokens, 0 if is_picked else target[-1]]
+            real[row, here] = 1
+        starts = [-first for first in firsts]
+        shape = len(data), width - widest - 1
+
+        def column(parts: Sequence[npt.NDArray[Any]]) -> torch.Tensor:
+            whole = np.zeros((*shape, *parts[0].shape[1:]), parts[0].dtype)
+            for row, (part, first) in enumerate(zip(parts, firsts, strict=True)):
+                whole[row, : len(part) - first] = part[first:]
+            return torch.from_numpy(whole)
+
+        attention_mask = torch.from_numpy(real)
+        found = {
+            "input_ids": torch.from_numpy(ids),
+            "attention_mask": attention_mask,
+            "position_ids": position_ids(attention_mask),
+            "response_mask": column([mask.astype(np.int64) for mask in masks]),
+            "row": torch.arange(len(data)),
+        }
+        if is_picked:
+            found["picked"] = column([each.reshape(len(each), -1).astype(np.int64) for each in targets])
+        return cls(data, Batch.of({**found, **_inputs(data, loss, is_picked, column)}), starts, is_picked)
+
+    def with_all_places(self) -> Batch:
+        """The batch with every place of every row, to be read alone."""
+        width = self.batch["response_mask"].shape[1]
+        ends = torch.tensor([len(each.tokens) + start for each, start in zip(self.data, self.starts, strict=True)])
+        return self.batch.with_columns(response_mask=(torch.arange(width) < ends[:, None]).long())
+
+    def outputs(self, seen: Mapping[int, torch.Tensor]) -> list[Floats]:
+        """Log-probs of each datum in the shape of its targets, 0 at places that are not known."""
+        found = list[Floats]()
+        for row, (datum, start) in enumerate(zip(self.data, self.starts, strict=True)):
+            shape = datum.inputs[TARGETS].shape
+            own = np.zeros((shape[0], int(np.prod(shape[1:], dtype=int))), np.float32)
+            if row in seen:
+                known = seen[row].float().numpy().reshape(len(seen[row]), -1)
+                own[-start:] = known[: len(own) + start]
+            found.append(own.reshape(shape))
+        return found
+
+    def prepared(self, objective: SumObjective) -> Batch:
+        """The batch with the columns that a loss computes of all rows."""
+        if objective.loss_name == CROSS_ENTROPY:
+            return self.batch
+        columns = with_mini_batch_columns(objective.function, self.batch.tensors())
+        return self.batch.with_columns(**{name: each for name, each in columns.items() if name not in self.batch})
+
+
+def _inputs(data: Sequence[Datum], loss: str, is_picked: bool, column: Any) -> dict[str, torch.Tensor]:
+    """Columns of the inputs, under whet's names.  Raises: DataError where rows differ in their inputs."""
+    given = [datum.inputs.keys() - {TARGETS, *MASKS[1:]} for datum in data]
+    if missing := set[str]().union(*given) - given[0].intersection(*given):
+        raise DataError(f"input {min(missing)!r}", "is not in all rows", "the same inputs in each row")
+    parts = {name: [np.asarray(each.inputs[name], np.float32) for each in data] for name in given[0]}
+    if loss == CROSS_ENTROPY and is_picked:
+        width = max(datum.inputs[TARGETS].reshape(len(datum.tokens), -1).shape[1] for datum in data)
+        whole = parts.get(WEIGHTS) or [np.ones(datum.inputs[TARGETS].shape, np.float32) for datum in data]
+        return {"picked_weights": column([each.reshape(len(each), width) for each in whole])}
+    columns = {name: column(each) for name, each in parts.items() if all(one.ndim == 1 for one in each)}
+    if WEIGHTS in columns:
+        columns["token_weights"] = columns.pop(WEIGHTS)
+    if LOG_PROBS in columns:
+        sampled = columns.pop(LOG_PROBS)
+        columns = {"old_log_probs": sampled, "rollout_log_probs": sampled, **columns}
+    return columns
+
+
+def trained(datum: Datum, number: int, loss: str, vocab_size: int, context: int) -> npt.NDArray[np.bool_]:
+    """The mask [n] of trained places: where a weight is not 0; without weights all, or for a policy loss where an
+    advantage or a sampled log-prob is not 0.  Raises: DataError for a datum that cannot be read."""
+    where, size = f"datum {number}", len(datum.tokens)
+    if not 0 < size <= context:
+        raise DataError(f"{where}: tokens", size, f"1 to {context}, which the model reads", "shorten it")
+    targets = datum.inputs.get(TARGETS)
+    if targets is None or targets.dtype.kind != "i":
+        raise DataError(f"{where}: {TARGETS}", None if targets is None else "are no integers", "an int64 tensor")
+    for name, each in datum.inputs.items():
+        if each.ndim not in (1, 2) or len(each) != size or (name == WEIGHTS and each.shape != targets.shape):
+            raise DataError(f"{where}: {name}", f"has shape {list(each.shape)}", f"one for each of {size} tokens")
+    if targets.ndim == 2 and loss != CROSS_ENTROPY:
+        raise DataError(f"{where}: {TARGETS}", "are several for a token", f"one for the loss {loss!r}")
+    for name, ids in (("tokens", datum.tokens), (TARGETS, targets)):
+        if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
+            raise DataError(f"{where}: {name}", f"{ids.min()} to {ids.max()}", f"token ids from 0 to {vocab_size - 1}")
+    given = [datum.inputs[name] for name in MASKS if name in datum.inputs]
+    if not given and loss != CROSS_ENTROPY:
+        sampled = [np.abs(each) for name, each in datum.inputs.items() if name in ("advantages", LOG_PROBS)]
+        given = [sum(sampled, np.zeros(size))]
+    mask = np.ones(size, bool)
+    for each in given:
+        mask &= (np.asarray(each).reshape(size, -1) != 0).any(1)
+    return mask
+
+
+def _are_next(datum: Datum, mask: npt.NDArray[np.bool_], targets: npt.NDArray[Any], loss: str) -> bool:
+    """Tells whether the targets are the next tokens; for a policy loss, at trained places."""
+    read = mask[:-1] | (loss == CROSS_ENTROPY)
+    return targets.ndim == 1 and bool(((targets[:-1] == datum.tokens[1:]) | ~read).all())
