@@ -71,7 +71,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def late(results: Mapping[str, Any]) -> str | None:
-    """The error of a bound that was not kept: those of benchmarks/view.py."""
+    """The error of an exceeded bound of benchmarks/view.py."""
     names = view.over_bound(results) if "view" in results else []
     return f"view: answers took more than {view.BOUND_SECONDS:.0f} s: {', '.join(names)}" if names else None
 

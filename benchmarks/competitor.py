@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that take turns, so that what is compared runs on one machine in one state of it: A B C A B C ..."""
+"""Processes that take turns, so that the compared programs run on one machine in one state: A B C A B C ..."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Competitor:
         self._process.communicate()
 
     def ready(self) -> dict[str, Any]:
-        """Waits until it has loaded, and returns what it says of itself. To be called once, first."""
+        """Waits until the competitor has loaded, and returns its description. To be called once, first."""
         return self._hear()
 
     def turn(self) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured: operations and bytes a second, all cores together."""
+    """Measured speeds: operations and bytes a second, all cores together."""
 
     bfloat16_flops: float
     bytes_per_second: float
@@ -63,7 +63,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Work:
-    """What has to be done: operations in bfloat16, and bytes through memory."""
+    """The work to be done: operations in bfloat16, and bytes through memory."""
 
     flops: float
     bytes: float
@@ -75,7 +75,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a model has to read so that every sampled token has its probability, once.
+    """The tokens that a model must read so that every sampled token gets its probability once.
 
     The answers to one prompt stand side by side and share it, the logits after it too. Nobody reads an answer's last
     token.
@@ -93,7 +93,7 @@ class Reading:
 
     @property
     def answer_contexts(self) -> Iterator[int]:
-        """The same for the tokens of answers only: what decoding reads one by one."""
+        """The contexts of response tokens only, which decoding reads one by one."""
         n = len(self.lengths) // len(self.prompts)
         for row, length in enumerate(self.lengths):
             prompt = self.prompts[row // n]

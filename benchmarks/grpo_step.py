@@ -69,7 +69,7 @@ def _entries(setting: Setting, case: str, answers: Answers) -> dict[str, Entry]:
 
 
 def given(setting: Setting, answers: Answers) -> dict[str, Any]:
-    """What each worker of a step is told: the prompts, the lengths of their answers, the learning rate."""
+    """The arguments of each worker of a step: the prompts, the lengths of their responses, the learning rate."""
     return {
         "texts": setting.workload.texts[: answers.prompts],
         "prompts": answers.prompts,
@@ -81,7 +81,7 @@ def given(setting: Setting, answers: Answers) -> dict[str, Any]:
 
 
 def dtype() -> str:
-    """The numbers that both sides compute in: those that the processor multiplies."""
+    """The dtype in which both sides compute: the one that the processor multiplies."""
     return "bfloat16" if bfloat16_instructions() else "float32"
 
 

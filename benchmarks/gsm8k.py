@@ -98,7 +98,7 @@ def changed(options: argparse.Namespace, *settings: Mapping[str, Any]) -> dict[s
 
 
 def keys(settings: Mapping[str, Any], changes: Mapping[str, str]) -> list[str]:
-    """The words of settings, those that are changed in place."""
+    """The words of settings, with changes applied in place."""
     return [f"{name}={changes.get(name, json.dumps(value))}" for name, value in settings.items()]
 
 
@@ -143,7 +143,7 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 
 def report(folder: Path, left: str) -> int:
-    """Prints the table, and what is left."""
+    """Prints the table, and the remaining runs."""
     found = results(folder)
     print("| stage | seeds | accuracy, mean | accuracy with its 95 % interval, by seed |\n|---|--:|--:|---|")
     for stage in dict.fromkeys(each["stage"] for each in found):

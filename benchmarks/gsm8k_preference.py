@@ -122,7 +122,7 @@ def pair_of(answers: list[dict[str, Any]], specials: list[str]) -> dict[str, str
 
 
 def report(folder: Path, left: str) -> int:
-    """Prints the table, and what is left."""
+    """Prints the table, and the remaining runs."""
     found = results(folder)
     print("| | GSM8K with its 95 % interval | implicit reward | better longer | better shorter | minutes of steps |")
     print("|---|---|--:|--:|--:|--:|")

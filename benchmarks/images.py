@@ -107,7 +107,7 @@ def write_images(folder: Path, count: int, sides: Sequence[int] = SIDES) -> list
 
 
 def report(results: Mapping[str, Any]) -> list[str]:
-    """A table of the rollout, a table of the step, and what of it was waiting for pixel values."""
+    """A table of the rollout, a table of the step, and its time spent waiting for pixel values."""
     lines = [LARGE, ""] if "large" in results["images"] else []
     for name, section in results["images"].items():
         answers = Answers(**section["answers"])

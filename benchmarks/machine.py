@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine can do, and what it is."""
+"""The machine: its capabilities and its description."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def shape_of(model: Path) -> Shape:
 
 
 def provenance() -> dict[str, Any]:
-    """Where and from what a section of the results comes."""
+    """The origin of a section of the results."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "commit": _git("rev-parse", "--short=12", "HEAD"),
@@ -112,7 +112,7 @@ def _busy_seconds() -> float:
 
 
 def _own_seconds() -> float:
-    """Seconds of this process and of those that it started and saw end."""
+    """Seconds of this process and of its children that have ended."""
     spent = os.times()
     return spent.user + spent.system + spent.children_user + spent.children_system
 

@@ -131,8 +131,8 @@ def prepare(setting: Setting, seed: int, batch_size: int) -> Path:
 
 
 def _write_labelled(folder: Path, pairs: Sequence[Mapping[str, str]], batch_size: int) -> None:
-    """Writes the pairs as TRL's KTO reads them, in this order: of each batch the right answers, then the wrong ones, so
-    that the mismatched answers, which it takes from the row before, are those of other problems."""
+    """Writes the pairs in TRL's form for KTO, in this order: of each batch the right responses, then the wrong ones, so
+    that the mismatched responses, which it takes from the row before, belong to other prompts."""
     lines = [
         json.dumps({"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"})
         for start in range(0, len(pairs), batch_size)

@@ -28,13 +28,13 @@ MEASURED = "measured.json"  # in its folder
 
 
 def run(setting: Setting) -> dict[str, Any]:
-    """What each seed's run took and learned."""
+    """The costs and results of each seed's run."""
     files = [prepare(setting, seed) / MEASURED for seed in setting.scale.quickstart_seeds]
     return {"summaries": [json.loads(path.read_text()) for path in files if path.exists()]}
 
 
 def prepare(setting: Setting, seed: int) -> Path:
-    """A folder with what `whet quickstart` writes; at less than full size without any training. Made once."""
+    """A folder with the files of `whet quickstart`; at less than full size without any training. Made once."""
     folder = setting.scratch / f"quickstart_{seed}"
     if folder.exists():
         return folder

@@ -28,7 +28,7 @@ TRL_MAX_STEPS = 1500
 
 @dataclass(frozen=True)
 class Choice:
-    """What TRL's speed and learning depend on most, of what a user would try."""
+    """The options that matter most for TRL's speed and learning, among the ones that a user would try."""
 
     lr: float
     bf16: bool = True
@@ -103,7 +103,7 @@ def _seconds(record: Record) -> float:
 
 
 def report(results: Mapping[str, Any]) -> list[str]:
-    """The race, and what TRL was tried with."""
+    """The race, and the options tried with TRL."""
     section = results["quickstart_race"]
     lines = [
         f"From the SFT model to {section['target']:g} held-out accuracy:",

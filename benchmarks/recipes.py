@@ -83,7 +83,7 @@ def comment_of(name: str) -> str:
 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
-    """A small picture for each recipe: its curve of the first seed, before those of all others."""
+    """A small picture for each recipe: its curve of the first seed, in front of all other recipes' curves."""
     curves = {name: curve_of(next(iter(by_seed.values()))) for name, by_seed in results["recipes"].items()}
     columns = min(6, len(curves))
     rows = math.ceil(len(curves) / columns)

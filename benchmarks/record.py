@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a competitor did, and what is read from it: medians over rounds, and ratios within a round."""
+"""The records of a competitor, and numbers computed from them: medians over rounds, and ratios within a round."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Record:
 
     @property
     def start_seconds(self) -> float:
-        """What the first turn took beyond the median one: compiling, caches, first allocations."""
+        """The seconds of the first turn beyond the median one: compiling, caches, first allocations."""
         return max(0.0, float(self.warm_up[0]["seconds"]) - self.seconds)
 
     @property
@@ -36,7 +36,7 @@ class Record:
         return [float(turn[name]) for turn in self.rounds]
 
     def phases(self) -> dict[str, float]:
-        """The median seconds of each phase of a step, and of what is left of it."""
+        """The median seconds of each phase of a step, and of the rest."""
         names = dict.fromkeys(name for turn in self.rounds for name in turn["phases"])
         medians = {name: median(turn["phases"].get(name, 0.0) for turn in self.rounds) for name in names}
         rest = median(turn["seconds"] - sum(turn["phases"].values()) for turn in self.rounds)

@@ -31,7 +31,7 @@ class CommandError(Exception):
 
 @dataclass(frozen=True)
 class Revision:
-    """The files of one commit, and what a command line that the script knows is called there."""
+    """The files of one commit, and its names for the parts of a command line."""
 
     name: str
     tree: Path

@@ -96,7 +96,7 @@ def report(results: Mapping[str, Any]) -> list[str]:
 
 
 def _what(number: int, answers: int) -> str:
-    """What is wrong with an answer, if anything. Those that end processes come first."""
+    """The fault of a response, if any; the ones that end processes come first. Those that end processes come first."""
     if number % 1000 == 999:
         return "raise"
     place = number % (answers // 50) if number < answers // 10 else -1

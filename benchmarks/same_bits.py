@@ -189,7 +189,7 @@ def runs(task: Task) -> dict[str, Run]:
 
 
 class Place(NamedTuple):
-    """The place of one value: those of a step in the order in which they are written, weights last."""
+    """The place of one value: values of a step in the order of writing, weights last."""
 
     step: float
     order: int
@@ -218,7 +218,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came out for one run."""
+    """The result for one run."""
 
     values: int
     weights: int
@@ -254,7 +254,7 @@ def compare(
     renamed_names: Mapping[str, str] | None = None,
     expected: Mapping[str, str] | None = None,
 ) -> Comparison:
-    """Compares the values of one run on two commits; tables that are not given are those of this file.
+    """Compares the values of one run on two commits; tables that are not given default to this file's.
 
     Names that the run before never wrote are listed, not held against the commit; missing ones are differences.
     """
@@ -300,7 +300,7 @@ def _lines(kind: str, path: Path, file: str) -> Iterator[tuple[Place, str]]:
 
 
 def _number(text: str) -> str:
-    """A number as the file has it, told from a string of the same characters."""
+    """A number as written in the file, distinct from a string of the same characters."""
     return NUMBER + text
 
 
@@ -344,7 +344,7 @@ def prepare(revision: Revision, folder: Path) -> None:
 
 
 def take(revision: Revision, run: Run, folder: Path) -> dict[Place, str]:
-    """Makes a run on one commit, in `folder`, and reads what it wrote.  Raises: CommandError."""
+    """Makes a run on one commit, in `folder`, and reads its files.  Raises: CommandError."""
     words = [*run.words, "trainer.run_dir=run"]
     if run.is_killed:
         kill_after_steps(revision, words, folder)

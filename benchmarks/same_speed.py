@@ -73,15 +73,15 @@ def workloads(task: Path, is_quick: bool) -> dict[str, Workload]:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run took: seconds by name of the time, and its peak of resident memory."""
+    """The measurements of one run: seconds by name of the time, and its peak of resident memory."""
 
     seconds: Mapping[str, float]
     peak_bytes: int
 
 
 def lower_bound(ratios: Sequence[float], confidence: float = CONFIDENCE) -> float | None:
-    """A bound that the median of what is sampled lies above with this probability, whatever the distribution; None
-    where there are too few ratios for any.
+    """A bound below the median of the sampled distribution with this probability, whatever the distribution; None with
+    too few ratios for any.
 
     It is the k-th smallest ratio, k the largest with P(fewer than k of n fair coins fall heads) <= 1 - confidence.
     """
@@ -95,7 +95,7 @@ def lower_bound(ratios: Sequence[float], confidence: float = CONFIDENCE) -> floa
 
 
 def is_slower(ratios: Sequence[float]) -> bool:
-    """Whether the lower bound of the median ratio is above what is allowed."""
+    """Tells whether the lower bound of the median ratio exceeds the allowed one."""
     bound = lower_bound(ratios)
     return bound is not None and bound > MOST_SLOWER
 
@@ -114,7 +114,7 @@ def seconds_of(run_dir: Path, names: Sequence[str], renamed: Mapping[str, str] |
 
 
 def measure(revision: Revision, workload: Workload, folder: Path, renamed: Mapping[str, str]) -> Measured:
-    """Runs a workload on one commit, on all cores, and deletes what it wrote.  Raises: CommandError."""
+    """Runs a workload on one commit, on all cores, and deletes its files.  Raises: CommandError."""
     process = revision.start([*workload.words, "trainer.run_dir=run"], folder, threads=os.cpu_count() or 1)
     peak_bytes = finish_measured(process, folder)
     seconds = seconds_of(folder / "run", workload.times, renamed)

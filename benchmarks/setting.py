@@ -93,7 +93,7 @@ QUICK = Scale(
 
 @dataclass(frozen=True)
 class Setting:
-    """What a benchmark is given."""
+    """The arguments of a benchmark."""
 
     scale: Scale
     workload: Workload

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GRPO step with one setting changed at a time: what docs/tuning.md advises from."""
+"""A GRPO step with one setting changed at a time, the basis of docs/tuning.md."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the page of `whet view` takes with 100,000 trajectories: answers of its server, and what Chromium shows."""
+"""The times of the page of `whet view` with 100,000 trajectories: answers of its server, and display in Chromium."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def answer(url: str) -> list[float]:
 
 
 def browse(own: str, last: int) -> dict[str, float]:
-    """Seconds in Chromium by what is shown; nothing where it or playwright is not installed."""
+    """Seconds in Chromium by displayed part; empty without Chromium or playwright."""
     with suppress(ImportError):
         from playwright.sync_api import sync_playwright
 

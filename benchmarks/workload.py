@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all competitors are given: a model folder, prompts, and how long each answer is to be."""
+"""The inputs of all competitors: a model folder, prompts, and the length of each response."""
 
 from __future__ import annotations
 

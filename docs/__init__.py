@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages, and in `generate` what writes those that are made from code. No part of the wheel."""
+"""The pages, and in `generate` the code that writes some of them. Not part of the wheel."""

@@ -12,7 +12,7 @@ Answer = Callable[[socket.socket], bool]  # tells whether the connection stays o
 
 
 class ByHand:
-    """Reads a request at a time, and lets `answer` write what comes back."""
+    """Reads one request at a time, and lets `answer` write the response."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer, self.requests, self.num_connections = answer, Queue[bytes](), 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints the test files of what changed since the last commit, for `make commit`. `tests/` mirrors the code by path."""
+"""Prints the test files of the changes since the last commit, for `make commit`. `tests/` mirrors the code by path."""
 
 from __future__ import annotations
 

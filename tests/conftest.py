@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of several folders need."""
+"""Fixtures that tests of several folders need."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hides accelerators and instructions for bfloat16 without --on-device: bits and dtypes are those of the host
-    without them, wherever the suite runs."""
+    """Hides accelerators and bfloat16 instructions without --on-device, so that bits and dtypes are the same on every
+    machine."""
     if not config.getoption("--on-device"):
         os.environ.update(dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), ""))
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, by whichever test
@@ -79,14 +79,14 @@ ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILIN
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves out files of slow tests alone where none is to run: what they import takes a second of each process."""
+    """Leaves out files with only slow tests if no slow test runs: importing them takes a second in each process."""
     is_left_out = config.getoption("markexpr") == "not slow" and collection_path.suffix == ".py"
     return True if is_left_out and ALL_SLOW.search(collection_path.read_text(encoding="utf-8")) else None
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Collects no garbage while tests are collected: there is none among what they import. Several processes that run
-    all tests divide what is compiled."""
+    """Switches the garbage collector off while tests are collected, as imports leave no garbage. Processes that
+    together run all tests share the rewriting."""
     gc.disable()
     if "PYTEST_XDIST_WORKER" in os.environ and [Path(each).name for each in session.config.args] == ["tests"]:
         from tests.rewritten import rewrite_share
@@ -96,7 +96,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keeps what libraries make anew at each call, and hides what was imported from the garbage collector."""
+    """Caches objects that libraries create at each call, and hides imported objects from the garbage collector."""
     from tests.kept import keep
 
     keep()
@@ -106,7 +106,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Escapes half a surrogate pair in what a test logged: pytest-xdist sends reports as UTF-8."""
+    """Escapes half a surrogate pair in the log of a test: pytest-xdist sends reports as UTF-8."""
     report = yield
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
@@ -126,7 +126,7 @@ def frozen_objects() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where conformance suites run what they test; the host unless --on-device is given."""
+    """The device on which conformance suites run; the host unless --on-device is given."""
     from whet import devices
 
     return devices.here() if request.config.getoption("--on-device") else devices.HOST

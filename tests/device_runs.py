@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests/test_devices.py runs on the host and on the pretend accelerator."""
+"""Functions that tests/test_devices.py runs on the host and on the pretend accelerator."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def suite(arguments: list[str]) -> int:
 
 
 def doctor_gpus() -> list[tuple[str, str]]:
-    """What `whet doctor` says of accelerators."""
+    """The findings of `whet doctor` about accelerators."""
     return [(each.what, each.found.partition(" (")[0]) for each in doctor._gpus()]
 
 
@@ -91,7 +91,7 @@ def train_each(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def rules() -> list[Any]:
-    """What the pretend accelerator refuses, and what it shows of a copy that was not waited for."""
+    """The operations that the pretend accelerator refuses, and the values that it shows of an unfinished copy."""
     there, host = torch.arange(4.0, device="gpu"), torch.arange(4.0)
     refused = []
     for attempt in (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the steps of a Dockerfile in a clean Debian, without a daemon, and then commands in what came of it.
+"""Runs the steps of a Dockerfile in a clean Debian, without a daemon, and then commands in the result.
 
     python tests/dockerfile_in_root.py                             Dockerfile; then whet --help, doctor, quickstart
     python tests/dockerfile_in_root.py --build-arg EXTRAS=peft     other values of ARG
@@ -42,12 +42,12 @@ ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:
 
 
 class StepError(Exception):
-    """A step of the Dockerfile, or what it needs on this machine, that cannot be carried out."""
+    """A step of the Dockerfile, or a program that it needs on this machine, that cannot be carried out."""
 
 
 @dataclass
 class Image:
-    """What the steps so far have set, as Docker keeps it beside the files."""
+    """The settings of the steps so far, which Docker keeps beside the files."""
 
     root: Path
     build_args: Mapping[str, str]
@@ -172,7 +172,7 @@ def carry_out(image: Image, kind: str, text: str, mirror: str) -> None:
 
 
 def copy(image: Image, words: Sequence[str]) -> None:
-    """COPY: files, or what is in a folder, without what .dockerignore names at any depth (`**/NAME`)."""
+    """Carries out COPY: files, or the content of a folder, without names in .dockerignore at any depth (`**/NAME`)."""
     *sources, target = words
     if any(word.startswith("--") for word in words):
         raise StepError("options of COPY are not known here; give the owner with chown in a RUN")
@@ -199,7 +199,7 @@ def pip_of_this_machine() -> tuple[dict[str, str], list[Path], list[Path], bool]
 
 
 def missing() -> str | None:
-    """What this machine lacks, as a sentence; None where it lacks nothing."""
+    """The missing requirements of this machine, as a sentence; None without any."""
     if os.geteuid() != 0:
         return "this needs root, for debootstrap and mounts; run it with sudo, or in a container with CAP_SYS_ADMIN"
     needed = ("debootstrap", "unshare", "mount", "pivot_root", "setpriv")
@@ -232,7 +232,7 @@ def build_and_check(chosen: argparse.Namespace, root: Path) -> None:
 
 
 class Told:
-    """Prints what is done, and how long it took; adds its name to an error."""
+    """Prints the name of a step and its time; adds the name to an error."""
 
     def __init__(self, name: str) -> None:
         self.name, self.began = name, time.monotonic()
@@ -249,7 +249,7 @@ class Told:
 
 
 def main() -> int:
-    """Does what the command line says.  Returns the exit status."""
+    """Runs the command line.  Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dockerfile", nargs="?", default=str(ROOT / "Dockerfile"))
     parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE", help="value of an ARG")

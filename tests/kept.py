@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps in a process of tests what libraries make anew at each call: a program makes it once, ten thousand tests do not
-need it ten thousand times."""
+"""Caches in a process of tests the objects that libraries create at each call: a program creates them once, ten
+thousand tests do not need them ten thousand times."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def keep() -> None:
     loader.compute_defaults_list = listed.second(loader.compute_defaults_list)
     catching, loggers = cast(Any, catching_logs), Loggers()
     catching.__enter__ = lambda own: loggers.enter(own)  # a bound method would not get the object
-    if planned := sys.modules.get("whet.planning.outline"):  # small runs estimate their checkpoints
+    if planned := sys.modules.get("whet.plugins.planner.outline"):  # small runs estimate their checkpoints
         estimate = vars(planned.Outline)["moment_bytes"]
         estimate.func = kept(estimate.func, lambda own: (repr(replace(own.role, total_steps=1)), own.num_weights))
     if built := sys.modules.get("whet.rollout.build"):
@@ -96,8 +96,8 @@ class Twice:
 
 
 class Loggers:
-    """pytest's way of catching logs, which goes through all loggers (those of transformers are a thousand) six times a
-    test, for the few that hand nothing on to the root."""
+    """pytest's way of catching logs, which goes through all loggers (transformers has a thousand) six times a test, for
+    the few that do not propagate to the root."""
 
     def __init__(self) -> None:
         self.count, self.apart = 0, list[logging.Logger]()

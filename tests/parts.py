@@ -86,8 +86,8 @@ def reason_due(part: Part, last: tuple[str, str] | None, changed: Sequence[str] 
 
 
 def choose(parts: Mapping[str, Part], due: Mapping[str, str | None], minutes: float, turn: int) -> list[str]:
-    """Names of long parts that fit into the minutes: those that are due, then the others; both begin with another part
-    at another turn, so that all come about where the time is short."""
+    """Names of long parts that fit into the minutes: first parts that are due, then the others; both start with another
+    part at another turn, so that all run in time."""
     names = sorted(parts.keys() - {GATE})
     shift = turn % len(names) if names else 0
     rotated = names[shift:] + names[:shift]
@@ -143,7 +143,7 @@ def interpreter(part: Part) -> str:
 
 
 def reasons_skipped(report: str) -> list[str]:
-    """Why tests of a JUnit report were skipped, but for those that need an accelerator."""
+    """The reasons why tests of a JUnit report were skipped, except tests that need an accelerator."""
     reasons = [each.get("message", "") for each in ET.fromstring(report).iter("skipped")]
     return [reason for reason in reasons if not ACCELERATOR.search(reason)]
 
@@ -162,7 +162,7 @@ def show(parts: Mapping[str, Part]) -> None:
 
 
 def main() -> int:
-    """Does what the command line says.  Returns the exit status."""
+    """Runs the command line.  Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command")
     due = commands.add_parser("due", help="names of the parts to run")

@@ -108,7 +108,7 @@ class Pretend(torch.Tensor):
 
 
 class Everywhere(TorchDispatchMode):
-    """Sees operations without a tensor of the device too: those that make one."""
+    """Records operations without a tensor of the device too: operations that create one."""
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return dispatch(operation, args, kwargs or {})
@@ -198,7 +198,7 @@ def _note_copy(name: str, args: Any, kwargs: dict[str, Any], wanted: str | None)
 
 
 class Device(backend_registration._DummyBackendModule):
-    """What torch.get_device_module returns."""
+    """The object that torch.get_device_module returns."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float32]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divides what pytest rewrites (the `assert` of test files) among the processes of a run: each would rewrite all."""
+"""Divides pytest's rewriting (the `assert` of test files) among the processes of a run: each would rewrite all."""
 
 from __future__ import annotations
 

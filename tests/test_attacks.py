@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, qwen25_folder: Path)
 
 
 def whet(*arguments: str) -> int:
-    """Runs the command in this process and returns its exit status; what is no error of ours raises here."""
+    """Runs the command in this process and returns its exit status; any error that is not a WhetError raises here."""
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     return int(exit_.value.code or 0)
@@ -46,7 +46,7 @@ def whet(*arguments: str) -> int:
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What a command says that must be refused, in one paragraph."""
+    """The message of a command that must be refused, in one paragraph."""
 
     def run(*arguments: str, seconds: float = 30.0) -> str:
         start = time.monotonic()

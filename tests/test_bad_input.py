@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every line of docs/bad-input.md is provoked, and says what the page says.
+"""Every line of docs/bad-input.md is provoked, and the message agrees with the page.
 
-`python -m docs.generate bad_input` writes into the page what is said here."""
+`python -m docs.generate bad_input` writes these messages into the page."""
 
 from __future__ import annotations
 
@@ -46,12 +46,13 @@ from whet.environments.shipped import Gymnasium
 from whet.environments.tools.toolbox import toolbox_of, with_parser
 from whet.errors import EnvError, WhetError
 from whet.models.load import load_policy, load_tokenizer, reward_config
-from whet.planning import fit
+from whet.planning import machine
 from whet.planning.dtypes import with_dtypes
-from whet.planning.fit import check_fits
 from whet.planning.machine import FreeMemory
 from whet.plugins.inference.servers.environment import Interpreter
 from whet.plugins.inference.vllm.engine import PACKAGE
+from whet.plugins.planner import fit
+from whet.plugins.planner.fit import check_fits
 from whet.plugins.scores.judge.rubrics import Rubric
 from whet.programs.protocol import open_sandbox
 from whet.registry import ENVIRONMENTS
@@ -82,7 +83,7 @@ def outside(prompts):
 
 
 def wrong(situation: str, found: object) -> None:
-    """Compares what was said with the page, or collects it for the page."""
+    """Compares a message with the page, or collects it for the page."""
     assert situation in MESSAGES
     if COLLECT in os.environ:
         with Path(os.environ[COLLECT]).open("a", encoding="utf-8") as file:
@@ -112,7 +113,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refused(**sections: dict[str, Any]) -> WhetError:
-    """What the checks of a config say."""
+    """The messages of the checks of a config."""
     values: dict[str, Any] = {
         "model": {"path": "model"},
         "data": {"train_files": ["fine.jsonl"]},
@@ -753,11 +754,11 @@ def test_what_is_wrong_with_the_folder_of_a_run() -> None:
 def test_what_is_wrong_with_the_machine(qwen25_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_dtypes(TrainConfig.model_validate({"model": {"path": str(qwen25_folder)}}))
     for situation, name, left in (
-        ("not enough memory", "free_memory", FreeMemory(4 * 2**20, "the machine's memory")),
-        ("not enough disk", "free_disk", 2**20),
+        ("not enough memory", (fit, "free_memory"), FreeMemory(4 * 2**20, "the machine's memory")),
+        ("not enough disk", (machine, "free_disk"), 2**20),
     ):
         with monkeypatch.context() as patched, pytest.raises(WhetError) as raised:
-            patched.setattr(fit, name, lambda *_, left=left: left)
+            patched.setattr(*name, lambda *_, left=left: left)
             check_fits(setup(config), Path("mine"), setup)
         wrong(situation, str(raised.value))
 

@@ -17,11 +17,11 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from tests.docs.pages import ROOT, Block, check_command
-from tests.planning.test_scale import recipe
+from tests.plugins.planner.test_scale import recipe
 from whet.config import TrainConfig, load_config
 from whet.config.cluster import processors_of
-from whet.planning.first import bytes_of, host_bytes
-from whet.planning.scale import places
+from whet.plugins.planner.first import bytes_of, host_bytes
+from whet.plugins.planner.scale import places
 
 DOCKERFILES = ["Dockerfile", "Dockerfile.gpu"]
 JOBS = sorted((ROOT / "examples" / "kubernetes").glob("*.yaml"))
@@ -153,7 +153,7 @@ def test_the_pods_are_those_that_the_command_asks_for(job: dict[str, Any]) -> No
 
 
 def test_a_large_recipe_fits_into_its_nodes(tmp_path: Path) -> None:
-    """What its ranks keep on the host, by the formulas of the plan, beside the memory of /dev/shm."""
+    """The bytes that its ranks keep on the host, by the formulas of the plan, fit beside the memory of /dev/shm."""
     job = yaml.safe_load((ROOT / "examples" / "kubernetes" / "qwen3_235b.yaml").read_text(encoding="utf-8"))
     command = shlex.split(job["spec"]["entrypoint"])
     config, shape = recipe("qwen3_235b_a22b_math_gspo", tmp_path, command[4:])

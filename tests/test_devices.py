@@ -51,7 +51,7 @@ SLOW: dict[str, dict[str, Any]] = {
 
 
 def on_the_device(function: str, **arguments: Any) -> dict[str, Any]:
-    """What the function returns in a process where torch.accelerator finds the pretend accelerator, and its log."""
+    """The result of the function in a process where torch.accelerator finds the pretend accelerator, and its log."""
     command = [sys.executable, "-m", "tests.pretend_gpu", f"tests.device_runs:{function}", json.dumps(arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-9000:]
@@ -135,7 +135,8 @@ def test_what_is_trained_leaves_the_device_while_answers_are_sampled(runs: Any) 
 
 @pytest.mark.slow
 def test_the_pretend_accelerator_is_one(runs: Any) -> None:
-    """It raises where devices mix, where host code reads it, and for shapes; what was not waited for is no number."""
+    """The pretend accelerator raises where devices mix, where host code reads it, and for shapes; values of an
+    unfinished copy are NaN."""
     assert runs["rules"] == [["RuntimeError"] * 2 + ["TypeError", "RuntimeError"], True, [0, 2, 4, 6], [0, 1, 2]]
 
 
@@ -172,15 +173,15 @@ def test_on_a_machine_without_an_accelerator_everything_is_the_host() -> None:
 
 
 def test_no_file_names_cuda_where_it_means_the_accelerator() -> None:
-    """Only what is of CUDA itself: its version in `whet doctor`, the builds of torch and torchvision in a server's
-    environment, handles of its memory, ranges for its own profiler, which of its attention kernels torch takes, its
-    graphs, FlashAttention, where Triton compiles, torch's module of it, whose word on bfloat16 has an argument, and
-    what Megatron-Core writes out."""
+    """The exceptions belong to CUDA itself: its version in `whet doctor`, the builds of torch and torchvision in a
+    server's environment, handles of its memory, ranges for its own profiler, the choice among its attention kernels,
+    its graphs, FlashAttention, where Triton compiles, torch's module of it, whose word on bfloat16 has an argument, and
+    names that Megatron-Core writes out."""
     inside = "plugins/inference/servers/inside"
-    own = {"planning/doctor.py", "tracking/profile.py", "models/attention.py"}
-    own |= {"models/varlen.py", "models/log_probs.py", "rollout/native/columns.py"}
+    own = {"planning/doctor.py", "tracking/profile.py", "kernels/attention.py"}
+    own |= {"kernels/varlen_attention.py", "kernels/log_probs.py", "rollout/native/columns.py"}
     own |= {"devices.py", "plugins/megatron/core.py"}
-    allowed = own | {f"{inside}/sitecustomize.py", f"{inside}/whet_parts.py"}
+    allowed = own | {f"{inside}/sitecustomize.py", f"{inside}/whet_weight_parts.py"}
     named = {
         str(path.relative_to(ROOT / "whet"))
         for path in (ROOT / "whet").rglob("*.py")

@@ -116,7 +116,8 @@ def _calls(tree: ast.AST, names: Collection[str]) -> Iterator[tuple[ast.Call, st
 
 
 def _messages(tree: ast.Module) -> Iterator[str]:
-    """The strings inside errors and lines of the log, and those that the function or file assigns to names in them."""
+    """The strings inside errors and lines of the log, and strings that the function or file assigns to names in
+    them."""
     own = _assigned(statement for statement in tree.body if isinstance(statement, ast.Assign | ast.AnnAssign))
     for scope in (tree, *(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))):
         named = own if scope is tree else _assigned(scope.body)

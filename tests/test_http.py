@@ -273,7 +273,8 @@ def test_another_length_than_that_of_the_content(user: User, serve: Serve) -> No
 
 @users
 def test_a_redirect_to_elsewhere(user: User, serve: Serve) -> None:
-    """Data is fetched from where it went, without what the first server was told; nothing else is sent elsewhere."""
+    """Data is fetched from the redirect's target, without the headers for the first server; no other request is
+    redirected."""
     other = serve(sends(reply(user.fine)))
     place = f"http://127.0.0.1:{other.port}/b?token={SECRET}"
     server = serve(sends(reply(b"", "302 Found", f"Location: {place}")))

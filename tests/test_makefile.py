@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make` would do, without doing it."""
+"""The commands that `make` would run, without running them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranges of options: those that the issue of a silent run names, those of every shipped function, those of users."""
+"""Ranges of options: the ones named by the issue of a silent run, of every shipped function, of users."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from whet.algorithms.calls import call
 from whet.errors import ConfigError
 from whet.options import Finite, Share, bounds_of, fits, words
 from whet.registry import ADV_ESTIMATORS, KINDS, POLICY_LOSSES, WEIGHTS, Entry, Registry, entry_of
-from whet.trainers.hints import HINTS
+from whet.trainers.teacher import HINTS
 
 FROM_THE_LOOP = {"num_tokens", "num_sequences", "fixed_length"}  # what aggregations are given; no option of a config
 BATCH = {

@@ -19,6 +19,8 @@ VAGUE = re.compile(
 )
 # Words of earlier versions, and words of no field: the glossary (docs/glossary.md) has another for each.
 FORMER_WORDS = re.compile(r"\b(judge?ments?|settle[ds]?|settlements?|settling|seats?|payouts?)\b", re.I)
+# Words that stand for a thing without naming it. Code between backticks is left out.
+UNNAMED = re.compile(r"\b(what|those|that of|told)\b", re.I)
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -38,6 +40,16 @@ def test_a_docstring_begins_with_a_verb_or_a_noun() -> None:
     assert not vague, "\n".join(vague)
 
 
+def test_a_first_sentence_names_its_subject_and_object() -> None:
+    unnamed = [
+        f"{place}: {sentence}"
+        for place, definition, _ in definitions()
+        if (docstring := ast.get_docstring(definition))
+        and UNNAMED.search(re.sub("`[^`]*`", "", sentence := first_sentence(docstring)))
+    ]
+    assert not unnamed, "\n".join(unnamed)
+
+
 def test_pages_and_code_keep_to_the_glossary() -> None:
     files = [*(ROOT / "whet").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
     used = [f"{path}: {found[0]}" for path in files for found in FORMER_WORDS.finditer(path.read_text())]
@@ -48,6 +60,11 @@ def first_word(docstring: str) -> str:
     """The first word in small letters; "" where the docstring begins with a formula or a name in code."""
     found = re.match(r"[\"(\[]?([A-Za-z]+)(?![\w.(=^/])", docstring)
     return "" if found is None else found.group(1).lower()
+
+
+def first_sentence(docstring: str) -> str:
+    """The text up to the first full stop before white space, or up to the end of the first paragraph."""
+    return re.split(r"(?<=[.!?])\s", docstring.split("\n\n")[0], maxsplit=1)[0]
 
 
 @cache
@@ -96,7 +113,7 @@ def protocols() -> list[dict[str, bool]]:
 
 @cache
 def methods(node: ast.ClassDef) -> dict[str, bool]:
-    """The public methods of a class and of those above it, each with whether one of these classes documents it."""
+    """The public methods of a class and of its bases, each with whether one of these classes documents it."""
     found: dict[str, bool] = {}
     for base in node.bases:
         for each in classes().get(name_of(base), []):
@@ -130,6 +147,12 @@ def is_protocol(node: ast.ClassDef) -> bool:
 def test_first_words() -> None:
     docstrings = ["Returns the rows.", "What it is.", "exp(d) - d - 1 with d = x", "top_p of the rest", "(One of them)"]
     assert [first_word(each) for each in docstrings] == ["returns", "what", "", "", "one"]
+
+
+def test_first_sentences() -> None:
+    assert first_sentence("Returns 1.5\nof x.  Raises: those.") == "Returns 1.5\nof x."
+    assert first_sentence("A title without a full stop\n\nwhat follows") == "A title without a full stop"
+    assert UNNAMED.search("Reads what a run wrote.") and not UNNAMED.search("Whatever comes, somewhat later.")
 
 
 def test_a_method_is_told_by_the_class_above_it_or_by_its_protocol() -> None:

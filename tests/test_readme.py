@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README.md names what is there; tests/docs/test_code_blocks.py runs its blocks."""
+"""README.md names existing things; tests/docs/test_code_blocks.py runs its blocks."""
 
 from __future__ import annotations
 

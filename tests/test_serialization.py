@@ -185,7 +185,7 @@ def test_what_is_written_safetensors_reads(tmp_path: Path, dtype: torch.dtype) -
 
 
 def test_saving_copies_no_tensor(tmp_path: Path) -> None:
-    """Twice what is allocated in between would be seen by torch's allocator as a peak."""
+    """Twice the size, allocated in between, would show as a peak in torch's allocator."""
     state = {"weights": torch.ones(2**20)}
     with torch.profiler.profile(profile_memory=True) as profile:
         serialization.save(tmp_path / "file", state)

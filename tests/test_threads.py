@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting threads beside other programs: when they spin less, and when the user is told of slow steps."""
+"""Waiting threads beside other programs: when they spin less, and when the user gets a line about slow steps."""
 
 from __future__ import annotations
 

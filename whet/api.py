@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands as functions: rows and functions as arguments, the console's lines as on the command line.
+"""The commands as Python functions: they take rows and functions as arguments, and print like the command line.
 
 A config is given as in `whet.train("gsm8k", **{"model.path": "my_model", "rollout.n": 8})`: a recipe by name or path,
 and overrides, which are dotted keys or whole sections as mappings (`rollout={"n": 8}`). Each function raises
@@ -36,8 +36,8 @@ STANDS_FOR = {"reward": "reward.function", "data": "data.train_files", "val_data
 def run(trainer: str, recipe: Recipe = None, **arguments: object) -> Any:
     """Trains as the command of a trainer does and returns the finished run.
 
-    `trainer` is a registered name, `package.module:function` or `path/file.py:function`. Of the arguments the trainer
-    takes those that its signature names (data=, ...); the others are overrides."""
+    `trainer` is a registered name, `package.module:function` or `path/file.py:function`. Arguments that the trainer's
+    signature names (data=, ...) go to the trainer; the others are overrides."""
     from whet.config.commands import schema_of
     from whet.registry import trainer_of
     from whet.threads import yield_soon
@@ -91,7 +91,7 @@ def train_reward(
 def evaluate(
     recipe: Recipe = None, *, reward: Callable[..., Any] | None = None, data: Rows | None = None, **overrides: Any
 ) -> Evaluation:
-    """Evaluates a model as `whet eval` does, shows its tables, and returns the metrics and the scored responses.
+    """Evaluates a model as `whet eval` does, prints its tables, and returns the metrics and the scored responses.
 
     `reward` and `data` stand in for `reward.function` and `data.val_files`."""
     from whet.cli.evaluate import evaluated
@@ -106,7 +106,7 @@ def evaluate(
 def generate(recipe: Recipe = None, *, data: Rows | None = None, **overrides: Any) -> list[dict[str, Any]]:
     """Samples responses as `whet generate` does and returns the lines of its file, in the order of the prompts.
 
-    `data` stands in for `input`. Without `output` nothing is kept on disk."""
+    `data` stands in for `input`. Without `output` no file is kept."""
     from whet.cli.evaluate import generated
     from whet.config import GenerateConfig
 
@@ -131,11 +131,11 @@ def export(
     private: bool = False,
 ) -> Path:
     """Exports the model of a checkpoint, or of a run's newest one, as a Hugging Face folder.  Returns `out`.
-    `checkpoint` is a folder, or what `whet.train` returned.
+    `checkpoint` is a folder, or the run that `whet.train` returned.
 
     `adapter` writes only the trained adapter, in peft's format; `base` is the path of its base model, if it has moved;
-    `dtype` is that of the written weights, by default that of the run's rollout, without a rollout float32.
-    The folder is uploaded to the repository `hub` (owner/name), which is made where it is missing."""
+    `dtype` is the dtype of the written weights, by default the rollout's, without a rollout float32. The folder is
+    uploaded to the repository `hub` (owner/name), which is created if it is missing."""
     from whet.checkpoints.export import export as write
 
     with _argument("checkpoint"):
@@ -157,9 +157,9 @@ def plot(
 ) -> Drawing:
     """Draws metrics of one or several runs as `whet plot` does.  Returns the matplotlib figure, which notebooks show.
 
-    `runs` are folders of runs, folders with runs, or what `whet.train`, `whet.run`, ... returned.
-    `metrics` are names and patterns (`val/*`), by default the main ones. `output` is a PNG file to write as well.
-    Raises: DataError naming the argument."""
+    `runs` are folders of runs, folders with runs, or the runs that `whet.train`, `whet.run`, ... returned. `metrics`
+    are names and patterns (`val/*`), by default the main ones. `output` is a PNG file to write as well.  Raises:
+    DataError naming the argument."""
     from whet.cli.runs import check_png, drawn, with_metrics
 
     if output is not None:
@@ -188,7 +188,7 @@ def _run_folder(made: Any) -> Path:
 
 @contextmanager
 def _argument(name: str, kind: type[WhetError] | tuple[()] = DataError) -> Iterator[None]:
-    """Names the argument in errors of a kind."""
+    """Adds the name of the argument to errors of a kind."""
     try:
         yield
     except kind as error:
@@ -209,7 +209,7 @@ def _config(schema: Any, recipe: Recipe, overrides: Mapping[str, Any], **objects
 
 @contextmanager
 def _lines(config: Any = None) -> Iterator[None]:
-    """Prints the lines of a command: records of the log and, of a training, progress and the table at the end."""
+    """Prints the lines of a command: log records and, for a training, progress and the table at the end."""
     from whet.cli.app import CONSOLE
     from whet.cli.train import shown
 

@@ -45,7 +45,7 @@ def check_columns(tensors: Tensors, objects: Mapping[str, ObjectArray], batch_si
 
 
 def twice(names: Sequence[str]) -> DataError:
-    """The error for names of columns of both kinds."""
+    """The error for a name used by both a tensor column and an object column."""
     return DataError("columns", f"{names} are both a tensor and an object column", change="rename one of each")
 
 

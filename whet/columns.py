@@ -45,7 +45,7 @@ class Column:
 
 
 def _read() -> Iterator[Column]:
-    """Yields the columns of columns.csv, which sets no field that has its default."""
+    """Yields the columns of columns.csv; fields that it leaves out have their defaults."""
     with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             given: dict[str, Any] = {name: text for name, text in row.items() if text}

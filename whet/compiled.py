@@ -45,7 +45,7 @@ def library(source: Path) -> ctypes.CDLL | None:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of what whet makes once for a user."""
+    """Returns the cache folder of the user, for compiled kernels and other files that whet makes once."""
     folder = os.environ.get("WHET_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(folder) / "whet"
 
@@ -69,7 +69,7 @@ def _compile(compiler: str, source: Path, library: Path) -> None:
 
 
 def _is_whole(library: Path) -> bool:
-    """Tells whether a library file ends in the checksum of its content: loading a truncated one crashes the process."""
+    """Tells whether a library file ends with its content's checksum: a truncated one would crash the process."""
     content = library.read_bytes() if library.exists() else b""
     return hashlib.sha256(content[:-CHECKSUM_BYTES]).digest() == content[-CHECKSUM_BYTES:]
 

@@ -39,10 +39,10 @@ def here() -> torch.device:
 
 
 def bfloat16_instructions() -> list[str]:
-    """The processor's instructions for products of bfloat16 that torch uses; empty where it has to do without.
+    """The processor's instructions for bfloat16 products that torch uses; empty without any.
 
-    As torch does, this obeys ATEN_CPU_CAPABILITY (of its kernels) and ONEDNN_MAX_CPU_ISA (of its products). AVX-512
-    alone multiplies no bfloat16."""
+    Like torch, this obeys ATEN_CPU_CAPABILITY (for kernels) and ONEDNN_MAX_CPU_ISA (for products). AVX-512 alone
+    multiplies no bfloat16."""
     found = BFLOAT16 & {*instruction_set().split()}
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
     has_wide = "bf16" in found or torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -50,7 +50,7 @@ def bfloat16_instructions() -> list[str]:
 
 
 def accelerates_bfloat16() -> bool:
-    """Tells whether the accelerator multiplies bfloat16 itself; older ones convert every number."""
+    """Tells whether the accelerator multiplies bfloat16 in hardware; older ones convert every number."""
     kind = torch.accelerator.current_accelerator()
     module = None if kind is None else torch.get_device_module(kind)
     return bool(module.is_bf16_supported(including_emulation=False)) if module is torch.cuda else module is not None
@@ -66,7 +66,7 @@ class MemoryUse(NamedTuple):
 
 
 def memory(device: torch.device | int) -> MemoryUse | None:
-    """The memory of an accelerator; None of the host, and of a kind that does not report it."""
+    """The memory of an accelerator; None for the host, and for accelerators that do not report it."""
     if device == HOST:
         return None
     try:
@@ -86,7 +86,7 @@ def take_share(share: float) -> None:
 
 
 def needed_for_tensors(tensor_bytes: int) -> int:
-    """The bytes of an accelerator that a process with so many bytes of tensors needs."""
+    """The bytes of accelerator memory that a process with `tensor_bytes` of tensors needs."""
     return LIBRARY_BYTES + round(ALLOCATED * tensor_bytes)
 
 
@@ -97,7 +97,7 @@ def room_for_tensors(device_bytes: float) -> float:
 
 @cache
 def runs_triton(device: torch.device, otherwise: str) -> bool:
-    """Tells whether Triton compiles for the device; the log says once what happens otherwise on an accelerator."""
+    """Tells whether Triton compiles for the device; if not, an accelerator warns once of the fallback `otherwise`."""
     if device.type == "cuda" and find_spec("triton") is not None:
         return True
     if device != HOST:

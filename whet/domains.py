@@ -37,14 +37,14 @@ class Domains:
 
     @classmethod
     def of_config(cls, reward: RewardConfig, *, has_function: bool = False) -> Domains:
-        """The domains of a config; `has_function` says that a function object was given for all other rows."""
+        """The domains of a config; `has_function` tells that a reward function was passed for all other rows."""
         named = {name: [name] if each.sources is None else each.sources for name, each in reward.domains.items()}
         takes_others = bool(named) and (has_function or bool(reward.function))
         return cls({**named, OTHERS: ["*"]} if takes_others else named)
 
     def of(self, row: HasSource) -> str:
-        """The domain of a row: that in its field `domain`, else the first one with a pattern that its data source
-        matches; "" where there are no domains.  Raises: DataError for a row of no domain."""
+        """The domain of a row: its field `domain`, else the first domain with a pattern that matches its data source;
+        "" without domains.  Raises: DataError for a row of no domain."""
         if not self.sources:
             return ""
         named = row.extra_info.get(FIELD)

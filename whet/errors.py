@@ -41,9 +41,9 @@ CHECKOUT = Path(__file__).parents[1]  # or site-packages, which has no pyproject
 class WhetError(Exception):
     """The root of every error that whet raises on purpose: four facts as data, made into words by `__str__` alone.
 
-    key: the config key, file and row, option, function or worker that is wrong. found: the value there, None where it
-    is not set, or a fact in words. expected: the values that are valid. change: the correction. Tests and callers read
-    these fields; the words may change with every version. `others` are further errors that were found with this one."""
+    key: the config key, file and row, option, function or worker that is wrong. found: the value there, None if unset,
+    or a fact in words. expected: the values that are valid. change: the correction. Tests and callers read these
+    fields; the words may change with every version. `others` are further errors found in the same check."""
 
     def __init__(self, key: str, found: object = "", expected: str = "", change: str = "") -> None:
         super().__init__(key, found, expected, change)  # as arguments, which a pickle keeps
@@ -62,7 +62,7 @@ class WhetError(Exception):
         return "\n".join(("; ".join(filter(None, parts)), *map(str, self.others)))
 
     def at(self, place: str) -> Self:
-        """Returns the same error with a place before its key: the file of a row, the argument of a function."""
+        """Returns the error with a place before its key: the file of a row, the argument of a function."""
         moved = copy.copy(self)
         moved.key = ": ".join(filter(None, (place, self.key)))
         moved.others = tuple(other.at(place) for other in self.others)
@@ -96,7 +96,7 @@ class RegistryError(WhetError, LookupError):
 
 class RewardError(WhetError, RuntimeError):
     """A reward function of unknown form, or with an unusable result (the failure of one trajectory is data instead).
-    `parts` are numbers to report of a failed call, such as the tokens that a judge used."""
+    `parts` are numbers to report about a failed call, such as the tokens that a judge used."""
 
     parts: Mapping[str, float] = {}
 
@@ -114,11 +114,11 @@ class EngineError(WhetError, RuntimeError):
 
 
 class LostReplicaError(EngineError):
-    """A rollout engine whose server is gone or hangs, and can be started again."""
+    """A rollout engine whose server died or hangs, and can be started again."""
 
 
 class WeightSyncError(WhetError, RuntimeError):
-    """Weights of the rollout that differ from those of the trainer; the message names version and weight."""
+    """Weights of the rollout that differ from the trainer's; the message names version and weight."""
 
 
 class WorkerError(WhetError, RuntimeError):
@@ -126,7 +126,7 @@ class WorkerError(WhetError, RuntimeError):
 
 
 class LostWorkerError(WorkerError):
-    """A worker whose process died, or whose node is gone or cannot be reached."""
+    """A worker whose process died, or whose node is lost."""
 
 
 class DeadlineError(WhetError, TimeoutError):
@@ -151,7 +151,7 @@ class ToolError(WhetError, RuntimeError):
 
 @contextmanager
 def no_exit() -> Iterator[None]:
-    """Marks a call in which nothing may end the process.  Raises: WhetError where a user's code does, naming it."""
+    """Marks a call in which nothing may end the process.  Raises: WhetError if a user's code calls sys.exit."""
     try:
         yield
     except SystemExit as error:
@@ -183,7 +183,7 @@ def last_line(error: BaseException) -> tuple[str, int]:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, quoted: bool = True, most: int = 1) -> str:
-    """Returns a hint with the `most` known names that are nearest to a name, or `otherwise` where none is near."""
+    """Returns a hint with the `most` known names that are nearest to a name, or `otherwise` if none is near."""
     names = list(known)
     near = difflib.get_close_matches(name, names, n=most) or [e for e in names if name.startswith(f"{e}_")][:most]
     return f"did you mean {' or '.join(map(repr, near) if quoted else near)}?" if near else otherwise
@@ -191,7 +191,7 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, quoted
 
 @contextmanager
 def of_extra(extra: str, *modules: str) -> Iterator[None]:
-    """Names the extra whose packages are missing where one of these modules is.  Raises: ConfigError."""
+    """Adds the extra to install to the error of a missing module among `modules`.  Raises: ConfigError."""
     try:
         yield
     except ImportError as error:

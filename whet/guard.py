@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests that the HTTP servers of whet refuse before they read them; nothing of a web framework is imported."""
+"""Checks with which whet's HTTP servers refuse requests before reading them; imports no web framework."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ HEAD_SECONDS = 15.0  # for the head of a request to come; a connection without o
 
 
 def is_own(host: str, own: str) -> bool:
-    """Tells whether a Host header is the name that the server was given, localhost, the name of this machine, or an
-    address: the name of a site that resolves to this machine is none of these."""
+    """Tells whether a Host header names this server: its given name, localhost, the machine's name, or an address. The
+    name of a site that resolves to this machine is none of these."""
     name = re.sub(r":\d*$", "", host).strip("[]").lower()
     try:
         ipaddress.ip_address(name)
@@ -31,7 +31,7 @@ def is_own(host: str, own: str) -> bool:
 
 
 class RefusedError(Exception):
-    """A request that is not read on, with the HTTP status that says so."""
+    """Raised for a request that is not read any further, with the HTTP status of the refusal."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -39,8 +39,8 @@ class RefusedError(Exception):
 
 
 def check_client(headers: Mapping[str, str], own: str, api_key: str | None) -> None:
-    """Raises: RefusedError for a request without the API key, or, where the server has none, from a web page of another
-    site, by its own name or by one that resolves to this machine."""
+    """Raises: RefusedError for a request without the API key or, if the server has no key, from another site's web
+    page, under its own name or a name that resolves to this machine."""
     if api_key:
         given = headers.get("authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
@@ -60,8 +60,8 @@ async def read_body(
     seconds: float,
     expected: str = "application/json",
 ) -> bytes:
-    """The body of a request.  Raises: RefusedError for one that is too large, too slow, or not of the `expected` type,
-    JSON or another that no page in a browser sends to another origin unasked."""
+    """The body of a request.  Raises: RefusedError for one that is too large, too slow, or not of the `expected` type:
+    JSON, or another that a page in a browser cannot send to another origin unasked."""
     kind, body = headers.get("content-type", "").partition(";")[0].strip().lower(), bytearray()
     if kind != expected:
         raise RefusedError(415, f"the content type is {kind or 'missing'}; send Content-Type: {expected}")
@@ -77,10 +77,10 @@ async def read_body(
 
 
 def with_deadline(protocol: Any) -> Any:
-    """A protocol of uvicorn that closes connections on which no whole head of a request comes in time."""
+    """A uvicorn protocol that closes connections on which the head of a request does not arrive in time."""
 
     class WithDeadline(protocol):  # type: ignore[misc]
-        """Compares its request with that of the look before."""
+        """Closes a connection if it still waits in the same request as at the last check."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)

@@ -57,7 +57,7 @@ def bounded(seconds: float = SECONDS) -> Iterator[None]:
 
 
 def cause(error: Exception) -> str:
-    """The message of the error that ended a block; a MemoryError has none of its own."""
+    """The message of the error that ended a block; a MemoryError brings none."""
     if isinstance(error, MemoryError):
         return f"it needs more than {NUM_BYTES >> 30} GiB of memory"
     return str(error).rstrip(".")

@@ -2,9 +2,8 @@
 """The plugins that ship with whet, and the names that they offer.
 
 A plugin is a folder of `whet/plugins/` with a manifest, `plugin.toml`, which is read without importing the plugin: a
-table for each kind (`command`, `reward`, ..., as in the group `whet.KIND` of entry points) with targets by name. A
-folder that is deleted takes its names with it; `plugin_names.csv` then still says where they came from.
-"""
+table for each kind (`command`, `reward`, ..., as in the group `whet.KIND` of entry points) with targets by name.
+Deleting the folder removes its names; `plugin_names.csv` then still has the plugin of each name."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ NAMES = Path(__file__).parent / "plugin_names.csv"
 
 @cache
 def manifests() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
-    """Targets (`package.module:function`) by plugin, kind and name, of the plugins that are there."""
+    """Targets (`package.module:function`) by plugin, kind and name, for the plugins that are installed."""
     found = dict[str, Any]()
     for path in sorted(PLUGINS.glob("*/plugin.toml")):
         try:
@@ -55,7 +54,7 @@ def absent(name: str, plugin: str) -> RegistryError:
 
 
 def missing_plugin(kind: str, name: str) -> str:
-    """Returns the plugin that offers a name and is not there; "" where no plugin of whet does."""
+    """Returns the missing plugin that offers a name; "" if no plugin of whet offers it."""
     with NAMES.open(encoding="utf-8", newline="") as file:
         plugins = {(row["kind"], row["name"]): row["plugin"] for row in csv.DictReader(file)}
     plugin = plugins.get((kind, name), "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics: collects numbers by name and reduces them to the number of a step."""
+"""Metrics: collects numbers by name and reduces them to one number for each step."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Reduction = Literal["mean", "sum", "max", "min", "seconds"]
 
 
 class Metrics:
-    """Collects numbers by name (`area/what`), each with a reduction, which the caller that records it chooses.
+    """Collects numbers by name (`area/name`), each with a reduction that the caller chooses.
 
     `reduce` gives the same bits however the numbers are split (over micro-batches, workers) and in whatever order they
-    are merged: every number is kept until then, and sums are exactly rounded. A value may be a 0-d tensor on any
-    device: it is copied there, and the host reads all of them at once in `reduce`. A NaN makes the metric NaN, unless
-    its weight is 0. A collector belongs to one thread, and is pickled as plain floats.
+    are merged: all numbers are kept until `reduce`, and sums are exactly rounded. A value may be a 0-d tensor on any
+    device: it is copied on the device, and the host reads all of them at once in `reduce`. A NaN makes the metric NaN,
+    unless its weight is 0. A collector belongs to one thread, and is pickled as plain floats.
 
     Raises: ValueError for a name with two reductions, for a value that is not one number, for a negative weight.
     """
@@ -84,7 +84,7 @@ class Metrics:
         return None if series is None else _reduce(name, series.reduction, _on_host({name: series})[name])
 
     def timings(self) -> dict[str, float]:
-        """The seconds by name, sorted; not part of `reduce`, whose numbers are equal in every repeat of a run."""
+        """The seconds by name, sorted; kept apart from `reduce`, whose numbers are equal in every repeat of a run."""
         return self._reduced(timings=True)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules under their names of version 0.3: imported, they are the modules of today, with a warning."""
+"""Old names of modules (version 0.3): importing one gives the module under its new name, with a warning."""
 
 from __future__ import annotations
 
@@ -14,15 +14,29 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 MOVED = {  # by the old name of a file or folder
+    **{
+        f"whet.config.{name}": f"whet.plugins.migration.{name}"
+        for name in ("convert", "convert_units", "foreign", "foreign_files", "foreign_python")
+    },
+    **{f"whet.config.foreign_{name}": f"whet.plugins.migration.foreign_{name}" for name in ("shell", "shell_language")},
     "whet.data.drawn": "whet.plugins.lessons.drawn",
     **{f"whet.tracking.{name}": f"whet.plugins.trackers.{name}" for name in ("mlflow", "swanlab", "trackio", "wandb")},
     "whet.data.pickled": "whet.data.sources",
+    "whet.cli.plan_page": "whet.plugins.planner.plan_page",
+    "whet.engines.compact_adamw": "whet.kernels.compact_adamw",
+    "whet.engines.compact_kernels": "whet.kernels.compact_adamw_triton",
     "whet.cli.serve": "whet.plugins.serving.command",
     "whet.engines.megatron": "whet.plugins.megatron",
     "whet.evaluation.lm_eval": "whet.plugins.lm_eval.model",
+    **{f"whet.models.{name}": f"whet.kernels.{name}" for name in ("compiled_layers", "fused", "linear", "log_probs")},
     "whet.models.encoders.cache": "whet.models.encoders.base",
+    "whet.models.fixed": "whet.models.batch_invariant",
+    "whet.models.fixed_kernels": "whet.kernels.batch_invariant_triton",
+    "whet.models.head_kernels": "whet.kernels.log_probs_triton",
     "whet.models.init": "whet.plugins.lessons.init_model",
     "whet.models.init_vision": "whet.plugins.lessons.init_model",
+    "whet.protocol": "whet.plugins.migration.protocol",
+    **{f"whet.rewards.{name}": f"whet.plugins.migration.{name}" for name in ("data_proto", "managers")},
     **{f"whet.rewards.{name}": f"whet.plugins.scores.{name}" for name in ("auto", "check", "code", "ifeval", "judge")},
     **{
         f"whet.rewards.{name}": f"whet.plugins.scores.{name}"
@@ -36,8 +50,12 @@ MOVED = {  # by the old name of a file or folder
     "whet.sandbox.inside.whet_tester": "whet.programs.inside.whet_tester",
     "whet.serving": "whet.plugins.serving",
     "whet.serving.sandbox": "whet.plugins.sandbox.server",
+    "whet.rollout.servers.words": "whet.plugins.inference.servers.wire_protocol",
     "whet.trainers.certify": "whet.plugins.proofs.certify",
+    "whet.trainers.hints": "whet.trainers.teacher",
     "whet.trainers.judge": "whet.plugins.scores.judge.role",
+    "whet.trainers.measure": "whet.trainers.batch_metrics",
+    "whet.trainers.measured": "whet.trainers.telemetry",
     "whet.trainers.quickstart": "whet.plugins.lessons.quickstart",
     "whet.trainers.quickstart_images": "whet.plugins.lessons.quickstart_images",
     "whet.trainers.quickstart_pretrained": "whet.plugins.lessons.quickstart_pretrained",
@@ -49,7 +67,7 @@ class OldNames:
     """Finds modules by their old names."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Returns the spec of a module that moved, None for any other."""
+        """Returns the spec of a module that moved; None for any other module."""
         if not name.startswith("whet.") or (new := new_name(name)) == name:
             return None
         try:
@@ -59,7 +77,7 @@ class OldNames:
         return None if found is None else ModuleSpec(name, self, origin=new)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Returns the module of today."""
+        """Returns the module under its new name."""
         assert spec.origin is not None
         if spec.name in MOVED:
             log.warning("%s is now %s: the next version will not know the old name", spec.name, spec.origin)
@@ -68,13 +86,13 @@ class OldNames:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leaves the module as it is: its import was `create_module`."""
+        """Does nothing: `create_module` has already imported the module."""
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
 
 
 def new_name(name: str) -> str:
-    """Returns the name of a module today, which for most is the same."""
+    """Returns the new name of a module; most names have not changed."""
     parts = name.split(".")
     for length in range(len(parts), 1, -1):
         if (new := MOVED.get(".".join(parts[:length]))) is not None:
@@ -83,7 +101,7 @@ def new_name(name: str) -> str:
 
 
 def today(value: Any) -> Any:
-    """Returns a value of a config with the names of today for modules in it (`package.module:name`)."""
+    """Returns a value of a config with new names for modules in it (`package.module:name`)."""
     if isinstance(value, str) and value.startswith("whet."):
         module, colon, name = value.partition(":")
         return f"{new_name(module)}{colon}{name}"

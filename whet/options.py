@@ -43,8 +43,8 @@ WORDS: dict[object, str] = {
 
 
 def read(annotation: object, names: Mapping[str, object] | None = None) -> Any:
-    """Evaluates an annotation that may be text; Any if it has a name that is not in `names`. Without `names` it belongs
-    to a shipped function, which is read from its source and uses the names of this module."""
+    """Evaluates an annotation that may be text; Any if it uses a name that is not in `names`. Without `names` the
+    annotation belongs to a shipped function, is read from its source and uses the names of this module."""
     if not isinstance(annotation, str):
         return annotation
     try:
@@ -90,7 +90,7 @@ def fits(value: object, annotation: object) -> bool:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Tells whether a value is a number, finite or not; True and False are none."""
+    """Tells whether a value is a number, finite or not; True and False do not count."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

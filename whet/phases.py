@@ -27,7 +27,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """Announces the block to profilers alone: a part of a phase, in any process; free where nobody profiles."""
+    """Announces the block to profilers only: a part of a phase, in any process; costs nothing without a profiler."""
     return _profiled(name) if _profilers else NOBODY
 
 
@@ -68,7 +68,7 @@ def watching(watch: Watch, counter: Counter = lambda done, total, note: None) ->
 
 
 def counting(items: Iterable[T]) -> Iterator[T]:
-    """Yields the items, and counts those that are done."""
+    """Yields the items, and announces after each how many are done."""
     given = list(items)
     for done, item in enumerate(given, 1):
         yield item

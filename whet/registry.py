@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registries of functions, named by a registered name, `package.module:function` or `path/file.py:function`.
+"""Registries of functions, found by a registered name, `package.module:function` or `path/file.py:function`.
 
 The signature of a function is its schema. Parameters before `*` are batch columns, parameters after it are options with
 their defaults, types and ranges (`whet.options`). A signature without `*` has verl's form: parameters with a default
@@ -60,7 +60,7 @@ class Resolved(dict[str, Any]):
 
 @cache
 def warn_of(old: str, new: str, where: str) -> None:
-    """Warns of an option's earlier name, once in a process."""
+    """Warns of an option's former name, once in a process."""
     log.warning("%s: %s is now called %s: the next version will not know the old name", where, old, new)
 
 
@@ -95,24 +95,24 @@ class Entry:
         return self.function if self.function is not None else load_target(self.target)
 
     def marked(self, mark: str) -> Any:
-        """The function or class that a mark is, or names as `package.module:name`.  Raises: RegistryError."""
+        """The function or class in a mark, also if the mark is text, `package.module:name`.  Raises: RegistryError."""
         if mark not in self.marks:
             raise RegistryError(f"{self.kind} {self.name!r}", f"has no {mark}", "", f"register it with {mark}=...")
         return found if callable(found := self.marks[mark]) else load_target(found)
 
     def check_row(self, *row: Any) -> None:
-        """Checks the ground truth of a row, (ground truth, extra_info, data_source), with the function that the mark
-        `rows_checked_by` names, if there is one.  Raises: what that function raises."""
+        """Checks a row (ground truth, extra_info, data_source) with the function that `rows_checked_by`, a mark, names.
+        Raises: the errors of this function."""
         if "rows_checked_by" in self.marks:
             self.marked("rows_checked_by")(*row)
 
     def make(self, supplied: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-        """Calls the function with the values in `supplied` that its parameters before `*` name, and with `options`."""
+        """Calls the function with the values of `supplied` that it has as parameters before `*`, and with `options`."""
         return self.load()(*(supplied[name] for name in self.parameters), **options)
 
     def resolve_options(self, given: Mapping[str, Any], where: str) -> Resolved:
-        """Completes `given` options with defaults, without those that the caller supplies. `where` is the config key
-        for errors.  Raises: ConfigError."""
+        """Completes `given` options with defaults, without the options that the caller supplies. `where` is the config
+        key for errors.  Raises: ConfigError."""
         given = dict(given)
         for old in [name for name in given if name in FORMER and name not in self.options]:
             new, values = FORMER[old]
@@ -166,7 +166,7 @@ class Registry:
         *,
         has_foreign_form: bool = True,
     ) -> None:
-        """`supplied` are the allowed parameters before `*`; None means columns of a batch, or any."""
+        """`supplied` are the allowed parameters before `*`; None allows columns of a batch, or any."""
         self.kind, self.folder, self.decorator, self.supplied = kind, folder, decorator, supplied
         self.has_foreign_form = has_foreign_form
         self._live: dict[str, Entry] = {}
@@ -287,8 +287,8 @@ def entry_of(
 
 
 def trainer_of(command: str) -> Entry:
-    """The trainer of a command. One that does not ship with whet has the name that is written after `whet`: that of its
-    entry point, or its place.  Raises: RegistryError."""
+    """The trainer of a command. The command of a trainer from outside is its entry point's name, or its target.
+    Raises: RegistryError."""
     entry = TRAINERS[command]
     location, colon, name = command.rpartition(":")
     whole = str(Path(location).expanduser().resolve()) if location.endswith(".py") else location
@@ -350,12 +350,12 @@ def _decorated_in(path: Path) -> list[tuple[str, Definition, ast.Call, str]]:
 
 
 def _module_file(target: str) -> Path:
-    """The file of a target of whet."""
+    """The source file of a target in whet."""
     return PACKAGE.parent.joinpath(*target.partition(":")[0].split(".")).with_suffix(".py")
 
 
 def _without_body(node: Definition) -> Callable[..., Any]:
-    """Makes the function or class with only its signature and docstring, without importing its file."""
+    """Makes a function or class from a definition's signature and docstring, without importing its file."""
 
     def strip(each: Definition) -> ast.stmt:
         made = [strip(inner) for inner in each.body if isinstance(inner, ast.FunctionDef) and inner.name == "__init__"]
@@ -405,7 +405,10 @@ TRAINERS = Registry("trainer", "trainers", "register_trainer", ("config",))  # m
 PROVIDERS = Registry("provider of a column", "trainers", "register_provider", ("batch", "sources"))  # names: columns
 TRACKERS = Registry("tracker", "tracking", "register_tracker", ("run",))  # marks: package
 SANDBOXES = Registry("sandbox", "programs", "register_sandbox", ("address",))
+PLANNERS = Registry("planner", "planning", "register_planner", ())
 COMMANDS = Registry("command", "cli", "register_command")  # of plugins; marks: panel, settings, exits
+# Of plugins: `config`, `key` (advice on names of other systems), `data_proto`, `manager`, `imports` (of reward files).
+FOREIGN = Registry("foreign form", "rewards", "register_foreign", has_foreign_form=False)
 
 register_adv_est = ADV_ESTIMATORS.register
 register_policy_loss = POLICY_LOSSES.register
@@ -430,4 +433,6 @@ register_encoder = ENCODERS.register
 register_trainer = TRAINERS.register
 register_tracker = TRACKERS.register
 register_sandbox = SANDBOXES.register
+register_planner = PLANNERS.register
 register_command = COMMANDS.register
+register_foreign = FOREIGN.register

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equality of scores but for rounding: 0.1 + 0.2 + 0.3 and 0.3 + 0.2 + 0.1 are one score, as floats and as float32.
+"""Equality of scores up to rounding: 0.1 + 0.2 + 0.3 and 0.3 + 0.2 + 0.1 count as one score, as floats and as float32.
 
-A group of such scores has nothing to learn from. Imports no torch: score functions and filters use it."""
+A group of equal scores gives no signal. Imports no torch: score functions and filters use it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ RELATIVE, ABSOLUTE = 5e-7, 1e-7
 
 
 def alike(one: float, other: float) -> bool:
-    """Tells whether two scores are equal but for rounding."""
+    """Tells whether two scores are equal up to rounding."""
     return isclose(one, other, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
 
 
 def all_alike(values: Sequence[float]) -> bool:
-    """Tells whether the values of a group are equal but for rounding; so is a group of one, or of none."""
+    """Tells whether the values of a group are equal up to rounding; true for fewer than two values."""
     return not values or alike(min(values), max(values))
 
 
 def reaches(value: float, threshold: float) -> bool:
-    """value >= threshold, but for rounding."""
+    """value >= threshold, up to rounding."""
     return value >= threshold or alike(value, threshold)

@@ -51,7 +51,7 @@ def dumps(value: object) -> tuple[memoryview, list[pickle.PickleBuffer]]:
 
 
 class OutOfBand:
-    """Wraps a value for any pickle: bytes of its tensors become protocol 5 buffers; loading gives the value itself."""
+    """Wraps a value for any pickle: bytes of its tensors become protocol 5 buffers; loading returns the value."""
 
     def __init__(self, value: object) -> None:
         self._value = value
@@ -97,8 +97,8 @@ def load(path: str | os.PathLike[str]) -> Any:
 
 
 def fits(saved: object, own: object) -> bool:
-    """Tells whether a saved value has the kind of one's own, so that what is restored fails at once or not at all:
-    numbers for numbers, texts for texts, and so on in dicts and lists. Anything fits None."""
+    """Tells whether a saved value has the same kind as the run's own, so that a wrong state fails before anything is
+    restored: numbers match numbers, texts match texts, also inside dicts and lists. Anything fits None."""
     match own:
         case None:
             return True
@@ -112,7 +112,7 @@ def fits(saved: object, own: object) -> bool:
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Moves tensors to the host, and copies those that share storage, which safetensors does not allow."""
+    """Moves tensors to the host, and copies tensors that share storage, which safetensors does not allow."""
     hosted = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     owners = Counter(tensor.untyped_storage().data_ptr() for tensor in hosted.values())
 
@@ -131,7 +131,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _octets(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """The bytes of a tensor, as a view of its memory where that is contiguous and on the host."""
+    """The bytes of a tensor; a view of its memory if that is contiguous and on the host."""
     tensor = tensor.detach().cpu().contiguous()
     # A tensor of one element is contiguous with any stride, and only stride 1 can be viewed as bytes.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting threads of torch: how long they spin before they release the processor, alone and beside other programs.
+"""Waiting threads of torch: how long they spin before they release the processor, alone and next to other programs.
 
 The number of threads depends on the machine alone, so that two runs have equal bits."""
 
@@ -44,7 +44,7 @@ def spinning() -> str:
 
 
 class Contention:
-    """Lets waiting threads release the processor almost at once while other programs want it, and tells of slow steps
+    """Lets waiting threads release the processor almost at once while other programs want it, and reports slow steps
     (`python -m benchmarks beside`)."""
 
     def __init__(self) -> None:
@@ -55,11 +55,11 @@ class Contention:
         self.begin()
 
     def begin(self) -> None:
-        """Notes the start of a step."""
+        """Records the start of a step."""
         self._began = time.monotonic(), waited_seconds()
 
     def end(self) -> None:
-        """Takes the step since `begin`."""
+        """Records the end of the step that `begin` started."""
         seconds, waited = time.monotonic() - self._began[0], waited_seconds() - self._began[1]
         if slow := self.note(seconds, waited / max(1e-9, seconds)):
             log.warning("%s", slow)
@@ -71,8 +71,8 @@ class Contention:
         self._crowd = None
 
     def note(self, seconds: float, waited: float) -> str:
-        """Takes the seconds of a step, and the share of them in which it waited for a processor.  Returns a line for
-        the user where steps became slow; "" otherwise."""
+        """Records the seconds of a step, and the share of them spent waiting for a processor.  Returns a line for the
+        user if steps became slow; "" otherwise."""
         if waited > WAITS and self._crowd is None and os.environ.get("GOMP_SPINCOUNT") == SPINS["GOMP_SPINCOUNT"]:
             self._crowd = crowd()
         elif self._crowd is not None and waited < WAITS_NO_MORE:
@@ -94,8 +94,8 @@ def waited_seconds() -> float:
 
 
 def crowd() -> threading.Event:
-    """Starts threads that sleep until the event is set. GNU's OpenMP counts them: as long as it has more threads than
-    processors, those that wait for others spin 100 rounds at the most. No computation has another number of threads."""
+    """Starts threads that sleep until the event is set. GNU's OpenMP counts them: as long as there are more threads
+    than processors, waiting threads spin at most 100 rounds. Computations keep their number of threads."""
     until, loaded = threading.Event(), Path("/proc/self/maps").read_text().split()
     path = next((each for each in loaded if "libgomp" in each), None)
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 FailureSource = Literal["environment", "tool", "sandbox", "reward", "engine"]
 FinishReason = Literal["stop", "length", "abort"]
 Limit = Literal["turns", "length", "tokens", "overflow", "time", "environment"]  # of an episode
+Likeliest = tuple[tuple[int, float], ...]  # tokens with their log-probs, the likeliest first
 Versions = tuple[tuple[int, int], ...]  # runs of (policy version, number of tokens that it sampled)
 
 
@@ -25,7 +26,7 @@ def last_versions(versions: Versions, count: int) -> Versions:
 
 @dataclass(frozen=True)
 class MediaTokens:
-    """An image or video as one model reads it: the text in its place, and the tokens of its patches."""
+    """An image or video as one model reads it: its text in the prompt, and the tokens of its patches."""
 
     placeholder: str  # what the chat template writes for it
     text: tuple[tuple[str, int], ...]  # what takes the placeholder's place: pieces, each so many times
@@ -36,7 +37,7 @@ class MediaTokens:
 
     @property
     def count(self) -> int:
-        """Patch tokens in all runs."""
+        """The number of patch tokens in all runs."""
         return sum(time * height * width for time, height, width in self.grids)
 
 
@@ -61,12 +62,12 @@ class Message:
     fields: Mapping[str, Any] = field(default_factory=dict)  # more fields for the template: name, tool_calls, ...
 
     def to_dict(self) -> dict[str, Any]:
-        """The dict that `tokenizer.apply_chat_template` takes."""
+        """The message as `tokenizer.apply_chat_template` takes it."""
         return {"role": self.role, "content": self.content, **self.fields}
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Message:
-        """A message from a dict with `role` and `content`; other keys are kept. Raises: KeyError."""
+        """A message from a dict with `role` and `content`; other keys are kept.  Raises: KeyError."""
         rest = {key: value for key, value in raw.items() if key not in ("role", "content") and value is not None}
         return cls(role=raw["role"], content=raw["content"], fields=rest)
 
@@ -88,12 +89,12 @@ class Prompt:
 
     @property
     def num_tokens(self) -> int:
-        """The length."""
+        """The length in tokens."""
         return len(self.token_ids)
 
     @property
     def content(self) -> tuple[object, ...]:
-        """The part that a step reads, without media."""
+        """The fields that a step reads, without media."""
         return self.token_ids, self.data_source, self.ground_truth, self.extra_info
 
 
@@ -104,22 +105,22 @@ class Example(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """The length, which `data.max_length` limits."""
+        """The length in tokens, which `data.max_length` limits."""
 
     @property
     def content(self) -> tuple[object, ...]:
-        """The part that a step reads, without media: a resume compares its digest."""
+        """The fields that a step reads, without media: a resumed run compares their digest."""
 
     def texts(self) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Token ids and loss mask of each text, by what `whet data` adds to the name of the example: ", chosen"."""
+        """Token ids and loss mask of each text, by its suffix in `whet data`'s name of the example: ", chosen"."""
 
     def facts(self) -> Mapping[str, object]:
-        """More that `whet data` shows."""
+        """Further facts that `whet data` shows."""
         return {}
 
     @staticmethod
     def notes(items: Sequence[Any]) -> list[str]:
-        """Facts of all examples together, for `whet data`."""
+        """Facts about all examples together, for `whet data`."""
         return []
 
 
@@ -165,9 +166,8 @@ class Trajectory:
     """The finished record of one sample of a prompt: its turns, and the result of the reward function.
 
     `reward` is trained on (None until scored), `accuracy` is 0 or 1, `parts` are all other numbers of the reward, and
-    `logged` is what its function logged: numbers are metrics too.
-    A trajectory with a `failure` keeps its turns for the rollouts file; its rows are masked and count in no mean.
-    """
+    `logged` holds the log of its function: its numbers become metrics. A trajectory with a `failure` keeps its turns
+    for the rollouts file; its rows are masked and count in no mean."""
 
     uid: str  # "<prompt uid>:<sample>"
     prompt: Prompt
@@ -190,8 +190,7 @@ class Trajectory:
         return 0.0 if self.failure is not None else (self.reward or 0.0) + sum(turn.reward for turn in self.turns)
 
     def to_dict(self) -> dict[str, Any]:
-        """The trajectory as a reward function reads it: `messages` after the prompt, the environment's reward of each
-        turn, its fields, and the limit that ended the episode."""
+        """The sum of the rewards from reward function and environment; 0 for a failed trajectory."""
         return {
             "messages": [message.to_dict() for message in self.messages],
             "turn_rewards": [turn.reward for turn in self.turns],
@@ -210,9 +209,9 @@ class Group:
 
 @dataclass(frozen=True)
 class RewardItem:
-    """A response to score, with the arguments of the reward function. The ids are those that the model read and
-    sampled. `trajectory` is that of an environment, as a reward function reads it; of one turn it may be empty.
-    `messages` are those of the prompt; they are empty where the row has a text as its prompt."""
+    """A response to score, with the arguments of the reward function. The ids are the tokens that the model read and
+    sampled. `trajectory` is an environment's, as a reward function reads it; of one turn it may be empty. `messages`
+    are the prompt's; they are empty if the row's prompt is text."""
 
     data_source: str
     solution_str: str
@@ -245,7 +244,7 @@ Outcome = RewardResult | Failure
 
 
 class Outcomes(Protocol):
-    """Outcomes of reward functions to come."""
+    """Pending outcomes of reward functions."""
 
     def result(self) -> list[Outcome]:
         """Waits for the outcomes, in order."""
@@ -255,7 +254,7 @@ class Outcomes(Protocol):
 
 
 class Scorer(Protocol):
-    """A pool of reward processes, or another that scores responses."""
+    """A pool of reward processes, or another object that scores responses."""
 
     scores_alone: bool  # each response by itself, and not in the thread that submits: while others are sampled
 
@@ -263,4 +262,27 @@ class Scorer(Protocol):
         """Begins to score the items, and returns at once."""
 
     def close(self) -> None:
-        """Ends its processes."""
+        """Ends the processes of the scorer."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """The choice of tokens and the end of a response. By default no option is on; `temperature` 0 is greedy.
+
+    Changes of the choice follow vLLM's order: allowed tokens, bad words, penalties (repetition, frequency,
+    presence), temperature, min-p, top-k, top-p.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0  # of the likeliest token's probability (Nguyen et al. 2024)
+    repetition_penalty: float = 1.0  # of tokens in prompt or response: l / r where l > 0, l * r elsewhere (CTRL)
+    presence_penalty: float = 0.0  # taken off the logit of a token that the response has (OpenAI)
+    frequency_penalty: float = 0.0  # taken off once for each occurrence
+    stop: tuple[str, ...] = ()  # the response ends with the token that completes one of them
+    bad_words: tuple[tuple[int, ...], ...] = ()  # never in a response: the last token is not drawn behind the others
+    allowed_token_ids: tuple[int, ...] | None = None  # nothing else is drawn
+    num_likeliest: int = 0  # tokens whose log-probs are told in every place, beside the sampled one's

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version of whet, which its distribution takes from here, and the name of that distribution."""
+"""The version of whet, which the distribution reads from this file, and the distribution's name."""
 
 from __future__ import annotations
 

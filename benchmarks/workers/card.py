@@ -24,15 +24,15 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.workers.card_models import PROMPTS, VOCABULARY, config_of, workload
 from whet import devices
+from whet.batch import Batch
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.engines.role import RoleSettings
 from whet.engines.single import SingleEngine
+from whet.kernels.fused import fuse
 from whet.keyed import key
 from whet.metrics import Metrics
 from whet.models import attention, experts
-from whet.models.fused import fuse
 from whet.models.load import TrainedModel
-from whet.protocol import DataProto
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Request, SamplingParams, generate
 from whet.trainers.objectives import PolicyObjective
@@ -110,7 +110,7 @@ def tune(report: Report) -> None:
     """Time of attention over the block table by keys a program, warps and stages."""
     import triton.testing
 
-    from whet.rollout.native import kernels as native
+    from whet.kernels import paged_attention_triton as native
 
     device = devices.here()
     for rows, heads, kv, dim in ((512, 14, 2, 64), (512, 12, 2, 128)):
@@ -138,7 +138,7 @@ def tune(report: Report) -> None:
                 report("tune", dim=dim, settings=settings, failed=str(error)[:80])
 
 
-def step(engine: SingleEngine, batch: DataProto) -> Metrics:
+def step(engine: SingleEngine, batch: Batch) -> Metrics:
     """Takes an optimizer step of PPO on a mini-batch."""
     metrics = engine.forward_backward(batch, PPO)
     metrics.merge(engine.step())
@@ -232,7 +232,7 @@ def log_probs(size: str, report: Report, prompts: int = 16) -> None:
 
 def trainer(
     size: str, checkpoint: bool, narrow: bool, prompts: int, trained: bool = True
-) -> tuple[SingleEngine, DataProto, int, int]:
+) -> tuple[SingleEngine, Batch, int, int]:
     """An engine, the batch of an update, its tokens, and the model's parameters."""
     rounding = {"weight_rounding": "stochastic", "state_dtype": "int8"} if narrow else {}
     optim = OptimConfig(lr=1e-6, **rounding) if trained else None  # type: ignore[arg-type]
@@ -259,7 +259,7 @@ def trainer(
         "advantages": torch.randn(response.shape, generator=draw) * response,
         "old_log_probs": torch.full(response.shape, -11.9) * response,
     }
-    return engine, DataProto.from_dict(tensors), int(mask.sum()), sum(p.numel() for p in engine.model.parameters())
+    return engine, Batch.of(tensors), int(mask.sum()), sum(p.numel() for p in engine.model.parameters())
 
 
 class Role(RoleSettings):
@@ -277,11 +277,10 @@ def kernels(report: Report) -> None:
     """Errors of the kernels against plain torch in float32, and their times."""
     import triton.testing
 
-    from whet.models import head_kernels
-    from whet.models.log_probs import LogitForm, token_statistics
-    from whet.rollout.native import kernels as native
-    from whet.rollout.native.paged_attention import reference
-    from whet.rollout.sampling import SamplingState, uniforms
+    from whet.kernels import log_probs_triton, paged_attention_triton as native, sampling_triton
+    from whet.kernels.log_probs import LogitForm, token_statistics
+    from whet.kernels.paged_attention import reference
+    from whet.kernels.sampling import SamplingState, uniforms
 
     device = devices.here()
     for rows, dtype, heads, kv, dim, window, cap in (
@@ -320,7 +319,7 @@ def kernels(report: Report) -> None:
     state = SamplingState.of(made, VOCABULARY, devices.HOST).to(device)
     counts, newest = torch.arange(rows, device=device), torch.zeros(rows + 1, dtype=torch.int64, device=device)
     results, slots = torch.zeros(2, rows, dtype=torch.int32, device=device), torch.arange(rows, device=device)
-    pick = lambda: native.pick(logits, state, slots, counts, newest, results)  # noqa: E731
+    pick = lambda: sampling_triton.pick(logits, state, slots, counts, newest, results)  # noqa: E731
     pick()
     probs = logits.double().softmax(-1)
     cumulated = probs.cumsum(-1)
@@ -360,17 +359,16 @@ def kernels(report: Report) -> None:
     some, zeros = torch.randint(0, VOCABULARY, (4096,), device=device), torch.zeros(4096, device=device)
     report(
         "kernel:head",
-        statistics_ms=triton.testing.do_bench(lambda: head_kernels.statistics(products, some, 1.0, 0.0, 1.0)),
+        statistics_ms=triton.testing.do_bench(lambda: log_probs_triton.statistics(products, some, 1.0, 0.0, 1.0)),
         gradient_ms=triton.testing.do_bench(
-            lambda: head_kernels.gradient_(products, some, zeros, zeros, zeros, None, 1.0, 0.0, 1.0)
+            lambda: log_probs_triton.gradient_(products, some, zeros, zeros, zeros, None, 1.0, 0.0, 1.0)
         ),
     )
 
 
 def stretches(report: Report) -> None:
     """Attention of packed rows with shared prompts in one call, against plain torch, forward and backward."""
-    from whet.models.packing import Stretches
-    from whet.models.varlen import reference, varlen_attention
+    from whet.kernels.varlen_attention import Stretches, reference, varlen_attention
 
     device = devices.here()
     for heads, kv, dim, window in ((14, 2, 64, 0), (8, 4, 128, 50), (4, 4, 96, 0)):
@@ -408,7 +406,7 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def device_busy(work: Callable[[], Any]) -> tuple[list[float], list[str]]:
-    """The share of a call's time in which the device is busy, and what takes most of it."""
+    """The share of a call's time in which the device is busy, and the operators that take most of it."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as found:

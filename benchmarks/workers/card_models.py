@@ -81,7 +81,7 @@ def score(text: str) -> float:
 
 
 def add(out: Path | None, part: str, **figures: Any) -> None:
-    """Prints what a part measured, and appends it to a file."""
+    """Prints the figures of a part, and appends them to a file."""
     line = json.dumps({"part": part, **figures})
     print(line, flush=True)
     if out is not None:

@@ -67,7 +67,7 @@ def overrides(size: str, model: Path, folder: Path, steps: int) -> dict[str, Any
 
 
 def whet_run(size: str, model: Path, folder: Path, steps: int, caches: Path) -> tuple[float, list[float]]:
-    """Seconds of `whet train` from its start to the end of its last step, and those of each step."""
+    """Seconds of `whet train` from its start to the end of its last step, and of each step."""
     folder.mkdir(parents=True)
     with (folder / "rows.jsonl").open("w") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows_of(size) * (steps + 1))

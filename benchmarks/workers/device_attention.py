@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times torch's attention on the accelerator, forward and backward, for heads in groups and for repeated ones: what
-`whet.models.attention` chooses between."""
+"""Times torch's attention on the accelerator, forward and backward, for grouped and for repeated heads, between which
+`whet.models.attention` chooses."""
 
 from __future__ import annotations
 

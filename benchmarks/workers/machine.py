@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine can do: a large matrix product, a large copy, and a model's matrix products without the model."""
+"""Speeds of the machine: a large matrix product, a large copy, and a model's matrix products without the model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch that travels: what a step of training reads, of rows of any length."""
+"""The batch that is sent: columns that a training step reads, of rows of any length."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ GROUP, TURN = 16, 64  # rows; tokens between two texts of a tool, which are as l
 
 
 def columns_for(kind: str, name: str, shape: list[int]) -> dict[str, Tensor]:
-    """What the function reads, always the same numbers."""
+    """The columns that the function reads, always with the same numbers."""
     rows, positions = shape
     draw = torch.Generator().manual_seed(0)
     mask = torch.arange(positions) < torch.randint(1, positions + 1, (rows, 1), generator=draw)

@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def arguments(settings: dict[str, Any]) -> Any:
-    """TRL's defaults, but for what both sides are told, and without what would slow it down."""
+    """TRL's defaults, except for settings of both sides, and without settings that would slow it down."""
     rows = 2 if settings["loss"] == "kto" else 1  # KTO makes a good and a bad row of a pair
     return CONFIGS[settings["loss"]](
         **of_all(settings),

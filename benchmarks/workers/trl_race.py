@@ -56,7 +56,7 @@ def train(turns: Turns, race: Race, trainer: Any) -> None:
 
 
 def arguments(settings: dict[str, Any]) -> GRPOConfig:
-    """TRL's defaults, but for batch, learning rate and dtype, and without what would slow it down."""
+    """TRL's defaults, except for batch, learning rate and dtype, and without settings that would slow it down."""
     return GRPOConfig(
         **of_all(settings),
         bf16=settings["bf16"],

@@ -42,7 +42,7 @@ class PhaseClock:
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """Adds what the block takes, less the phases inside it."""
+        """Adds the seconds of the block, without inner phases."""
         start = time.perf_counter()
         self._inner.append(0.0)
         yield
@@ -120,7 +120,7 @@ def main() -> None:
 
 
 def arguments(settings: dict[str, Any]) -> GRPOConfig:
-    """TRL's defaults, but for what both sides are told, and without what would slow it down."""
+    """TRL's defaults, except for settings of both sides, and without settings that would slow it down."""
     rows = len(settings["lengths"])
     return GRPOConfig(
         output_dir=settings["run_dir"],

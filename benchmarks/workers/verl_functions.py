@@ -43,7 +43,7 @@ def estimator_of(name: str, columns: dict[str, Tensor]) -> Any:
 
 
 def loss_of(name: str, columns: dict[str, Tensor]) -> Any:
-    """verl's loss, forward with what it reports, and backward."""
+    """verl's loss, forward with its metrics, and backward."""
     function = core_algos.get_policy_loss_fn(name)
     options = CONFIGS.get(name, {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2})
     if name in ("dro", "kl_cov", "clip_cov"):

@@ -14,7 +14,7 @@ from benchmarks.workers.turns import Turns
 
 @ray.remote(num_cpus=1)
 class Echo:
-    """Hands back what it is given."""
+    """Returns its arguments."""
 
     def echo(self, batch: Any) -> Any:
         """The same rows."""

@@ -42,13 +42,13 @@ def alone(name: str, columns: dict[str, Tensor]) -> None:
 
 
 def loss(name: str, columns: dict[str, Tensor]) -> None:
-    """Forward, what is reported of it, backward."""
+    """Runs forward, metrics and backward."""
     columns["log_probs"].grad = None
     total(name, columns).backward()  # type: ignore[no-untyped-call]
 
 
 def total(name: str, columns: dict[str, Tensor]) -> Tensor:
-    """The loss as one number; what it reported is a list of numbers then, as in an engine, and no tensor any more."""
+    """The loss as one number; its metrics become a list of numbers, as in an engine."""
     entry, mask = POLICY_LOSSES[name], columns["response_mask"]
     function = Bound(entry, {})
     result = policy_loss(function, with_mini_batch_columns(function, columns))

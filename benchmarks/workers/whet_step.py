@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """whet's defaults, but for what both sides are told."""
+    """whet's defaults, except for settings of both sides."""
     return {
         "model.path": settings["model"],
         "model.dtype": settings.get("dtype", "bfloat16"),

@@ -39,17 +39,17 @@ def messages(page: str) -> dict[str, str]:
 
 
 def plain(said: str) -> str:
-    """Returns what was said on one line, without the marks that end a cell or a piece of code in it."""
+    """Returns a message on one line, without the marks that end a cell or a piece of code in it."""
     return " ".join(said.split()).replace("`", "'").replace("|", "/")
 
 
 def fits(message: str, said: str) -> bool:
-    """Tells whether a message of the page is part of what was said."""
+    """Tells whether a message of the page is part of a printed message."""
     return re.search(".*".join(map(re.escape, message.split("..."))), plain(said)) is not None
 
 
 def shortened(said: str) -> str:
-    """Returns what was said with `...` for what varies, and for what is too long for a table."""
+    """Returns a message with `...` for varying parts, and for text that is too long for a table."""
     text = plain(said)
     for pattern, instead in VARIES:
         text = pattern.sub(instead, text)
@@ -69,7 +69,7 @@ def with_messages(page: str, said: Mapping[str, str]) -> str:
 
 
 def collected() -> dict[str, str]:
-    """Runs the tests; returns what was said by situation.  Raises: CalledProcessError where a provocation fails."""
+    """Runs the tests; returns the messages by situation.  Raises: CalledProcessError if a provocation fails."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "said.jsonl")
         words = [sys.executable, "-m", "pytest", "-q", "-m", "slow or not slow", str(TESTS)]

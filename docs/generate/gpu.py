@@ -44,7 +44,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A row of the table: a figure of a part, what it is called, the aim, and its form."""
+    """A row of the table: a figure of a part, its name, the aim, and its form."""
 
     part: str
     name: str
@@ -142,7 +142,7 @@ def sentence(found: Sequence[Mapping[str, Any]], name: str) -> str:
 
 
 def page(written: str, found: Sequence[Mapping[str, Any]] | None = None) -> str:
-    """docs/gpu.md with the table of these records, of those in the file where none are given."""
+    """docs/gpu.md with the table of these records, by default of the records in the file."""
     shown = table(records() if found is None else found)
     return TABLE.sub(lambda match: f"{match[1]}\n{shown}\n\n{match[2]}", written)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a turn earned, by hand: two rows of a group, of two turns and of one, and a row alone."""
+"""Returns of turns, worked by hand: two rows of a group, with two turns and one turn, and a row alone."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def advantages(batch: Batch, **options: Any) -> Tensor:
 
 
 def slow(name: str, batch: Batch) -> Tensor:
-    """What a wrapper does to GRPO's advantages."""
+    """The advantages of GRPO with the term of a wrapper, computed in a loop."""
     base = estimate(ADV_ESTIMATORS["grpo"], batch, {}).advantages
     result, mask = base.clone(), batch["response_mask"]
     right = [float(row.sum()) >= 1 for row in batch["token_level_scores"]]

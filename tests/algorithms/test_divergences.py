@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divergences from a teacher: worked by hand, against sums in a loop, and what top-k keeps of them."""
+"""Divergences from a teacher: worked by hand, against sums in a loop, and with top-k."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every shipped function of a kind, those of tomorrow included: a new one is tested here by its name."""
+"""Properties of every shipped function of a kind: a new function is tested here by its name."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ OTHERS = [
 
 
 def column_of(entry: Entry, batch: Batch, options: dict[str, Any]) -> Tensor:
-    """What it says of each sampled token."""
+    """The result of a function at each sampled token."""
     result = call(entry, batch, options)
     column = result[0] if isinstance(result, tuple) else result
     return column.expand(batch["response_mask"].shape).masked_fill(batch["response_mask"] == 0, 0)

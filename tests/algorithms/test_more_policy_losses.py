@@ -230,7 +230,7 @@ def test_kl_cov_charges_the_largest() -> None:
 
 
 def test_what_is_chosen_depends_on_the_whole_mini_batch() -> None:
-    """A micro-batch does what the mini-batch settled."""
+    """A micro-batch uses the choice that was made for the mini-batch."""
     batch = covarying()
     entry = POLICY_LOSSES["kl_cov"]
     two = {name: torch.cat([column, column * (0.1 if name == "advantages" else 1)]) for name, column in batch.items()}

@@ -259,7 +259,7 @@ def _is_caught(module: str, old: str, new: str) -> bool:
 
 
 def _run(module: str, source: str) -> None:
-    """In the child: the changed module in the place of the real one, also in those that have imported from it."""
+    """Replaces the real module by the changed one in the child, also in modules that have imported from it."""
     file = _file(module)
     package, name = f"whet.{file.parent.name}", f"whet.{file.parent.name}.{file.stem}"
     for each in [each for each in sys.modules if each.startswith(CHANGEABLE)]:
@@ -282,14 +282,14 @@ def _run(module: str, source: str) -> None:
 
 
 def _is_test(module: ModuleType) -> bool:
-    """Whether a module is one of the tests beside this file, which hold what they imported, under whatever name."""
+    """Tells whether a module is one of the tests beside this file, which keep their imports under any name."""
     file = getattr(module, "__file__", None)
     places = (HERE, HERE.parent / "trainers")
     return file is not None and Path(file).parent in places and Path(file).name.startswith("test_")
 
 
 def _clear_registries() -> None:
-    """What was registered by decorators in this process: the modules are imported again."""
+    """Forgets the registrations of this process, as the modules are imported again."""
     from whet.registry import KINDS
 
     for kind in KINDS:

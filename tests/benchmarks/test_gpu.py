@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make gpu`: its parts, what stays of one that is cut off, and what it says where there is no accelerator."""
+"""`make gpu`: its parts, the results of a part that is cut off, and its message without an accelerator."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_facts_and_certificate_of_one() -> None:
 
 
 def test_a_verdict_says_whether_and_why_a_step_is_biased() -> None:
-    """cos 48.6 degrees is 0.661; halving a gradient is no bias; what follows a teacher points away (cosine < 0)."""
+    """cos 48.6 degrees is 0.661; halving a gradient is no bias; a step towards a teacher points away (cosine < 0)."""
     grpo = dict(certificate(ADV_ESTIMATORS["grpo"]))["verdict"]
     assert grpo.startswith("biased by design:") and "deviation" in grpo and "49 degrees" in grpo
     half = dict(certificate(ADV_ESTIMATORS["dr_grpo"]))["verdict"]

@@ -147,8 +147,8 @@ def test_python_m_whet_is_whet() -> None:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["config", "train", "gsm8k"], ["algorithms"]])
 def test_what_answers_at_once_does(arguments: list[str]) -> None:
-    """In under a second, or on a slow machine within four times what it takes to import the libraries below, in a cold
-    process; those that a busy machine held up are started again."""
+    """Commands that answer at once take under a second, or on a slow machine at most four times the import of their
+    libraries, in a cold process; a command that a busy machine held up is started again."""
 
     def seconds(*command: str) -> float:
         start = time.perf_counter()

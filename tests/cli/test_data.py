@@ -25,7 +25,7 @@ def arguments(qwen25_folder: Path, tmp_path: Path) -> list[str]:
 
 
 def whet(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What the command prints, once it has succeeded."""
+    """The output of a command that succeeds."""
     with pytest.raises(SystemExit) as exit_:
         main(words)
     captured = capsys.readouterr()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `whet eval` and `whet compare` print, and the benchmarks by name on their published files."""
+"""Output of `whet eval` and `whet compare`, and the benchmarks by name on their published files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Whet = Callable[..., str]
 
 @pytest.fixture
 def whet(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Whet:
-    """Runs a command in this process, on 80 columns, and returns what it printed."""
+    """Runs a command in this process, on 80 columns, and returns its output."""
     monkeypatch.setenv("COLUMNS", "80")
 
     def run(*arguments: str) -> str:

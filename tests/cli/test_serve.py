@@ -16,7 +16,7 @@ from whet.cli.app import main
 
 
 def error(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What the command prints of its mistake."""
+    """The error output of a command."""
     with pytest.raises(SystemExit) as exit_:
         main(["serve", *map(str, arguments)])
     printed = capsys.readouterr().err

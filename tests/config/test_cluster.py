@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node and devices of every rank, by hand, and what holds of all placements."""
+"""The node and devices of every rank, by hand, and properties of all placements."""
 
 from __future__ import annotations
 

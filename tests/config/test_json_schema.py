@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schema that editors read says of a recipe what the loader says."""
+"""The JSON schema for editors accepts the same recipes as the loader."""
 
 from __future__ import annotations
 

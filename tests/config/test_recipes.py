@@ -13,7 +13,7 @@ from whet.data.load import _call
 
 @pytest.fixture
 def given(tmp_path: Path) -> list[str]:
-    """What every recipe leaves to its user: a model and files."""
+    """The values that every recipe leaves to its user: a model and files."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "rows.jsonl").write_text("{}\n")
     return [

@@ -64,7 +64,8 @@ class Where(Worker):
 
 
 def found(cluster: dict[str, Any], address: str, lost: str | None = None) -> dict[str, Any]:
-    """Where the ranks of a placement are: the worker's answers by role; those of `lost` after its rank 0 was lost."""
+    """The places of the ranks of a placement: the worker's answers by role; the answers of `lost` after its rank 0 was
+    lost."""
     config = ClusterConfig.model_validate({"backend": "ray", "address": address, "deadline_seconds": 250, **cluster})
     roles = [role for pool in config.pools.values() for role in pool.roles]
     groups = launch_roles([WorkerSpec(role, Where) for role in roles], config)

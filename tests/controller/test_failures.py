@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong in worker processes, on every backend: each failure is named soon, and no process stays behind."""
+"""Failures in worker processes, on every backend: each is reported soon, and no process stays behind."""
 
 import logging
 import os

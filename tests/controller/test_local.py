@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers in the calling process itself; what all backends share is in test_backends.py."""
+"""Workers in the calling process itself; test_backends.py has the tests that all backends share."""
 
 import re
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs whose workers are processes; what goes wrong in workers on any backend is in test_failures.py."""
+"""Programs whose workers are processes; failures in workers on any backend are in test_failures.py."""
 
 import os
 import re

@@ -32,7 +32,7 @@ from whet.config.cluster import ClusterConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
 from whet.errors import WhetError
-from whet.protocol import DataProto
+from whet.batch import Batch
 import torch
 
 def say(**values):
@@ -41,7 +41,7 @@ def say(**values):
 if __name__ == "__main__":
     cluster = ClusterConfig(backend="ray", address="{head}:{port}", nnodes=2, deadline_seconds={deadline})
     actor = launch_roles([WorkerSpec("actor", Actor)], cluster)["actor"]
-    rows = DataProto.from_dict({{"value": torch.arange(9)}}, {{"name": list("abcdefghi")}})
+    rows = Batch.of({{"value": torch.arange(9)}}, {{"name": list("abcdefghi")}})
     total = actor.total(rows)["total"].tolist()
     say(total=total, pids=[pid for pid, _ in actor.process()], addresses=actor.where())
     if sys.argv[1] == "call":
@@ -223,7 +223,7 @@ def nodes(two_nodes: TwoNodes) -> TwoNodes:
 
 
 def heard(driver: subprocess.Popen[str]) -> dict[str, Any]:
-    """What the driver says next. Between its lines Ray may speak of a node that the test before has killed."""
+    """The next message of the driver. Between its lines Ray may write about a node that an earlier test killed."""
     assert driver.stdout is not None
     for line in driver.stdout:
         if line.startswith("{"):
@@ -239,7 +239,7 @@ def go_on(driver: subprocess.Popen[str], line: str = "") -> None:
 
 
 def launched(driver: subprocess.Popen[str]) -> dict[str, Any]:
-    """What the driver says of its group, once it is at work."""
+    """The driver's report about its group, once it works."""
     found = heard(driver)
     assert found["total"] == [36] * 9  # a collective between the nodes
     assert sorted(found["addresses"]) == [HEAD, SECOND]

@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import SMALL_RUN
 from whet.config import TrainConfig, load_config
-from whet.planning.scale import places
+from whet.plugins.planner.scale import places
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-services]'")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -32,7 +32,7 @@ def compute_score(solution_str, ground_truth):
 
 
 def on_nodes(nodes: list[tuple[int, int]], function: str, folder: Path, **arguments: Any) -> Any:
-    """What a function of ray_pools.py returns, where each node has so many CPUs and GPUs."""
+    """The result of a function of ray_pools.py, on nodes with the given CPUs and GPUs."""
     asked = folder / "asked.json"
     asked.write_text(json.dumps({"nodes": nodes, "function": function, "arguments": arguments}))
     program = [sys.executable, str(ROOT / "tests" / "controller" / "ray_pools.py"), str(asked)]
@@ -70,8 +70,8 @@ def test_every_rank_is_where_the_plan_puts_it(tmp_path: Path) -> None:
 
 
 def test_a_run_on_shares_of_pretended_gpus(model_folder: Path, tmp_path: Path) -> None:
-    """Actor and reference on halves of a GPU, the rollout on another node's, rewards on processors: the numbers are
-    those of a run on the host."""
+    """Actor and reference run on halves of a GPU, the rollout on another node's, rewards on processors: the numbers
+    equal a run's on the host."""
     from ray_pools import train  # imports Ray
 
     (tmp_path / "graders.py").write_text(REWARD)

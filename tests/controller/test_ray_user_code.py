@@ -28,7 +28,7 @@ print(json.dumps([beside.__file__, below.module.__file__, os.getcwd(), os.enviro
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, with what is and what is not the user's code."""
+    """The working folder, with files of the user's code and other files."""
     folder = tmp_path / "project"
     files = (
         "beside.py",
@@ -48,7 +48,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def settled(code: UserCode, tmp_path: Path) -> list[str]:
-    """Where another process, started elsewhere, then finds what."""
+    """The modules found by another process, started in another folder, and their places."""
     (tmp_path / "code.pickle").write_bytes(pickle.dumps(code))
     command = [sys.executable, "-c", LOOK, str(tmp_path / "code.pickle")]
     environment = {name: value for name, value in os.environ.items() if name != "HF_HOME"}
@@ -61,7 +61,7 @@ def settled(code: UserCode, tmp_path: Path) -> list[str]:
 
 
 def files_of(code: UserCode) -> list[Path]:
-    """Those that travel."""
+    """The files in the archive of the code."""
     return [Path("/", name) for name in zipfile.ZipFile(io.BytesIO(code.archive)).namelist()]
 
 

@@ -143,7 +143,7 @@ def test_the_sampled_stop_token_is_not_repeated(
 
 
 def test_two_turns_spell_the_whole_rendering(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Where the sampled text is what the tokenizer would write, appended ids are those of the whole conversation."""
+    """If the sampled text is tokenised as usual, appended ids equal the ids of the whole conversation."""
     ids = encode_chat(tokenizer, QUESTION)
     messages = list(QUESTION)
     for answer, new in [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets that `datasets` reads: folders, saved sets, and what an earlier fetch has kept. No network is used."""
+"""Data sets read by `datasets`: folders, saved sets, and the cache of an earlier download. No network is used."""
 
 from __future__ import annotations
 

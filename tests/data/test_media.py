@@ -200,7 +200,7 @@ def test_media_for_observations_carry_their_bytes() -> None:
 
 
 def test_urls_are_fetched_only_within_limits(vision: PatchVision, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes wrong on the way is in tests/test_http.py."""
+    """Media are fetched within limits; failures on the way are in tests/test_http.py."""
     content, status = encoded(picture()), b"200 OK"
 
     def answer(connection: socket.socket) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pickles are refused as data, and read by `whet data convert` without running what they name."""
+"""Pickles are refused as data, and read by `whet data convert` without running the functions that they name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparisons from rows, in the forms of several frameworks: what is the prompt, what is trained on, in which order."""
+"""Comparisons from rows, in the forms of several frameworks: the prompt, the trained tokens, and the order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def build(
 
 
 def shown(tokenizer: PreTrainedTokenizerBase, made: Comparison) -> tuple[str, list[str]]:
-    """The prompt, and what is trained on of each response."""
+    """The prompt, and the trained text of each response."""
     learned = [[t for t, m in zip(ids, mask, strict=True) if m] for ids, mask in made.responses]
     return tokenizer.decode(made.prompt_ids), [tokenizer.decode(ids) for ids in learned]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fenced blocks of a page, and what a test does with each.
+"""The fenced blocks of a page, and the way in which a test runs each.
 
     ```python                    run; the blocks of a page share their names and a temporary folder
     ```bash                      run: lines of whet commands in this process, anything else by bash
@@ -58,7 +58,7 @@ DEADLINE_SECONDS = 280
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: where it stands, what its fence and its marker say, and its text."""
+    """A fenced block: its place, its fence and marker, and its text."""
 
     page: Path
     line: int
@@ -75,7 +75,7 @@ class Block:
 
 
 def blocks(page: Path, text: str | None = None) -> list[Block]:
-    """The blocks of a page, in order; `text` takes the place of what it has."""
+    """The blocks of a page, in order; `text`, if given, replaces the page's own."""
     found: list[Block] = []
     lines = (page.read_text(encoding="utf-8") if text is None else text).splitlines()
     number = 0
@@ -93,7 +93,7 @@ def blocks(page: Path, text: str | None = None) -> list[Block]:
 
 
 class Reader:
-    """Someone who does what a page says, in a folder of their own, block by block."""
+    """A reader who follows a page, in a folder of their own, block by block."""
 
     def __init__(self, folder: Path, *, slow: bool = False) -> None:
         self.folder, self.slow = folder, slow
@@ -114,7 +114,7 @@ class Reader:
         self.environment = {**os.environ, **paths}
 
     def read(self, block: Block) -> None:
-        """Does what the block is for.  Raises: AssertionError with its place."""
+        """Carries out a block.  Raises: AssertionError with its place."""
         assert block.language in LANGUAGES, f"{block.place}: a fence says one of {', '.join(sorted(LANGUAGES))}"
         if block.kind == "skip":
             self.printed = None
@@ -210,7 +210,7 @@ class Reader:
 
 @cache
 def validator(schema: type[Section]) -> jsonschema.Draft7Validator:
-    """What an editor does with a recipe."""
+    """The validator that an editor runs on a recipe."""
     return jsonschema.Draft7Validator(json_schema(schema))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages that `make pages` writes are what the code says."""
+"""The pages written by `make pages` agree with the code."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def test_the_page_of_what_fits_is_current_but_for_the_plans(monkeypatch: pytest.
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # a plan takes a minute on busy cores
 def test_a_column_of_what_fits_is_what_is_planned() -> None:
-    """All weights on one accelerator, the smallest size and the largest that fits; and what cards measured."""
+    """The tables have all weights on one accelerator, the smallest size and the largest that fits; and measurements on
+    cards."""
     tables = fits.read((DOCS / "fits.md").read_text())
     for card, size in ((24, "0.6B"), (80, "0.6B"), (141, "8B"), (80, "8B")):
         assert fits.cell(size, {}, card) == tables[str(card)][size][0], (card, size)

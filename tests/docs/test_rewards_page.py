@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/rewards.md are what the code says."""
+"""The tables of docs/rewards.md agree with the code."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ def mine(tmp_path: Path) -> str:
 
 @pytest.mark.slow
 def test_a_users_engine_is_chosen_by_its_path(mine: str, train_config: Any, additions: list[dict[str, str]]) -> None:
-    """Metrics and weights are those of the engine that it inherits from; its option comes from the config."""
+    """Metrics and weights equal the ones of the engine that it inherits from; its option comes from the config."""
 
     def trained(name: str, **options: int) -> tuple[Any, list[dict[str, float]]]:
         engine = {"actor.engine.name": name, "actor.engine.options": options}

@@ -209,7 +209,7 @@ def test_a_part_of_the_processes(options: dict[str, Any], model_folder: Path, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel_size": 2}], ids=str)
 def test_the_reference_of_an_adapter_is_the_model_without_it(options: dict[str, Any], model_folder: Path) -> None:
-    """Also before the first update: what is switched off for a pass is trained after it."""
+    """The adapter is off for the reference's pass, also before the first update, and is trained afterwards."""
     given, batch = {"lora": LoraConfig(rank=4)}, suite.batch_of(1, 12)
     [base] = suite.launched({"actor": suite.settings(model_folder)}, 1).values()
     expected = base.forward(batch, ("log_probs",))["log_probs"]

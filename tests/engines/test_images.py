@@ -102,7 +102,7 @@ def test_a_split_changes_nothing(folder: Path, variant: suite.Variant) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", pictures.QWEN, indirect=True)
 def test_a_frozen_tower_and_an_adapter(folder: Path) -> None:
-    """Features are computed once then, for training and sampling; the results are those of a tower that runs anew."""
+    """Features are computed once, for training and sampling; the results equal a tower's that runs anew."""
     pytest.importorskip("peft")
     batch_at = partial(pictures.batch_of_rows, folder)
     lora = {"lora": LoraConfig(rank=4), "seed": 1}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routers' auxiliary loss against transformers' own, and what is measured of routers by hand."""
+"""The routers' auxiliary loss against transformers' own, and the metrics of routers worked by hand."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def gradient(engine: SingleEngine) -> tuple[torch.Tensor, dict[str, float]]:
     return torch.cat([part.flatten() for part in parts]), metrics.reduce()
 
 
-def states_that_predict(batch: suite.DataProto) -> torch.Tensor:
+def states_that_predict(batch: suite.Batch) -> torch.Tensor:
     """1 for the tokens before a sampled one, which nothing but padding of failed rows follows.  [B, L]"""
     sampled = torch.zeros_like(batch["input_ids"])
     sampled[:, -batch["response_mask"].shape[1] :] = batch["response_mask"]

@@ -313,7 +313,7 @@ class ReturnsText(Right):
 
 @caught_by("observations")
 class KeepsAnObject(Right):
-    """Puts what cannot be pickled into its fields."""
+    """Puts an object that cannot be pickled into its fields."""
 
     def look(self) -> Observation:
         """Adds a function."""

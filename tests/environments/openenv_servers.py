@@ -60,7 +60,7 @@ class CodeAction(Action):
 
 
 class CodeObservation(Observation):
-    """What it wrote."""
+    """The output of the code."""
 
     stdout: str = ""
     exit_code: int = 0

@@ -101,7 +101,8 @@ def test_screens_pass(game: str, device: str) -> None:
 
 
 def test_all_that_ship_are_checked() -> None:
-    """What the entry points and the registry name is checked here or in the file that `ELSEWHERE` names."""
+    """Environments named by the entry points and the registry are checked here or in the file that `ELSEWHERE`
+    names."""
     points: dict[str, str] = {}
     for folder in (ROOT, ROOT / "examples" / "environments"):
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]

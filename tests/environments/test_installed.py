@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter that has whet-environments; whet and the rest are those of this environment."""
+    """An interpreter that has whet-environments; whet and other packages come from this environment."""
     folder = tmp_path_factory.mktemp("installed")
     copy = folder / "environments"  # a build leaves files beside its source
     shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))

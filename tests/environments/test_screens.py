@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Screens of the games, what is read from them, actions, and rewards worked by hand."""
+"""Screens of the games, values read from them, actions, and rewards worked by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = [(720, 1280), (1080, 2400), (540, 960)]
 
 
 def test_a_seed_draws_the_cards_of_the_page() -> None:
-    """The numbers are those of `generator(7)` in screen.js."""
+    """The numbers equal `generator(7)` in screen.js."""
     draws = PageRandom(7)
     assert [draws.random() * 2**32 for _ in range(3)] == [50271532, 266108690, 4195786334]
     game = DrawnNumberGame(7).game

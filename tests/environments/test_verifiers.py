@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks of verifiers: one written as its scaffold, and those that ship with it, each led by its own `Env`."""
+"""Tasks of verifiers: one written like its scaffold, and the shipped ones, each led by its own `Env`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of answers: what is read back, and what an evaluation that was cut off leaves behind."""
+"""Files of answers: their content read back, and the files of an evaluation that was cut off."""
 
 from __future__ import annotations
 

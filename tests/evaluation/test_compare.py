@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two models on the same prompts: numbers by hand, what is told from chance, and what is no comparison."""
+"""Two models on the same prompts: numbers by hand, differences beyond chance, and invalid comparisons."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def test_lengths_over_the_models_are_refused(eval_config: MakeConfig, additions:
 def test_one_that_was_cut_off_goes_on_and_ends_as_one_that_was_not(
     eval_config: MakeConfig, additions: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks of two prompts, killed in the third: only what was not written is asked again."""
+    """After a kill in the third chunk of two prompts, only the unwritten prompts are sampled again."""
     judge = tmp_path / "judge.py"
     judge.write_text(
         "from pathlib import Path\n"

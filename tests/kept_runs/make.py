@@ -142,8 +142,8 @@ def run_python(old: Revision, folder: Path, *words: str) -> None:
 
 
 def prepare(old: Revision, folder: Path) -> None:
-    """Writes into `folder` what runs start with: data, the models `text` and `sees`, and `calls`, which was taught to
-    ask the calculator."""
+    """Writes into `folder` the inputs of runs: data, the models `text` and `sees`, and `calls`, which was trained to
+    call the calculator."""
     shutil.copy(HERE / "user_code.py", folder)
     run_python(old, folder, str(HERE / "start.py"))
     taught = [*EXAMPLES, "model.path=models/text", "data.train_files=data/calls.jsonl", "trainer.total_steps=60"]

@@ -11,7 +11,7 @@ PAUSE_SECONDS = 2.0
 
 
 def early_digit(solution_str: str) -> float:
-    """1 where one of the first three characters is a digit: half of what random weights write."""
+    """1 if one of the first three characters is a digit, as in half of the texts of random weights."""
     return float(any(each.isdigit() for each in solution_str[:3]))
 
 
@@ -21,7 +21,7 @@ def even_length(solution_str: str) -> float:
 
 
 def patient_mean(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, uid: torch.Tensor) -> torch.Tensor:
-    """A = s - mean of the group, after a pause: what is sampled ahead is finished before the weights change, so that
+    """A = s - mean of the group, after a pause, in which responses sampled ahead end before the weights change, so that
     the same weights sample each token on every machine."""
     time.sleep(PAUSE_SECONDS)
     scores = token_level_rewards.sum(-1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nano models of the kinds that people train today, made from transformers' configs, and what each is held to."""
+"""Nano models of the kinds that people train today, made from transformers' configs, and the requirements for each."""
 
 from __future__ import annotations
 
@@ -197,8 +197,8 @@ def nano_model(out: Path, model_type: str, **changed: Any) -> Path:
 
 
 def check_trains(model_type: str, tmp_path: Path) -> None:
-    """Two steps of GRPO with the default rollout engine: its log-probs are those of the trainer. The export loads with
-    transformers, whose log-probs are those of the trained model by whet."""
+    """Two steps of GRPO with the default rollout engine: its log-probs equal the trainer's. The export loads with
+    transformers, whose log-probs equal whet's for the trained model."""
     folder, run = nano_model(tmp_path / "model", model_type), tmp_path / "run"
     small = {
         **SMALL_RUN,

@@ -95,7 +95,7 @@ def test_a_prompt_read_once_gives_the_same_log_probs_and_gradients(
     short: int, window: int | None, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float64, where the two differ by rounding alone, by both ways to compute attention."""
-    from whet.models import attention
+    from whet.kernels import attention
 
     monkeypatch.setattr(attention, "SHORT", short)
     path = model_folder if window is None else windowed(model_folder, tmp_path, window)
@@ -124,7 +124,8 @@ def test_shapes_that_are_padded_to_come_again_change_nothing(
     short: int, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many wide rows, so that tokens, rows, widths and shared prompts are all rounded up; in few bunches and many."""
-    from whet.models import attention, packing
+    from whet.kernels import attention
+    from whet.models import packing
 
     monkeypatch.setattr(attention, "SHORT", short)
     batch = random_batch(rows=75, prompt=45, response=60)

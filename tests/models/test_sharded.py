@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that are read in parts, here all of them by one process: what `load_policy` reads, to the bit."""
+"""Models that are read in parts, here all by one process: bit for bit the weights of `load_policy`."""
 
 from __future__ import annotations
 

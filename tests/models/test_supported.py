@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.raising import raises
 from whet.errors import ModelError
-from whet.models import attention, fused, general
+from whet.kernels import fused
+from whet.models import attention, general
 from whet.models.load import NO_LIMIT, context_length, load_policy, outline
 from whet.models.supported import Support, lack_of, support_of
 
@@ -101,7 +102,7 @@ def test_a_model_without_positions_reads_rows_of_any_length(
 
 
 class _Changed(torch.nn.Module):
-    """A body whose states are those of another one, changed."""
+    """A body whose states are the changed states of another one."""
 
     def __init__(self, body: Any, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -126,8 +127,8 @@ class _Changed(torch.nn.Module):
 def test_a_model_is_tried_when_it_is_loaded(
     change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], part: str, tmp_path: Path
 ) -> None:
-    """The states of the first read later tokens, those of the second padding; the third is changed by padding on its
-    left alone, and so is sampled in rows of one length."""
+    """The states of the first model read later tokens, the ones of the second read padding; padding on the left changes
+    the third, so it samples rows of one length."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SMALL))
     model.model = _Changed(model.model, change)
     if part:

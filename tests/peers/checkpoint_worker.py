@@ -30,7 +30,7 @@ from verl.utils.fsdp_utils import get_fsdp_wrap_policy  # type: ignore[import-no
 
 
 def save(rank: int, model_path: str, out: str, processes: str, fsdp_size: str, kind: str, *checkout: str) -> None:
-    """What one rank does."""
+    """The program of one rank."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1"}
     dist.init_process_group("gloo", init_method=f"file://{out}.rendezvous", rank=rank, world_size=int(processes))
     sizes = (int(processes),) if fsdp_size == processes else (int(processes) // int(fsdp_size), int(fsdp_size))

@@ -17,7 +17,7 @@ DEADLINE_SECONDS = 600
 
 
 def interpreter(variable: str, folder: str) -> Path:
-    """That of the environment which the variable names, or of `folder`; without one the test is skipped."""
+    """The interpreter of the environment that the variable names, or of `folder`; without one the test is skipped."""
     found = Path(os.environ.get(variable) or ROOT / folder)
     if not (found / "bin" / "python").exists():
         pytest.skip(f"{found} is not there: `make peers` makes it")
@@ -25,7 +25,7 @@ def interpreter(variable: str, folder: str) -> Path:
 
 
 def ask(python: Path, worker: Path, folder: Path, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """What the peer says to each call."""
+    """The peer's results of the calls."""
     torch.save(list(calls), folder / "calls.pt")
     command = [str(python), str(worker), str(folder / "calls.pt"), str(folder / "results.pt")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)

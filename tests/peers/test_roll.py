@@ -16,11 +16,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.config.published import FACTS, SCRIPTS, Numbers, batch_of, close, formulas, keys_of, nested, numbers, recipe
 from tests.peers.checkouts import Rows, Words, checkout, definitions
+from tests.plugins.migration.published import (
+    FACTS,
+    SCRIPTS,
+    Numbers,
+    batch_of,
+    close,
+    formulas,
+    keys_of,
+    nested,
+    numbers,
+    recipe,
+)
 from whet.config import TrainConfig, load_config
-from whet.config.convert import convert
-from whet.config.foreign_files import Written
+from whet.plugins.migration.convert import convert
+from whet.plugins.migration.foreign_files import Written
 from whet.registry import FILTERS
 
 pytestmark = pytest.mark.slow
@@ -80,7 +91,7 @@ class Peer:
         return definitions(self.folder / "pipeline" / "rlvr" / file, **self.given, **given)
 
     def config(self, keys: Mapping[str, Any]) -> SimpleNamespace:
-        """Their config with what its functions read."""
+        """ROLL's config, with the fields that its functions read."""
         told = {name: keys.get(name, default) for name, default in DEFAULTS.items()}
         generating = SimpleNamespace(generating_args=SimpleNamespace(num_return_sequences=N))
         correction = SimpleNamespace(is_weight=SimpleNamespace(enabled=False))

@@ -36,7 +36,7 @@ def saved(model: Path, actor: Path, *given: Any) -> Path:
 
 
 def check_exported(model: Path, source: Path, out: Path) -> None:
-    """All weights of the model, in its dtype, and what goes with them."""
+    """Checks that the export has all weights of the model, in its dtype, and the other files."""
     export(source, out)
     written, started = (AutoModelForCausalLM.from_pretrained(each, dtype="auto").state_dict() for each in (out, model))
     assert written.keys() == started.keys()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls TRL's own functions on batches from a file and writes what they give. Runs in TRL's environment:
+"""Calls TRL's own functions on batches from a file and writes their results. Runs in TRL's environment:
 
 python trl_worker.py IN OUT
 """
@@ -44,7 +44,7 @@ SETTINGS = {
 
 
 class OneProcess:
-    """What a trainer asks of its accelerator."""
+    """The part of an accelerator that a trainer uses."""
 
     num_processes, sync_gradients = 1, True
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls verl's own functions on batches from a file and writes what they give. Runs in the peers' environment:
+"""Calls verl's own functions on batches from a file and writes their results. Runs in the peers' environment:
 
 python verl_worker.py IN OUT
 """
@@ -97,7 +97,7 @@ def weights(name: str, batch: dict[str, torch.Tensor], options: dict[str, Any]) 
 
 
 def rejection(name: str, batch: dict[str, torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
-    """What verl leaves of the mask."""
+    """The mask after verl's rejection."""
     apart = batch["old_log_probs"] - batch["rollout_log_probs"]
     return rollout_corr_helper.compute_rollout_rejection_mask(apart, batch["response_mask"], name, **options)[0]
 

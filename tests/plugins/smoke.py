@@ -47,7 +47,7 @@ def call(*words: str) -> None:
 
 
 def run(folder: Path) -> None:
-    """Trains two steps and, as a run that goes on, a third; exports it, and loads what was written."""
+    """Trains two steps and, as a resumed run, a third; exports the run, and loads the result."""
     keys = [f"model.path={folder}/model", f"data.train_files={folder}/rows.jsonl", f"trainer.run_dir={folder}/run"]
     keys += ["data.prompt_key=prompt", "data.answer_key=answer", "actor.optim.lr=1e-2"]
     keys += [f"reward.function={Path(__file__).resolve()}:share_of_digits"]

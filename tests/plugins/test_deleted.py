@@ -28,7 +28,7 @@ def without(plugin: str, folder: Path) -> Path:
 
 
 def output(folder: Path, *words: str, status: int = 0) -> str:
-    """What a Python process prints, over the whet in a folder."""
+    """The output of a Python process that imports the whet in a folder."""
     own = {**os.environ, "PYTHONPATH": str(folder)}
     done = subprocess.run(
         [sys.executable, *words], cwd=folder, env=own, capture_output=True, text=True, timeout=600, check=False

@@ -12,7 +12,7 @@ loaded_in = os.getpid()
 
 
 def prepare(argument: bytes) -> Serve:
-    """Children that do what each message says, and answer with a text."""
+    """Children that carry out each message, and answer with a text."""
 
     def serve(caller: Caller) -> None:
         while True:

@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass
 class Reply:
-    """A status, a body, and what goes wrong on the way."""
+    """A status, a body, and a fault of the connection."""
 
     text: str = "Verdict: yes"
     status: int = 200
@@ -31,7 +31,7 @@ Behaviour = Callable[[dict[str, Any]], Reply]  # of the body of a request
 
 
 class Judge:
-    """What the server was asked, and how it replies: in turn, the last reply for ever; or by a function."""
+    """Records the requests to the server, and its replies: in turn, the last one forever; or by a function."""
 
     def __init__(self, replies: Sequence[Reply | str] | Behaviour) -> None:
         self._replies = replies
@@ -82,7 +82,7 @@ class Judge:
 
 @contextmanager
 def judging(replies: Sequence[Reply | str] | Behaviour) -> Iterator[Judge]:
-    """Starts a judge, whose address is that of its API."""
+    """Starts a judge, whose address belongs to its API."""
     judge = Judge(replies)
 
     class Handler(BaseHTTPRequestHandler):

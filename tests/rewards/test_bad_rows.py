@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each error of a reward says which item is wrong, what was found, what was expected, and what to change.
+"""Each error of a reward names the item, the value found, the expected value, and the change.
 
 The texts of most of them are held by tests/test_bad_input.py or beside the functions; here it is the four parts."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Score functions that attack what calls them, by accident as a rule: an attack costs its own item, and no other."""
+"""Score functions that attack their caller, usually by accident: an attack costs its own item, and no other."""
 
 import os
 import re
@@ -164,7 +164,7 @@ def test_one_that_is_always_killed_while_it_starts_is_an_error(tmp_path):
 
 
 def test_a_replacement_runs_the_code_that_the_run_started_with(tmp_path):
-    """The file, and what it imports from its folder on the path, edited while the run goes on."""
+    """The file, and its imports from its folder on the path, are edited while the run continues."""
     (tmp_path / "amounts.py").write_text("AMOUNT = 1.0\n")
     (tmp_path / "pays.py").write_text(
         f"import os, sys\nsys.path.append({str(tmp_path)!r})\nimport amounts\n"

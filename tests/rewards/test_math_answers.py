@@ -502,7 +502,7 @@ def test_what_math_verify_alone_rejects(text, truth):
 
 
 def _written(answers):
-    """Counts of texts and of those that are paid, as by math-verify itself; every one has to be paid."""
+    """Counts of texts and of paid ones, as by math-verify itself; every one has to be paid."""
     count = by_peer = 0
     for answer in answers:
         ways = [*texts(answer), *(rf"\boxed{{{form}}}" for form in forms(answer))]

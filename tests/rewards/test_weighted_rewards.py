@@ -7,7 +7,7 @@ from whet.types import Failure, RewardItem, RewardResult
 
 
 class Said:
-    """A pool that says what it was told to."""
+    """A pool that returns scripted results."""
 
     scores_alone = True
 

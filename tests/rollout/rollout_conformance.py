@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every rollout engine is held to, against the model's own forward. See test_engines.py for the use."""
+"""Requirements of every rollout engine, checked against the model's own forward. test_engines.py shows the use."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from whet.config.schema import LoraConfig
+from whet.kernels.sampling import SamplingState, sample
 from whet.keyed import key
 from whet.models.load import load_policy
 from whet.models.lora import add_adapter, merged_weights
@@ -33,7 +34,6 @@ from whet.rollout.protocol import (
     SharesModule,
     generate,
 )
-from whet.rollout.sampling import SamplingState, sample
 from whet.weight_sync import buckets
 from whet.weight_sync.buckets import Digest
 
@@ -81,7 +81,7 @@ def requests(groups: int = 4, n: int = 3, seed: int = 0, longest: int = 24, **pa
 
 
 def check_log_probs(engine: RolloutEngine, model: PreTrainedModel, made: Sequence[Request]) -> None:
-    """Log-probs are those of the model's own forward: mean gap below 5e-6, largest below 1e-4 (float32)."""
+    """Checks that log-probs equal the model's own forward: mean gap below 5e-6, largest below 1e-4 (float32)."""
     gaps = []
     for request, completion in zip(made, generate(engine, made), strict=True):
         log_probs = own_log_probs(model, request, completion)
@@ -100,8 +100,8 @@ def own_log_probs(model: PreTrainedModel, request: Request, completion: Completi
 def check_likeliest(
     engine: RolloutEngine, model: PreTrainedModel, made: Sequence[Request], tolerance: float = 0.0
 ) -> None:
-    """In the place of each token the likeliest of the model's own forward, also where tokens come as Partial; the
-    tokens and log-probs are those of requests that ask for none."""
+    """Checks that the most probable tokens at each position equal the model's own forward, also in Partials; the tokens
+    and log-probs equal the ones of requests without this option."""
     plain = generate(engine, made)
     asking = [
         replace(request, params=replace(request.params, num_likeliest=number % 4), streams=number % 3 == 0)
@@ -196,8 +196,8 @@ def check_stop_strings(
     length: int,
     tolerance: float = 0.0,
 ) -> None:
-    """With stop strings taken from its own text an answer ends with the token after which its text first has one, and
-    is else what it was; the others do not notice, up to `tolerance` of their log-probs."""
+    """Checks that with stop strings taken from its own text a response ends with the token after which its text first
+    has one, and is otherwise unchanged; other requests do not change, up to `tolerance` of their log-probs."""
     free = generate(engine, made)
     stopping: list[Request] = []
     for row, (request, completion) in enumerate(zip(made, free, strict=True)):
@@ -230,7 +230,7 @@ def assert_same(found: Sequence[Completion], expected: Sequence[Completion], tol
 
 
 def assert_same_but_for_rounding(found: Sequence[Completion], expected: Sequence[Completion], near: float) -> None:
-    """Equal completions, but for the rounding of log-probs, those of the likeliest tokens too."""
+    """Checks that completions are equal up to the rounding of log-probs, including the most probable tokens'."""
     bare = [[replace(each, likeliest=()) for each in completions] for completions in (found, expected)]
     assert_same(*bare, near)
     for one, other in zip(found, expected, strict=True):
@@ -250,8 +250,8 @@ def check_company_does_not_matter(engine: RolloutEngine, made: Sequence[Request]
 
 
 def check_streams(engine: RolloutEngine, made: Sequence[Request], tolerance: float = 0.0) -> None:
-    """A request that streams gives a prefix of its completion as Partial events, in order and without a gap; it and
-    the others are what they are where none streams. An engine that gives none is skipped."""
+    """Checks that a streaming request returns a prefix of its completion as Partial events, in order and without a gap;
+    it and the others have the same results as without streaming. An engine that gives none is skipped."""
     whole = generate(engine, made)
     for row, request in enumerate(made):
         assert engine.submit(replace(request, streams=row % 2 == 0))
@@ -298,8 +298,8 @@ def check_weights(
 
 
 def check_digests(engine: RolloutEngine, model: PreTrainedModel) -> None:
-    """After an update the weights that the engine was given have the digest of the trainer's, copied or shared; so have
-    those that it holds, where they can be read. One bit of one weight changes it."""
+    """Checks that after an update the weights passed to the engine have the digest of the trainer's, copied or shared,
+    and so have the weights that it holds, if they can be read. One bit of one weight changes it."""
     digests, other = {digest_of(model)}, changed(model, 1.0)
     own(engine, model)
     for version in (1, 2):
@@ -360,7 +360,8 @@ def check_frequencies(engine: RolloutEngine, model: PreTrainedModel, is_cut: boo
 
 
 def check_twenty_updates(engine: RolloutEngine, model: PreTrainedModel, bytes_of: BytesOf = own_bytes) -> None:
-    """Log-probs after each are the model's own, that of a tied head too; memory stays."""
+    """Checks that log-probs after each update are the model's own, with a tied head too, and that memory does not
+    grow."""
     other, seconds, worst, memory = changed(model, 1.0), list[float](), 0.0, list[int]()
     own(engine, model)
     draw = torch.Generator().manual_seed(0)

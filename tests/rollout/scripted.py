@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that says what it was told to say."""
+"""An engine that returns scripted responses."""
 
 from __future__ import annotations
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from whet.devices import HOST
+from whet.kernels.paged_attention import reference
+from whet.kernels.sampling import SamplingState, sample
 from whet.rollout.native import columns, engine
 from whet.rollout.native.cache import BLOCK_SIZE, BlockCache
-from whet.rollout.native.paged_attention import reference
-from whet.rollout.sampling import SamplingState, sample
 
 
 def decode_attention(
@@ -34,7 +34,7 @@ def decode_attention(
     cap: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The kernel's work in torch: the layout of the cache is that of an accelerator."""
+    """Does the kernel's work in torch, with the cache layout of an accelerator."""
     by_block = keys.permute(1, 0, 3, 2).contiguous(), values.transpose(0, 1).contiguous()
     out = reference(query, key, value, *by_block, tables, slots.int(), positions, scale, window, cap, sinks)
     block = tables[slots, positions // BLOCK_SIZE].long()
@@ -84,7 +84,7 @@ def pick(
 
 
 class Recorder(columns.Graphs):
-    """Replays a step with what it captured when it was recorded: columns that are not where they were go unseen."""
+    """Replays a step with the values captured at its recording: columns at other addresses go unseen."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -104,10 +104,12 @@ def install(monkeypatch: pytest.MonkeyPatch, *, interpreted: bool = False) -> No
     """From now on the native engine treats the host as an accelerator; with its own kernels, if these are
     `interpreted`."""
     if not interpreted:
-        kernels = ModuleType("whet.rollout.native.kernels")
-        vars(kernels).update(decode_attention=decode_attention, tile_attention=tile_attention, pick=pick)
-        monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
-        monkeypatch.setattr("whet.rollout.native.kernels", kernels, raising=False)
+        attends = {"decode_attention": decode_attention, "tile_attention": tile_attention}
+        for name, functions in {"paged_attention_triton": attends, "sampling_triton": {"pick": pick}}.items():
+            kernels = ModuleType(f"whet.kernels.{name}")
+            vars(kernels).update(functions)
+            monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+            monkeypatch.setattr(kernels.__name__, kernels, raising=False)
     for module in (columns, engine):
         monkeypatch.setattr(module, "has_kernels", lambda device: True)
     monkeypatch.setattr(columns, "Graphs", Recorder)

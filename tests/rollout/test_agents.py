@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Episodes with several players, sub-agents and limits, with an engine that is told what to say."""
+"""Episodes with several players, sub-agents and limits, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from whet.rollout.collect import Collector, Stage
 from whet.rollout.episode import EpisodeLimits
 from whet.rollout.flow import Filter, by_player
 from whet.rollout.protocol import SamplingParams
-from whet.trainers.measure import measure_groups
+from whet.trainers.batch_metrics import measure_groups
 from whet.types import Group, Trajectory
 
 PARAMS = SamplingParams(max_new_tokens=64)

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from tests.conftest import SMALL_RUN
 from tests.models.nano import config_of
 from tests.raising import raises
 from whet.config import SFTConfig, TrainConfig, load_config
-from whet.errors import ConfigError
-from whet.rollout.build import with_engine
+from whet.errors import ConfigError, DataError
+from whet.models.load import load_tokenizer
+from whet.rollout.build import bad_word_ids, with_engine
 
 ON_TWO = {"actor__engine__name": "fsdp", "cluster__processes": 2}
 
@@ -87,3 +89,15 @@ def test_supervised_runs_have_no_rollout(folders: dict[str, Path]) -> None:
     packed = load_config(SFTConfig, None, {**values, "engine.packing": True}, given={"data"}, checked=False).config
     with raises(ConfigError, "engine.packing", found=True):
         with_engine(packed)
+
+
+def test_a_bad_word_is_forbidden_with_and_without_a_space(
+    tokenizer: PreTrainedTokenizerBase, qwen25_folder: Path
+) -> None:
+    byte_level = load_tokenizer(qwen25_folder)
+    for each in (tokenizer, byte_level):
+        found = bad_word_ids(["the", " the"], each)
+        assert found == (tuple(each.encode("the")), tuple(each.encode(" the")))
+    assert bad_word_ids(["\n"], byte_level)[0] == tuple(byte_level.encode("\n"))
+    with raises(DataError, "tokenizer", found=re.compile("^rejects .*'THE'")):
+        bad_word_ids(["THE"], tokenizer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Episodes of one and of several turns, with an engine that is told what to say and with a real one."""
+"""Episodes of one and of several turns, with a scripted engine and with a real one."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> Prompt:
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, *messages: Message) -> str:
-    """What the chat template makes of the whole conversation, by transformers alone."""
+    """The whole conversation, rendered by the chat template through transformers alone."""
     dicts = [message.to_dict() for message in messages]
     return str(tokenizer.apply_chat_template(dicts, tokenize=False, add_generation_prompt=True))
 
@@ -384,7 +384,7 @@ def test_a_template_that_rewrites_is_refused_with_what_to_change(tokenizer: PreT
 def test_two_turns_through_the_whole_loop(
     chat: bool, environments: str, train_config: Callable[..., TrainConfig], additions: list[dict[str, str]]
 ) -> None:
-    """The trainer's log-probs are those of the rollout on the tokens that were sampled, and 0 on the tool's.
+    """The trainer's log-probs equal the rollout's on sampled tokens, and are 0 on the tool's.
 
     A random model ends its turns by chance, so most episodes have both."""
     config = train_config(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts that go on while models train: which groups come, how old they are, and what a checkpoint holds of them."""
+"""Rollouts in parallel with training: the groups handed out, their age, and their checkpoint."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_without_staleness_prompts_are_started_when_a_step_asks() -> None:
 
 
 def test_a_batch_is_the_first_to_end_of_more_groups_whatever_the_order_of_their_scores() -> None:
-    """Six begin for four; those that end last are aborted, and the next step takes other prompts."""
+    """Six groups start for four; the last to end are aborted, and the next step takes other prompts."""
     bench = Bench(0, group_filter=Filter(keep_all, {}, extra=0.5))
     bench.carry_out(bench.flow.on_version(0))
     bench.carry_out(bench.flow.ask(1))
@@ -391,8 +391,8 @@ def test_without_staleness_the_groups_are_those_of_the_synchronous_rollouts(
 
 
 def test_long_responses_are_trained_on_as_often_as_in_a_synchronous_run(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Lengths with a heavy tail, and an engine in which each takes as many polls as it has tokens: a stream that hands
-    out what is ready first would train on short ones, and one that drops stale ones would lose the longest."""
+    """With lengths of a heavy tail, each response takes as many polls as it has tokens: a stream that hands out ready
+    groups first would train on short ones, and one that drops stale groups would lose the longest."""
 
     def length(uid: str) -> int:
         _, _, _, index, sample, _ = uid.split(":")
@@ -641,7 +641,7 @@ def test_a_checkpoint_without_digests_is_read_as_before(tokenizer: PreTrainedTok
 def test_a_smaller_bound_holds_for_the_groups_of_a_checkpoint(
     k: float, expected: list[tuple[str, list[int]]], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Groups that are too old begin again, those that there is no room for are the next prompts."""
+    """Groups that are too old start again, and groups without room become the next prompts."""
     assert resumed(tokenizer, sampled_ahead(tokenizer), k=k, steps=len(expected) // 2) == expected
 
 
@@ -659,7 +659,7 @@ def test_prompts_that_there_is_no_room_for_are_in_the_next_checkpoint(tokenizer:
 def test_groups_of_a_checkpoint_get_as_many_responses_as_the_run_asks_for(
     n: int, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Those that are there are kept, those that are missing sampled."""
+    """Existing samples are kept, and missing ones are sampled."""
     state = sampled_ahead(tokenizer)
     state["stream"][1] |= {"is_kept": False, "samples": state["stream"][1]["samples"][1:]}  # one of two was over
     versions = {1: ([0], [1]), 3: ([0, 0, 1], [1, 0, 1])}[n]

@@ -387,7 +387,8 @@ def test_a_paused_engine_gives_what_it_has_and_is_silent(engine: RolloutEngine, 
 
 
 def test_weights_change_between_two_tokens(engine: RolloutEngine, model: PreTrainedModel) -> None:
-    """Tokens before the change are the old weights' and those after it a full recompute's under the new ones."""
+    """Tokens before the change come from the old weights, and later ones from a full recomputation with the new
+    ones."""
     suite.own(engine, model)
     engine.load(sharpened(model, 1.0), version=1)
     made = suite.requests(groups=2, n=2, **LONG)
@@ -526,7 +527,7 @@ def test_rows_that_do_not_stream_are_not_read(model: PreTrainedModel, monkeypatc
 
 @pytest.mark.slow
 def test_the_documented_command_holds_an_engine_of_a_file_to_the_suite(tmp_path: Path) -> None:
-    """That of examples/extending; tests of whet's own engines are left out."""
+    """The command in examples/extending leaves out the tests of whet's own engines."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow"]
     command += ["tests/rollout/test_engines.py", "--rollout-engine", "examples/extending/rollout_engine.py:Recorded"]
     command += ["--rollout-engine-options", json.dumps({"file": str(tmp_path / "requests.jsonl")})]

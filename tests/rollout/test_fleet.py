@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router of requests: which replica gets them, and what becomes of them when replicas come, go and load weights."""
+"""The router of requests: the replica of each, and its changes when replicas come, go and load weights."""
 
 from __future__ import annotations
 

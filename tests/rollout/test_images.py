@@ -118,7 +118,7 @@ def test_an_image_is_encoded_once(folder: Path, model: PreTrainedModel) -> None:
 
 
 def test_a_turn_goes_on_in_the_middle_of_an_image(folder: Path, model: PreTrainedModel) -> None:
-    """Blocks of 16 tokens end inside images; another image in the same place shares only what is before it."""
+    """Blocks of 16 tokens end inside images; another image in the same place shares only the tokens before it."""
     tokenizer, vision = load_tokenizer(folder), encoders_of(model)
     assert vision is not None
     first, second, other = (pictures.image(vision, seed, (112, 112)) for seed in (1, 2, 3))

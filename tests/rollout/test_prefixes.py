@@ -149,7 +149,7 @@ def test_prompts_of_one_call_share_their_beginning(model: PreTrainedModel) -> No
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_responses_of_one_turn_go_on_apart(model: PreTrainedModel, n: int) -> None:
-    """n requests continue one response with other ids: the first fills its last block, the others compute those ids."""
+    """n requests continue one response with other ids: the first fills its last block, the others compute these ids."""
     kept, again = opened(model), opened(model)
     first = Request("a", tuple(range(3, 23)), SamplingParams(max_new_tokens=14), 0, keeps_cache=True)
     [response], [expected] = generate(kept, [first]), generate(again, [first])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `take` hands out: complete, scored, filtered groups, however the answers turn out."""
+"""Groups handed out by `take`: complete, scored, filtered, whatever the responses are."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def rollouts(
     environment: str = "single_turn",
     engine: Scripted | None = None,
 ) -> Rollouts:
-    """Two answers a prompt, as told, to endlessly many prompts in order."""
+    """Two scripted responses a prompt, to endlessly many prompts in order."""
     pool = RewardPool(function, num_workers=0, timeout_seconds=5.0, correct_threshold=1.0)
     collector = Collector(
         engine or Scripted(tokenizer, *answers, by_sample=environment != "single_turn"),
@@ -144,7 +144,7 @@ def test_a_response_is_scored_while_others_are_sampled(
 
 
 def filtered(taken: Taken) -> dict[str, float]:
-    """What the filter counts, but for the scores of what was sampled."""
+    """The filter's metrics, without the scores of sampled groups."""
     return {name: value for name, value in taken.metrics.reduce().items() if "sampled" not in name}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a snapshot of the flow holds of responses, and with which tokens restored episodes go on."""
+"""The responses in a snapshot of the flow, and the tokens with which restored episodes continue."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from whet.errors import EngineError
 from whet.models.load import load_tokenizer
 from whet.rollout.hf import HFEngine
 from whet.rollout.protocol import Request, SamplingParams
-from whet.rollout.sampling import KEPT, LastStops, StopStrings
+from whet.rollout.stop_strings import KEPT, LastStops, StopStrings
 
 TEXT = "The answer is 42. Größe: 7 €, 🙂🙃 done.\n\nObservation: 東京 </tool_call>\nnext one"
 

@@ -165,7 +165,7 @@ class Pause:
 
 
 class RoutedEngine:
-    """The router as a rollout engine: what `Replicas` is for ranks."""
+    """The router as a rollout engine: it stands for `Replicas` without ranks."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -232,7 +232,8 @@ class Replica:
     prefixes: dict[tuple[int, ...], int] = field(default_factory=dict)  # version of the cache, by prompt
 
     def on_command(self, command: Give | Load | Pause) -> None:
-        """Hears the trainer; what an earlier generation says is not heard, a later one begins anew."""
+        """Handles a command of the trainer; commands of an earlier generation are ignored, a later generation starts
+        anew."""
         if command.generation < self.generation:
             return
         if command.generation > self.generation:
@@ -256,7 +257,7 @@ class Replica:
                     self._tell_partial(each, whole=True)
 
     def _make_way(self) -> None:
-        """Ends what runs, if the engine does so; the caller goes on behind its tokens."""
+        """Ends running requests, if the engine does so; the caller continues after their tokens."""
         for uid in list(self.running) if self.world.plan.aborts else ():
             self._abort(uid)
 
@@ -331,7 +332,7 @@ class Replica:
         self.world.decode_later(self, request)
 
     def _tell_partial(self, each: Running, *, whole: bool) -> None:
-        """Tells all tokens of the attempt, or those that are new."""
+        """Sends all tokens of the attempt, or the new ones."""
         start = 0 if whole else each.told
         tokens = each.tokens[start:]
         each.told = len(each.tokens)

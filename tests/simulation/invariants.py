@@ -102,7 +102,7 @@ def finished_untrained_groups_survive_a_restore(world: World, saved: Saved) -> N
 
 @holds(4, "trajectory")
 def each_stamp_equals_the_weights_that_made_the_token(world: World, trajectory: Trajectory) -> None:
-    """The token itself says which version made it, and the hash of those weights is in it."""
+    """Checks stamps: the token itself names the version that made it, and contains a hash of the weights."""
     step = _step(world, trajectory)
     for index, turn in enumerate(trajectory.turns):
         stamps = [version for version, count in turn.versions for _ in range(count)]
@@ -171,7 +171,7 @@ def nothing_is_sampled_behind_the_end(world: World, request: Request) -> None:
 
 @holds(8, "sample")
 def nothing_is_sampled_while_weights_are_replaced(world: World, replica: Replica, each: Running) -> None:
-    """A replica that loads decodes nothing: what runs there waits, and the router gives it nothing."""
+    """Checks that a replica decodes nothing while it loads: its requests wait, and the router gives it none."""
     require(8, not replica.is_loading, f"replica {replica.number} samples {each.request.uid} while it loads")
 
 
@@ -195,8 +195,8 @@ def the_router_knows_the_version_of_each_replica(world: World) -> None:
 
 @holds(10, "event")
 def permits_are_what_runs(world: World) -> None:
-    """By replica: the requests that count against its share are those that the router gave it and that are not over;
-    a request is with one replica or waits; no replica has more than its share."""
+    """Checks shares by replica: the requests that count against its share are the unfinished ones that the router gave
+    it; a request is at one replica or waits; no replica has more than its share."""
     router = world.router
     held = _permits(10, router)
     most = world.plan.most + world.plan.n - 1  # a group goes to one replica

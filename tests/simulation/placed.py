@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PlacedRanks:
-    """The ranks of one kind: what `Ranks` is for processes. Messages are late, and heard twice."""
+    """The ranks of one kind, which stand for `Ranks` without processes. Messages are late, and arrive twice."""
 
     kind = ""
 
@@ -42,7 +42,7 @@ class PlacedRanks:
         self.send()
 
     def turn(self, timeout_seconds: float) -> list[Any]:
-        """Returns what was heard."""
+        """Returns the events that arrived."""
         events, self.events = self.events, []
         return events
 

@@ -30,7 +30,7 @@ PLACED = ("environments", "rewards")  # kinds of ranks that die for good
 
 @dataclass(frozen=True)
 class Fault:
-    """An event from outside: what happens at which virtual time, to which replica."""
+    """An event from outside: the kind, the virtual time and the replica."""
 
     at: float
     kind: str

@@ -20,7 +20,7 @@ from whet.rollout.flow import Flow
 
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """Leaves out what the restored flow says a thousand times."""
+    """Leaves out the lines that the restored flow logs a thousand times."""
     caplog.set_level(logging.ERROR, "whet")
 
 
@@ -43,7 +43,7 @@ def test_more_schedules_hold_all_invariants(first: int) -> None:
 
 @pytest.mark.slow
 def test_two_hundred_killed_trainers_lose_nothing_and_double_nothing() -> None:
-    """All invariants hold behind each restore, those of prompts that are nowhere or in two places among them."""
+    """All invariants hold after each restore, including the ones about prompts that are nowhere or in two places."""
     kills, seeds = 0, iter(range(3200, 5200))
     while kills < 200:
         world = World(Plan.of(next(seeds)))

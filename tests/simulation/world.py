@@ -39,7 +39,7 @@ SEED = 5
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint, and what was true when it was written."""
+    """A checkpoint, and the facts that held when it was written."""
 
     version: int
     weights: dict[int, int]
@@ -138,7 +138,7 @@ class World:
         self._boot(self.saved)
 
     def _boot(self, saved: Saved) -> None:
-        """Starts a trainer from a checkpoint; of what ran before only replicas are left."""
+        """Starts a trainer from a checkpoint; only replicas survive from before."""
         plan = self.plan
         self.incarnation += 1
         self.version, self.weights = saved.version, dict(saved.weights)
@@ -292,7 +292,7 @@ class World:
             self._order(number, Pause(each.generation, is_paused))
 
     def direct(self) -> None:
-        """Brings to replicas what the router has for them."""
+        """Sends the router's commands to replicas."""
         for number, each in self.router.ranks.items():
             if each.loading is not None and self._loads.get(number) != (each.generation, each.loading):
                 self._loads[number] = each.generation, each.loading
@@ -508,7 +508,7 @@ HANDLERS = {
 
 
 def _shown(what: Any) -> Any:
-    """A value as the log has it: what names it, and how long it is."""
+    """A value in the log's form: its names and its length."""
     if isinstance(what, list):
         return [each.uid for each in what]
     if isinstance(what, tuple) and what and isinstance(what[-1], Give):

@@ -114,7 +114,7 @@ def test_a_count_that_begins_again_is_timed_from_there() -> None:
 
 
 def test_a_count_of_a_step_itself_is_not_shown() -> None:
-    """A forward pass between two phases of a step, such as that of `trainer.log_tokens`."""
+    """A forward pass between two phases of a step, such as for `trainer.log_tokens`, shows no count."""
     shown, clock, written = shown_on(terminal=False)
     with watching(shown.phase, shown.count), phase("time/step"):
         clock.now += 100.0

@@ -18,7 +18,7 @@ from whet.processes.children import Children, Reply
 from whet.processes.template import short_name
 from whet.tracking import profile
 from whet.tracking.profile import SystemMeter, observed
-from whet.trainers import measured
+from whet.trainers import telemetry
 
 MEBIBYTE = 2**20
 
@@ -104,7 +104,7 @@ def test_a_rank_of_a_pool_with_a_long_name_keeps_its_number() -> None:
     assert [short_name(name) for name in ("main 0", "generation 0", "generation 12", "environments", "a b 3")] == [
         "main 0", "generati 0", "generat 12", "environmen", "a b 3"
     ]  # fmt: skip
-    assert measured._named("generation", 12) == "generat_12"
+    assert telemetry._named("generation", 12) == "generat_12"
 
 
 def test_processes_are_measured_under_the_names_that_ps_shows(monkeypatch: pytest.MonkeyPatch) -> None:

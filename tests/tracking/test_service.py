@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every service: it starts or the run does not, and later it neither stops nor delays the run."""
+"""Requirements of every service: it starts or the run does not, and later it neither stops nor delays the run."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def run(tmp_path: Path) -> TrackedRun:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, **services: Callable[[TrackedRun], Diary]) -> None:
-    """Puts what stands in this file in the place of services."""
+    """Replaces services by the objects of this file."""
     made = {name: SimpleNamespace(load=partial(lambda each: each, each)) for name, each in services.items()}
     monkeypatch.setattr(service, "TRACKERS", made)
 

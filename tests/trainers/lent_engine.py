@@ -29,7 +29,7 @@ def note(folder: str, line: str) -> None:
 
 
 class Together:
-    """The native engine with weights of its own, as a server has; its methods are those of the engine."""
+    """The native engine with weights of its own, like a server; its methods are the engine's."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Noting(TrainWorker):
 
 
 class Looking(RolloutWorker):
-    """Says what it sees of devices."""
+    """Records the devices that it sees."""
 
     @register()
     def visible(self) -> str | None:

@@ -19,7 +19,7 @@ RUN_SECONDS = 900
 
 
 def make_task(folder: Path) -> Path:
-    """What `whet quickstart` has made before its RL stage."""
+    """The state of `whet quickstart` before its RL stage."""
     rows, _ = write_problems(folder, seed=0)
     init_model(
         folder / "model", "qwen3", "nano", alphabet="0123456789+=", num_layers=2, max_position_embeddings=64, seed=0

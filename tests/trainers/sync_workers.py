@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from whet.batch import Batch
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement
 from whet.engines.role import RoleSettings
 from whet.models.outputs import ForwardSettings, model_outputs
-from whet.protocol import DataProto
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Event, Request
 from whet.trainers.rollout_worker import RolloutWorker
@@ -25,7 +25,7 @@ from whet.weight_sync.buckets import HEADER_BYTES, Outlet
 from whet.weight_sync.routes import RankSite, Route, Way
 
 
-def log_probs(module: nn.Module, batch: DataProto) -> torch.Tensor:
+def log_probs(module: nn.Module, batch: Batch) -> torch.Tensor:
     """The module's own forward over the whole batch."""
     settings = ForwardSettings(packing=False, dtype=next(module.parameters()).dtype)
     with torch.no_grad():
@@ -97,7 +97,7 @@ class Trainer(TrainWorker):
         return count
 
     def open_outlets(self, routes: Sequence[Route], deadline_seconds: float) -> dict[Way, str]:
-        """Counts what is sent from now on."""
+        """Counts the bytes sent from now on."""
         found = super().open_outlets(routes, deadline_seconds)
         for outlet in self._outlets.values():
             self._count(outlet)
@@ -161,7 +161,7 @@ class Trainer(TrainWorker):
 
 
 class Rollout(RolloutWorker):
-    """Says what its module computes."""
+    """Reports the outputs of its module."""
 
     machines: tuple[str, ...] = ()
     count = 0
@@ -177,7 +177,7 @@ class Rollout(RolloutWorker):
         return replace(super().site(), machine=machine) if machine else super().site()
 
     @register(Dispatch.ONE_TO_ALL)
-    def log_probs(self, batch: DataProto) -> torch.Tensor:
+    def log_probs(self, batch: Batch) -> torch.Tensor:
         """The forward of the module that it samples from."""
         assert isinstance(self.engine, NativeEngine)
         return log_probs(self.engine.policy.require_whole(), batch)

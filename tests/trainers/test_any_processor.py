@@ -32,7 +32,7 @@ quickstart(Path("run"), 0, lesson=replace(ADDITION, recipe="steps.yaml", warm_up
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of twenty steps of RL after twenty of the warm-up, and what was printed."""
+    """The folder of twenty steps of RL after twenty of the warm-up, and the output."""
     folder = tmp_path_factory.mktemp("any_processor")
     for name, recipe in (("steps", "quickstart"), ("warm_up", "quickstart_sft")):
         own: dict[str, Any] = {"defaults": [recipe, "_self_"], "trainer": {"total_steps": STEPS}}

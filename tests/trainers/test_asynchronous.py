@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training that samples while it trains: what is trained on, how old it is, and what a kill or a stop leaves of it."""
+"""Training that samples while it trains: the trained groups, their age, and the result after a kill or a stop."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from whet.controller.launch import launch_roles
 from whet.controller.worker import Placement, WorkerSpec
 from whet.planning.dtypes import with_dtypes
 from whet.planning.machine import FreeMemory
-from whet.planning.memory import cache_room, micro_batch_tokens
-from whet.rollout.planned import CacheRoom
+from whet.plugins.planner.memory import cache_room, micro_batch_tokens
+from whet.rollout.requirements import CacheRoom
 from whet.trainers import build, sft
 from whet.trainers.columns import plan
 from whet.trainers.rollout_worker import RolloutWorker
@@ -25,7 +25,7 @@ DEVICE = FreeMemory(2**36, "each accelerator")
 
 
 def given(config: TrainConfig) -> dict[str, Any]:
-    """What the workers of a run get: tokens of a micro-batch by position, all else by name."""
+    """The arguments of a run's workers: tokens of a micro-batch by position, others by name."""
     specs = build.worker_specs(config, plan(config), 2)
     made = build._with_room(specs, build.setup(config, [16]))
     return {
@@ -50,7 +50,7 @@ def test_a_rollout_on_an_accelerator_is_told_its_room_beside_training(
 def test_micro_batches_of_an_accelerator_follow_from_its_memory(
     train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that are trained and those that are read have their own; what is set stays."""
+    """Trained and read models have their own sizes; a configured size stays."""
     config = train_config({"algorithm.kl.where": "loss", "rollout.engine.options.kv_cache_bytes": 2**20})
     device = replace(DEVICE, total=5 * 2**28)
     monkeypatch.setattr(build, "free_accelerator", lambda cluster: device)

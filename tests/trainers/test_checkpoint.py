@@ -236,7 +236,7 @@ def test_a_process_that_is_killed_goes_on_to_the_same_bits(
 
 
 class Killed(BaseException):
-    """What no one catches."""
+    """Raised, and caught by no one."""
 
 
 class Stop:
@@ -465,7 +465,7 @@ def test_a_checkpoint_without_a_role_that_the_run_has_is_named(
 def test_a_damaged_file_in_any_checkpoint_is_passed_over(
     content: str, run_dir: Path, train_config: MakeConfig, additions: Rows
 ) -> None:
-    """Also by those who look for the best, the newest good one and the oldest before anything is verified."""
+    """Searches for the best, the newest good and the oldest checkpoint pass it over too, before any is verified."""
     for step in (2, 4):
         (run_dir / "checkpoints" / f"global_step_{step}" / "trainer.json").write_text(content)
     newest_good = checkpoint.newest(run_dir, good=True)

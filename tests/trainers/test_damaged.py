@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever happens to a file of a run's folder: a resume and an export work, or end with an error that says what was
-found and what to do, and nothing outside of the folder is written to or taken along."""
+"""Any change to a file of a run's folder: a resume and an export work, or end with an error that has the finding and
+the remedy, and no file outside of the folder is written or copied."""
 
 from __future__ import annotations
 

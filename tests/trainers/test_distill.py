@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distillation: losses are those of transformers' log-probs, the student samples its share of rows, teachers are those
-of the rows' sources, any split takes the same steps, and a resume has the same bits."""
+"""Distillation: losses follow transformers' log-probs, the student samples its share of rows, each row has the teacher
+of its source, any split takes the same steps, and a resume has the same bits."""
 
 from __future__ import annotations
 
@@ -174,8 +174,8 @@ def test_the_prompt_of_a_conversation_ends_before_its_last_response() -> None:
 def test_teachers_are_those_of_the_rows_sources(
     distill_config: MakeConfig, rows: list[dict[str, Any]], model_folder: Path, teacher_folder: Path, tmp_path: Path
 ) -> None:
-    """Rows of the source whose teacher is the student itself have no divergence: the others' sum is that of a run on
-    them alone."""
+    """Rows of the source whose teacher is the student itself have no divergence: the others' sum equals the sum of a
+    run on them alone."""
     both = {"one": str(model_folder), "*": str(teacher_folder)}
     changes = {"trainer.total_steps": 1, "data.train_batch_size": 9, "data.shuffle": False}
     [mixed] = distill(distill_config(**changes, teachers=both), data=rows).history

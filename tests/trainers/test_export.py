@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is exported loads with plain transformers and says what the trained model says."""
+"""The export loads with plain transformers and gives the same outputs as the trained model."""
 
 from __future__ import annotations
 

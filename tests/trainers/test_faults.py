@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to a run on several processes when something breaks: docs/cluster.md has the table.
+"""Effects on a run of several processes when a part breaks: docs/cluster.md has the table.
 
 Nodes, networks and heads that are lost: tests/controller/test_ray_nodes.py. Weights that are damaged on their way:
 tests/trainers/test_rollout_worker.py.

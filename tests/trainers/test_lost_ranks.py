@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of two rollout ranks, one or both of which are killed or hang: the result is that of an undisturbed run."""
+"""Runs of two rollout ranks, one or both of which are killed or hang: the result equals an undisturbed run's."""
 
 from __future__ import annotations
 

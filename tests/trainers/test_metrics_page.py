@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/metrics.md is what runs record: short runs together pass every line that records a metric."""
+"""docs/metrics.md lists the metrics that runs record: short runs together pass every line that records a metric."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ import whet
 from tests.algorithms.calling import estimate, policy_loss, with_mini_batch_columns
 from tests.algorithms.conftest import _make_batch
 from tests.models.nano import nano_model
+from whet.batch import Batch
 from whet.checkpoints.export import export
 from whet.columns import COLUMNS
 from whet.config import DistillConfig, PreferenceConfig, RewardTrainingConfig, SFTConfig, load_config
 from whet.metrics import Metrics
 from whet.plugins.lessons.drawn.figures import counting
 from whet.plugins.lessons.init_model import init_model
-from whet.protocol import DataProto
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES, Registry
 from whet.rollout.reports import count_failures
 from whet.tracking import profile
 from whet.tracking.profile import SystemMeter
+from whet.trainers.batch_metrics import measure_environment, measure_groups
 from whet.trainers.columns import ColumnPlan
 from whet.trainers.distill import distill
-from whet.trainers.measure import measure_environment, measure_groups
 from whet.trainers.preference import train_preference
 from whet.trainers.rollout_worker import Direct
 from whet.trainers.sft import train_sft
@@ -88,7 +88,7 @@ def test_what_functions_report_is_in_the_table(registry: Registry, prefix: str) 
 
 
 class Recorded:
-    """What `Metrics` was told: each name's reduction, and the lines of whet that told it."""
+    """Records the calls of `Metrics`: each name's reduction, and the lines of whet that record it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reductions: dict[str, set[str]] = defaultdict(set)
@@ -154,14 +154,14 @@ def of_episodes() -> set[str]:
 def of_verdicts() -> set[str]:
     """The metric of a trajectory of two whose verdict cannot be read."""
     ones = torch.ones(2, 3)
-    batch = DataProto.from_dict(
+    batch = Batch.of(
         tensors={
             "response_mask": ones,
             "token_level_scores": ones,
             "judge_scores": torch.tensor([0.0, 0.5]),
             "trajectory_uid": torch.arange(2),
         },
-        non_tensors={"error": [None, None], "trajectory_uid_name": ["0", "1"]},
+        objects={"error": [None, None], "trajectory_uid_name": ["0", "1"]},
     )
     metrics = Metrics()
     sources: Any = SimpleNamespace(failures={"0": Failure("reward", "nothing to read")})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines minimise: numbers worked by hand, and a user's own functions from loss to optimizer step."""
+"""Objectives of engines: numbers worked by hand, and a user's own functions from loss to optimizer step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 from tests.algorithms.calling import with_mini_batch_columns
 from tests.engines.engine_conformance import update
+from whet.batch import Batch
 from whet.config import TrainConfig
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.engines.role import RoleSettings
 from whet.engines.single import SingleEngine
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 from whet.registry import POLICY_LOSSES
 from whet.trainers.build import train
 from whet.trainers.objectives import ImitationObjective, PolicyObjective, ValueObjective, interpolated
@@ -158,7 +158,8 @@ def test_without_old_log_probs_they_are_the_current_ones() -> None:
 
 
 def test_interpolated_old_log_probs_by_hand() -> None:
-    """l - u = 0.6 for tokens that the weights before the update sampled, those one version and two versions before."""
+    """l - u = 0.6 for tokens sampled by the weights before the update, by the weights one version and two versions
+    earlier."""
     log_probs, sampler = torch.full((1, 3), -1.0), torch.full((1, 3), -1.6)
     old = interpolated(log_probs, sampler, torch.tensor([[0, 1, 2]]))
     assert torch.allclose(old, torch.tensor([[-1.6, -1.3, -1.2]]))
@@ -223,7 +224,7 @@ def test_pg_loss_of_an_update_in_several_micro_batches_is_the_hand_value(model_f
     draw = torch.Generator().manual_seed(0)
     mask = (torch.arange(6) < torch.tensor([6, 1, 4, 3, 5])[:, None]).long()
     attention_mask = torch.cat([torch.ones(5, 3, dtype=torch.long), mask], 1)
-    batch = DataProto.from_dict(
+    batch = Batch.of(
         {
             "input_ids": torch.randint(3, 50, (5, 9), generator=draw),
             "attention_mask": attention_mask,

@@ -276,7 +276,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(train_config: MakeConfig, additio
 
 @pytest.mark.slow
 def test_a_judge_orders_the_responses(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
-    """It compares each response with the ground truth, and likes those of an even length."""
+    """The judge compares each response with the ground truth, and prefers even lengths."""
 
     def reply(body: dict[str, Any]) -> Reply:
         return Reply("Better: A" if len(str(body["messages"])) % 2 else "Better: B")

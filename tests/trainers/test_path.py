@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The path of one GRPO step: the files of whet in which a function is entered during one traced, warm step in one
-process, the lines of those functions, and how deep their calls are. docs/architecture.md has the limits.
+"""The path of one GRPO step: the files of whet whose functions are entered during one traced, warm step in one process,
+the lines of these functions, and how deep their calls are. docs/architecture.md has the limits.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ MAX_DEPTH = layers.limit("calls of a step above each other", PAGE)
 # Models, kernels, the native engine and the training engine: the real work, which no shorter ladder would leave out.
 WORK = (
     "models/",
+    "kernels/",
     "engines/",
     "rollout/native/",
     "rollout/in_process",
     "rollout/ledger",
-    "rollout/sampling",
+    "rollout/stop_strings",
 )
 
 
@@ -45,7 +46,7 @@ WORK = (
 def test_the_path_of_a_step_stays_short(
     train_config: MakeConfig, additions: list[dict[str, str]], tmp_path: Path
 ) -> None:
-    """In a process of its own: what other tests left running is not part of the path."""
+    """The path is traced in a separate process, as leftovers of other tests are not part of it."""
     configs = [train_config({"trainer.total_steps": 3, "trainer.run_dir": str(tmp_path / each)}) for each in "ab"]
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         whole, deepest = process.submit(path_of, configs, additions).result()
@@ -57,7 +58,7 @@ def test_the_path_of_a_step_stays_short(
 
 
 def path_of(configs: Sequence[TrainConfig], rows: list[dict[str, str]]) -> tuple[dict[Path, set[int]], list[str]]:
-    """The lines of the second step of the last run, where what a process does once is done, and its deepest calls."""
+    """The lines of the second step of the last run, when one-time work of a process is done, and its deepest calls."""
     entered: set[CodeType] = set()
     deepest: list[str] = []
     threads.WAITS = threads.WAITS_NO_MORE = math.inf  # a busy machine takes the same way as an idle one
@@ -69,7 +70,7 @@ def path_of(configs: Sequence[TrainConfig], rows: list[dict[str, str]]) -> tuple
                 deepest[:] = calls
 
     def trace(run: Any, step: int, numbers: Any) -> None:
-        """From the line of step 2 to that of step 3."""
+        """Watches calls from the line of step 2 to the line of step 3."""
         watched = {2: enter}.get(step)
         sys.setprofile(watched)
         threading.setprofile(watched)

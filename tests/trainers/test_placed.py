@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments in a pool of their own change nothing of what a run computes."""
+"""Environments in a pool of their own change none of a run's numbers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the roles are changes nothing of what a run computes."""
+"""The placement of the roles changes none of a run's numbers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on preferences: losses are those of transformers' log-probs, any split takes the same steps, a resume has
-the same bits, and every kind of reference gives the same numbers."""
+"""Training on preferences: losses follow transformers' log-probs, any split takes the same steps, a resume has the same
+bits, and every kind of reference gives the same numbers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward processes in a pool of their own change nothing of what a run computes."""
+"""Reward processes in a pool of their own change none of a run's numbers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop: it learns, it does what the config says and nothing else, and it does it again to the bit."""
+"""The loop: it learns, follows the config and nothing else, and repeats every bit."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_kl_in_the_loss_is_zero_until_the_policy_moves(train_config: MakeConfig,
 
 @pytest.mark.parametrize("where", ["loss", "reward"])
 def test_the_kl_over_the_vocabulary(train_config: MakeConfig, additions: Rows, where: str) -> None:
-    """What k1 has in expectation over the next token, from the distributions themselves."""
+    """The metric equals the expectation of k1 over the next token, from the distributions themselves."""
     config = train_config({"algorithm.kl.where": where, "algorithm.kl.form": "full", "algorithm.kl.coef": 0.05})
     first, second = train(config, reward=length, data=additions).history
     name = {"loss": "actor/kl_loss", "reward": "actor/reward_kl_penalty"}[where]
@@ -315,7 +315,7 @@ def test_a_validation_that_works_does_not_hide_steps_that_all_fail(
 
 
 def test_failed_answers_teach_nothing(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
-    """The step is that of the same batch without them."""
+    """The step equals the step of the same batch without them."""
 
     def picky(solution_str: str) -> float:
         if len(solution_str) % 2:
@@ -654,7 +654,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_others(
 
 
 def steps_of(run: Run, folder: Path) -> tuple[torch.Tensor, list[list[str]]]:
-    """Final weights, and what was sampled in each step."""
+    """Final weights, and the responses of each step."""
     sampled = [
         [json.loads(line)["response"] for line in path.read_text().splitlines()]
         for path in sorted((folder / "rollouts").iterdir())

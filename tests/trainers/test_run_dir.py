@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run in a folder, of one config, and nothing lost of what it holds."""
+"""One run in a folder, of one config, without loss of its files."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ def test_a_run_that_is_taken_back_leaves_the_rest_behind_and_says_what_it_delete
 def test_the_same_command_goes_on_from_there_also_where_it_names_a_checkpoint(
     run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A run that started from a path goes on from what it saved since; other settings start at the path again, and what
-    was left behind stays."""
+    """A run that started from a path continues from its own later checkpoints; with other settings it starts at the
+    path again, and earlier files stay."""
     caplog.set_level(logging.INFO)
     taken, kept = run_dir / "checkpoints" / "global_step_2", shutil.copytree(run_dir / "checkpoints", tmp_path / "kept")
     assert opened(run_dir, str(taken), actor__optim__lr=1e-7) == taken
@@ -195,7 +195,7 @@ def test_links_inside_the_folder_and_to_it_are_fine(run_dir: Path, tmp_path: Pat
 
 
 def test_files_of_others_are_left_alone(run_dir: Path) -> None:
-    """Only what a run writes itself ends in a step."""
+    """Only files that a run writes itself end in a step."""
     (run_dir / "rollouts" / "my_notes.jsonl").write_text("{}")
     (run_dir / "rollouts" / "kept_000009.jsonl").mkdir()
     (run_dir / "checkpoints" / "global_step_9").write_text("no folder")
@@ -223,7 +223,7 @@ def test_a_run_of_the_other_command_is_named(tmp_path: Path) -> None:
 
 
 def test_a_run_of_another_config_is_not_gone_on_with(run_dir: Path) -> None:
-    """Only what a step computes counts: how long the run is and how fast it goes may change."""
+    """Only settings that change a step's numbers count: the run's length and speed may change."""
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock"}
     newest = run_dir / "checkpoints" / "global_step_4"
     with raises(ConfigError, key=str(run_dir), change=re.compile(f"trainer.resume={newest}$")) as refused:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs hand to trackers: their curves, tables of what was generated, and how they ended."""
+"""Data that runs pass to trackers: curves, tables of responses, and the end state."""
 
 from __future__ import annotations
 

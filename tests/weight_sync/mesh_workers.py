@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import engine_conformance as suite
 
 from whet.controller.dispatch import register
-from whet.engines.compact_adamw import own_part
+from whet.kernels.compact_adamw import own_part
 from whet.weight_sync.buckets import HEADER_BYTES
 from whet.weight_sync.routes import Route, Way
 
@@ -22,7 +22,7 @@ ROOM = 2**14  # of a narrow bucket, which most weights do not fit into
 
 
 class Sender(suite.Probe):
-    """Counts what it sends, in buckets of any size."""
+    """Counts the bytes that it sends, in buckets of any size."""
 
     is_narrow, buckets, sent = False, 0, 0
 

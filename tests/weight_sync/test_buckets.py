@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes into buckets comes out of them, or an error says what did not."""
+"""Weights put into buckets come out of them, or an error names the missing ones."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def flipped(tape: Tape) -> None:
 
 
 def stale(tape: Tape) -> None:
-    """The sender wrote on before the bucket was read: its data are those of the one after it."""
+    """Changes a tape as if the sender wrote on before the bucket was read: its data belong to the next bucket."""
     tape.kept[5][HEADER_BYTES:] = tape.kept[6][HEADER_BYTES:]
 
 

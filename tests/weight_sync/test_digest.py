@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checksum sees what may go wrong on the way; a digest does not see the order."""
+"""A checksum detects faults on the way; a digest does not depend on the order."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_every_receiver_gets_every_version(way: str, receivers: int) -> None:
 
 
 class Nccl:
-    """A stand-in for ProcessGroupNCCL, which notes what is asked of it; gloo carries the bytes."""
+    """A stand-in for ProcessGroupNCCL, which records its calls; gloo carries the bytes."""
 
     made: list[Nccl] = []  # noqa: RUF012
 

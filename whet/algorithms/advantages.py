@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advantage estimators. Each returns [B, R]; or [B] where it is constant over a row; or (advantages, returns).
 
-s is the sum of a row's `token_level_rewards`, which are 0 on tokens that were not sampled; G its group, the n rows with
-its `uid`; mu_G and sd_G the mean and sample (n - 1) standard deviation of s over G. A group of one has no signal: its
-advantage is 0. In distillation g is `teacher_log_probs`, the teacher's log-probs of the policy's responses, and o
-`old_log_probs`. In trajectories of several turns r_k is the sum of `token_level_rewards` over the sampled tokens of
-turn k (`turn_ids` [B, R] is the turn of each sampled token, -1 on other text), and G_k = r_k + gamma G_{k+1} the turn's
-discounted return.
+s is the sum of a row's `token_level_rewards`, which are 0 on unsampled tokens; G its group, the n rows with its `uid`;
+mu_G and sd_G the mean and sample (n - 1) standard deviation of s over G. A group of one has no signal: its advantage is
+0. In distillation g is `teacher_log_probs`, the teacher's log-probs of the policy's responses, and o `old_log_probs`.
+In trajectories of several turns r_k is the sum of `token_level_rewards` over the sampled tokens of turn k (`turn_ids`
+[B, R] is the turn of each sampled token, -1 on other text), and G_k = r_k + gamma G_{k+1} the turn's discounted return.
 """
 
 from __future__ import annotations
@@ -65,14 +64,14 @@ def vapo(
     alpha: Positive = 0.05,
     whiten: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`gae` with a lambda of its own for the critic, and one of the policy by length.   -> A, returns [B, R]
+    """`gae` with one lambda for the critic and another for the policy, by default set by the length.   -> A, returns
+    [B, R]
 
         lam_policy = max(0, 1 - 1 / (alpha l))        A = whiten(L(lam_policy))        returns = L(lam_critic) + V
 
-    l is the number of sampled tokens of the row: the longer, the further a reward reaches back.
-    Yue et al. 2025, https://arxiv.org/abs/2504.05118. A given `lam_policy` is that of all rows: Yuan et al. 2025,
-    https://arxiv.org/abs/2503.01491.
-    """
+    l is the number of sampled tokens of the row: the longer, the further a reward reaches back. Yue et al. 2025,
+    https://arxiv.org/abs/2504.05118. A given `lam_policy` holds for all rows: Yuan et al. 2025,
+    https://arxiv.org/abs/2503.01491."""
     deltas = _deltas(token_level_rewards, values, response_mask, gamma)
     lengths = response_mask.sum(-1).clamp(min=1).to(deltas.dtype)
     by_length = (1.0 - 1.0 / (alpha * lengths)).clamp(min=0.0)
@@ -106,7 +105,7 @@ def dr_grpo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> 
 
 @register_adv_est("rloo", unbiased=True)
 def rloo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tensor:
-    """A = n / (n - 1) (s - mu_G): s minus the mean score of the other rows in G.   -> [B]
+    """A = n / (n - 1) (s - mu_G): the score minus the mean score of the other rows of G.   -> [B]
 
     Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740.
     """

@@ -94,7 +94,7 @@ class Bound:
 
 
 def _argument(parameter: str, name: str, column: Tensor, mask: Tensor | None) -> object:
-    """A column as the function reads it."""
+    """The array or value that the function gets for a column."""
     if mask is not None and column.shape[:2] == mask.shape and name not in ROW_COLUMNS and column.is_floating_point():
         column = zero_outside(column, mask)
     # verl's estimators use the elements of `index` as dict keys; elements of a tensor are never equal as keys.
@@ -108,7 +108,7 @@ def call(entry: Entry, columns: Mapping[str, Tensor], options: Values, supplied:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Result of an estimator: columns [B, R], finite, without gradient, 0 where the mask is 0; metrics are scalars."""
+    """Result of an estimator: columns [B, R], finite, detached, 0 where the mask is 0; metrics are scalars."""
 
     advantages: Tensor
     returns: Tensor | None
@@ -133,11 +133,10 @@ def estimate(
     """Estimates the advantages of all rows of a batch.
 
     Rows with the same `trajectory_uid` are concatenated first, so the estimator sees one row per trajectory: its reward
-    counts once in the group, and is credited to all its rows. Where the estimator reads `returns` and the batch has
+    counts once in the group, and all its rows get its advantage. Where the estimator reads `returns` and the batch has
     none, they are the undiscounted reward-to-go; `with_returns` returns these for a critic where the estimator returns
-    none of its own.
-    Raises: RegistryError where a column is missing or the result is not finite advantages of the batch's shape;
-    DataError where the rows of a trajectory disagree."""
+    none of its own.  Raises: RegistryError where a column is missing or the result is not finite advantages of the
+    batch's shape; DataError where the rows of a trajectory disagree."""
     layout = _trajectory_layout(columns)
     seen = dict(columns) if layout is None else layout.joined(estimator, columns)
     if "returns" not in seen and ("returns" in estimator.columns or with_returns):
@@ -154,8 +153,8 @@ def estimate(
 
 
 def mini_batch_functions(entry: Entry) -> dict[str, Entry]:
-    """Functions that compute a loss's own columns, by column, named by the loss's mark `before` in its own file. A loss
-    sees only the rows of a micro-batch; these functions see the whole mini-batch before its update."""
+    """Returns the functions that compute a loss's own columns, by column; the loss's mark `before` names them in its
+    own file. A loss sees only the rows of a micro-batch; these functions see the whole mini-batch before its update."""
     location = entry.target.rpartition(":")[0]
     return {
         column: entry_of(load_target(f"{location}:{function}"), entry.kind, function, {})
@@ -174,8 +173,8 @@ def with_mini_batch_columns(loss: Bound, columns: Mapping[str, Tensor]) -> dict[
 
 
 def policy_loss(function: Bound, columns: Mapping[str, Tensor], supplied: Values | None = None) -> PolicyLoss:
-    """Computes the loss of a policy or of a value function; its reports become diagnostics or metrics by their shape.
-    Raises: RegistryError where a column is missing, or the result is neither per token nor a scalar."""
+    """Computes the loss of a policy or of a value function; further results become diagnostics or metrics, depending on
+    their shape.  Raises: RegistryError where a column is missing, or the result is neither per token nor a scalar."""
     entry, shape = function.entry, columns["response_mask"].shape
     result = function(columns, supplied)
     loss, reported = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
@@ -223,7 +222,7 @@ def _parts(entry: Entry, result: object) -> tuple[object, Tensor | None, Mapping
 def _column(
     entry: Entry, name: str, value: object, shape: torch.Size, layout: TrajectoryLayout | None, mask: Tensor
 ) -> Tensor:
-    """[B] or [B, R] -> [B, R], finite, and 0 where the mask is 0; `shape` is that of the estimator's columns."""
+    """[B] or [B, R] -> [B, R], finite, and 0 where the mask is 0; `shape` is the shape of the estimator's columns."""
     if not isinstance(value, Tensor) or value.shape not in (shape, shape[:1]):
         expected = f"a tensor of shape {list(shape)}, or {list(shape[:1])} for one number a row"
         raise _unusable(entry, value, expected, name)
@@ -238,7 +237,7 @@ def _column(
 
 
 def _check_finite(entry: Entry, name: str, column: Tensor) -> None:
-    """An infinite sum may also be an overflow of finite numbers."""
+    """Raises: RegistryError for a number that is not finite; finite numbers with an infinite sum pass."""
     if len(bad := (~column.isfinite()).nonzero()):
         row, position = bad[0].tolist()
         raise RegistryError(
@@ -294,7 +293,7 @@ class TrajectoryLayout:
         self.place = before[self.row] + sampled.cumsum(-1)[self.row, self.position] - 1
 
     def joined(self, estimator: Bound, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The columns that an estimator reads, of trajectories.  Raises: RegistryError for one that reads a batch."""
+        """The columns that an estimator reads, of trajectories.  Raises: RegistryError for an estimator of batches."""
         entry = estimator.entry
         if asked := BATCH & {*entry.parameters, *entry.options}:
             found = f"takes {min(asked)!r}, and in this batch a trajectory has several rows"
@@ -329,7 +328,7 @@ class TrajectoryLayout:
 
 
 def _tokens_before(trajectory_of_row: Tensor, row_lengths: Tensor, num_trajectories: int) -> tuple[Tensor, Tensor]:
-    """Returns the number of tokens in earlier rows of the same trajectory [B], and of each trajectory [T]."""
+    """Returns the number of tokens in earlier rows of the same trajectory [B], and each trajectory's length [T]."""
     lengths = row_lengths.new_zeros(num_trajectories).index_add(0, trajectory_of_row, row_lengths)
     starts = lengths.cumsum(0) - lengths  # of each trajectory in the concatenation of all
     order = trajectory_of_row.argsort(stable=True)

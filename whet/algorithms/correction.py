@@ -58,7 +58,7 @@ def icepop(
     low: Share = 0.5,
     high: Annotated[float, Ge(1)] = 5.0,
 ) -> Tensor:
-    """w where low <= w <= high, else 0: tokens on which rollout and trainer disagree are not trained on.   -> [B, R]
+    """w where low <= w <= high, else 0: drops tokens on which rollout and trainer disagree.   -> [B, R]
 
     Ling team 2025, https://arxiv.org/abs/2510.18855.
     """
@@ -88,7 +88,7 @@ def off_policy_sequence(
     *,
     threshold: Positive = 2.0,
 ) -> Tensor:
-    """0 on tokens with A < 0 of a row whose mean of u - o is above the threshold, else 1.   -> [B, R]
+    """0 on tokens with A < 0 in a row whose mean of u - o exceeds the threshold, else 1.   -> [B, R]
 
     A text that has become unlikely under the policy needs no unlearning. DeepSeek-V3.2,
     https://arxiv.org/abs/2512.02556.
@@ -175,7 +175,7 @@ def weight_metrics(weight: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 
 def out_of_bounds(weight: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
-    """The share of tokens, of those where the mask is not 0, with a weight below `low` or above `high`. Scalar."""
+    """The share of tokens in the mask with a weight below `low` or above `high`. Scalar."""
     return masked_mean((weight < low) | (weight > high), mask)
 
 

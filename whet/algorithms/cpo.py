@@ -71,7 +71,7 @@ def cpo(
 
 
 def positions(which: str, entropy: Tensor, response_mask: Tensor) -> Tensor:
-    """[B, R] bool: "all" sampled tokens; "entropy" those above the row's 80 % quantile; "first" fifth of the row."""
+    """[B, R] bool: "all" sampled tokens; "entropy" tokens above the row's 80 % quantile; "first" fifth of the row."""
     sampled = response_mask != 0
     if which == "entropy":
         return sampled & (entropy > entropy.masked_fill(~sampled, torch.nan).nanquantile(0.8, dim=-1, keepdim=True))
@@ -97,12 +97,12 @@ class Terms:
 
     @cached_property
     def sampled(self) -> Tensor:
-        """The sampled tokens."""
+        """True for sampled tokens."""
         return self.response_mask != 0
 
     @cached_property
     def right(self) -> Tensor:
-        """[B, 1]: the row is right."""
+        """[B, 1]: True for a right row."""
         return self.is_right[:, None]
 
     @cached_property
@@ -113,7 +113,7 @@ class Terms:
 
     @cached_property
     def hard(self) -> Tensor:
-        """[B, 1]: no row of the group is right."""
+        """[B, 1]: True for a group without a right row."""
         return self.difficulty == -1
 
     @cached_property
@@ -123,7 +123,7 @@ class Terms:
 
     @cached_property
     def mi(self) -> Tensor:
-        """MI = exp(g) k: a token's part in the mutual information of hint and response."""
+        """MI = exp(g) k: the contribution of a token to the mutual information of hint and response."""
         return self.g.exp() * self.k
 
     @cached_property
@@ -169,7 +169,7 @@ def naive(t: Terms) -> Tensor:
 
 @register_wrapper("noaccmask", keeps_sign=True)
 def noaccmask(t: Terms) -> Tensor:
-    """naive, for right and wrong rows alike."""
+    """`naive` without regard to accuracy: both terms for right and wrong rows."""
     return _lifted(t) - _lowered(t)
 
 
@@ -194,7 +194,7 @@ def mi_unify(t: Terms) -> Tensor:
 
 @register_wrapper("mi_clamp_unify")
 def mi_clamp_unify(t: Terms) -> Tensor:
-    """mi_unify with MI <= 10."""
+    """`mi_unify` with MI <= 10."""
     return pick(t.right, t.pos, t.neg, t.k) * t.mi.clamp(max=LARGEST) * (1 - t.u)
 
 
@@ -218,19 +218,19 @@ def mi3(t: Terms) -> Tensor:
 
 @register_wrapper("negonly_mi3")
 def negonly_mi3(t: Terms) -> Tensor:
-    """mi3, with its term for wrong rows only where the whole group is wrong."""
+    """`mi3`, with its term for wrong rows only where the whole group is wrong."""
     return where(t.right, t.pos * t.u, where(t.hard, _mi3_wrong(t), 0.0))
 
 
 @register_wrapper("reverse_mi3")
 def reverse_mi3(t: Terms) -> Tensor:
-    """mi3, with its term for wrong rows subtracted."""
+    """`mi3`, with its term for wrong rows subtracted."""
     return where(t.right, t.pos * t.u, -_mi3_wrong(t))
 
 
 @register_wrapper("addition_mi3")
 def addition_mi3(t: Terms) -> Tensor:
-    """mi3, with its term for wrong rows only where MI >= 0."""
+    """`mi3`, with its term for wrong rows only where MI >= 0."""
     return where(t.right, t.pos * t.u, where(t.mi >= 0, t.neg * t.mi * t.u, 0.0))
 
 

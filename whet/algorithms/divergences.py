@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divergences of a student from its teacher, in each place of a response.
+"""Divergences between the distributions of a student and its teacher at each position of a response.
 
 q is `student` and p `teacher`: log-probs [..., M] of the same M outcomes, whose probabilities sum to 1. Outcomes are
-the tokens of the vocabulary, or K tokens and, last, all others together (`outcomes`). With K tokens a KL is that of the
-coarser distributions: never above the KL of the whole vocabulary, 0 where p and q are equal, and with K = V - 1 it. No
-mass is dropped and none is made up: a student that moves mass out of the K tokens pays for it in the last outcome, and
-nothing says which of the others the teacher would take.
-"""
+the tokens of the vocabulary, or K tokens and, last, all others together (`outcomes`). With K tokens a KL compares the
+coarser distributions: it is at most the KL over the whole vocabulary, 0 where p and q are equal, and exact with K = V -
+1. The probabilities still sum to 1: mass that the student moves out of the K tokens adds to the loss in the last
+outcome, without regard to which other tokens get it."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def outcomes(vocab_log_probs: Tensor, ids: Tensor) -> Tensor:
 
 @register_divergence("forward_kl")
 def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    """sum p (log p - log q): the student covers all that the teacher may write.   [..., M] -> [...]
+    """sum p (log p - log q): the student must give mass to every token that the teacher may write.   [..., M] -> [...]
 
     Hinton et al. 2015, https://arxiv.org/abs/1503.02531.
     """
@@ -38,7 +37,7 @@ def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
 
 @register_divergence("reverse_kl")
 def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    """sum q (log q - log p): the student keeps to texts that the teacher would write.   [..., M] -> [...]
+    """sum q (log q - log p): the student concentrates on tokens that the teacher would write.   [..., M] -> [...]
 
     Gu et al. 2023 (MiniLLM), https://arxiv.org/abs/2306.08543.
     """

@@ -17,7 +17,7 @@ from whet.rounding import alike, all_alike
 
 @register_filter("dynamic_sampling", aliases=("dapo",))
 def dynamic_sampling(values: Sequence[float], *, extra: NonNegative = 0.0) -> bool:
-    """Keeps a group whose values differ by more than rounding: else the advantage is 0 and nothing is learned.
+    """Keeps a group whose values differ by more than rounding: otherwise all advantages are 0.
 
     Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476.
     """
@@ -36,7 +36,7 @@ def mean_window(values: Sequence[float], *, low: Finite = 0.01, high: Finite = 0
 
 @register_filter("first_finished")
 def first_finished(values: Sequence[float], *, extra: NonNegative = 0.25) -> bool:
-    """Keeps every group: of (1 + extra) batches of prompts that begin together the batch that ends first.
+    """Keeps every group; the step starts (1 + extra) batches of prompts and takes the first batch of groups to end.
 
     Over-sampling, as in ROLL (https://arxiv.org/abs/2506.06122). A group ends with its longest response, so that long
     ones are trained on less often than they are sampled: the gradient is biased towards short responses.

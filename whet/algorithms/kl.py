@@ -3,10 +3,9 @@
 
 d = l - b is the log-ratio of the policy to the reference at the sampled token (o - b in the reward). As a loss,
 on-policy and summed over the sequence, `k1` has zero expected gradient, `k2` and every `+` form have the gradient of
-the per-token KL with the state distribution held fixed, and `k3` is biased. On samples of an older policy these are
-biased too; the `_ratio` forms and `full` are not. In the reward, `k1` gives the gradient of the sequence KL if it is
-neither discounted nor divided by a group's deviation; `k3` is far from it.
-"""
+the per-token KL with the state distribution held fixed, and `k3` is biased. On samples of an older policy all of these
+are biased; the `_ratio` forms and `full` are not. In the reward, `k1` gives the gradient of the sequence KL if it is
+neither discounted nor divided by a group's deviation; `k3` does not."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ def k1(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Literal["own", "k2
 
 @register_kl("k2", aliases=("k2+",))
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """d^2 / 2: biased in value, with low variance; on-policy its gradient is that of the per-token KL.
+    """d^2 / 2: biased in value, with low variance; on-policy its gradient is the gradient of the per-token KL.
 
     Schulman 2020, http://joschu.net/blog/kl-approx.html.
     """
@@ -90,7 +89,7 @@ def absolute(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Literal["own
 
 @register_kl("k1_ratio")
 def k1_ratio(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """rho d with rho = exp(clamp(l - o, -20, 20)): the KL per token and its gradient, whichever policy sampled.
+    """rho d with rho = exp(clamp(l - o, -20, 20)): the KL per token and its gradient, for samples of any policy.
 
     As a loss unbiased, unlike k1, because the ratio has a gradient; with more variance than `k3_ratio`.
     """
@@ -99,11 +98,10 @@ def k1_ratio(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) ->
 
 @register_kl("k3_ratio")
 def k3_ratio(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """rho k3 with rho = exp(clamp(l - o, -20, 20)): the KL per token and its gradient, whichever policy sampled.
+    """rho k3 with rho = exp(clamp(l - o, -20, 20)): the KL per token and its gradient, for samples of any policy.
 
-    With several updates per step, the samples are of the policy before the first. The gradient includes that of the
-    ratio. DeepSeek-V3.2, https://arxiv.org/abs/2512.02556.
-    """
+    With several updates per step, the policy before the first one sampled. The gradient includes the ratio's.
+    DeepSeek-V3.2, https://arxiv.org/abs/2512.02556."""
     return log_ratio(log_probs, old_log_probs).exp() * k3(log_probs, ref_log_probs)
 
 

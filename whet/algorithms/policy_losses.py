@@ -5,10 +5,9 @@ an aggregation names it as a mark. The objective measures `actor/ppo_kl` for all
 
 l is `log_probs`, o is `old_log_probs`, rho = exp(clamp(l - o, -20, 20)), A is `advantages`, sg stops the gradient.
 
-Those that preserve entropy choose tokens by cov = (A - mean A)(o - mean o) over the sampled tokens of the mini-batch: a
-few with a high covariance of log-prob and advantage reduce entropy most. The choice depends on all of them, so it is
-made before the update, with the old policy: a loss sees only the rows of its micro-batch.
-"""
+Losses that preserve entropy choose tokens by cov = (A - mean A)(o - mean o) over the sampled tokens of the mini-batch:
+a few with a high covariance of log-prob and advantage reduce entropy most. The choice depends on all of them, so it is
+made before the update, with the old policy: a loss sees only the rows of its micro-batch."""
 
 from __future__ import annotations
 
@@ -63,9 +62,8 @@ def gspo(
 
     ratio_t = sg(s) exp(l - sg(l)) has the value s and the gradient of its own token, so that advantages may differ by
     token (GSPO-token); with one advantage per row the mean over tokens has the gradient of -A s. With level="segment"
-    the mean is that of a run of sampled tokens, such as a turn between replies of a tool (ROLL, ratio_type=segment).
-    Zheng et al. 2025, https://arxiv.org/abs/2507.18071.
-    """
+    the mean is over a run of sampled tokens, such as a turn between replies of a tool (ROLL, ratio_type=segment). Zheng
+    et al. 2025, https://arxiv.org/abs/2507.18071."""
     moved = (log_probs - old_log_probs).detach()
     means = row_means(moved, response_mask)[:, None] if level == "sequence" else segment_means(moved, response_mask)
     ratio = means.clamp(max=10.0).exp() * (log_probs - log_probs.detach()).exp()
@@ -199,7 +197,7 @@ def reinforce(log_probs: Tensor, advantages: Tensor) -> Loss:
 
 @register_policy_loss("tis", unbiased=True)
 def tis(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor) -> Loss:
-    """-sg(clamp(rho, 0, 1)) A l: tokens that have become less likely count less, none counts more.   -> [B, R]
+    """-sg(clamp(rho, 0, 1)) A l: a token that has become less likely weighs less, and none more than 1.   -> [B, R]
 
     ROLL's truncated importance sampling.
     """
@@ -242,7 +240,7 @@ def topr(
     right_weight: NonNegative = 1.0,
     wrong_weight: NonNegative = 1.0,
 ) -> Loss:
-    """-A l on correct rows, -sg(clamp(ratio, 0, 1)) A l on wrong ones: only unlearning is weighted.   -> [B, R]
+    """-A l on correct rows, -sg(clamp(ratio, 0, 1)) A l on wrong ones: only wrong rows have a weight.   -> [B, R]
 
     The ratio is of the whole trajectory (the paper), or with level="token" of each token (ROLL).
     Le Roux et al. 2025, https://arxiv.org/abs/2503.14286.

@@ -33,8 +33,8 @@ def pair_differences(rewards: Tensor) -> Tensor:
 
 
 def pairs_of(order: Tensor, uid: Tensor) -> Tensor:
-    """The pairs of rows with one `uid`, of which the first has the higher `order`; a row whose order is 0 is in none.
-    [B], [B] -> row numbers [P, 2]"""
+    """The pairs of rows with one `uid`, the row with the higher `order` first; a row with order 0 is in no pair. [B],
+    [B] -> row numbers [P, 2]"""
     rows = order.nonzero()[:, 0]
     order, uid = order[rows], uid[rows]
     return rows[((uid[:, None] == uid) & (order[:, None] > order)).nonzero()]
@@ -147,7 +147,7 @@ def cpo(
     sft_coef: NonNegative = 1.0,
     label_smoothing: Share = 0.0,
 ) -> Loss:
-    """-(1 - e) log sigma(h) - e log sigma(-h) + c (-M(l_w)), h = r_w - r_v, r = beta S(l): DPO without reference.
+    """-(1 - e) log sigma(h) - e log sigma(-h) + c (-M(l_w)), h = r_w - r_v, r = beta S(l): DPO without a reference.
 
     -> [B / 2], [B].   c is `sft_coef`, e `label_smoothing`. Xu et al. 2024, https://arxiv.org/abs/2401.08417.
     """
@@ -159,7 +159,7 @@ def cpo(
 
 @register_preference_loss("apo_zero", of="pair")
 def apo_zero(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor, *, beta: Positive = 0.1) -> Loss:
-    """1 - sigma(r_w) + sigma(r_v), r = beta S(l - b): the better up, the worse down.   -> [B / 2], [B]
+    """1 - sigma(r_w) + sigma(r_v), r = beta S(l - b): raises the better, lowers the worse.   -> [B / 2], [B]
 
     For data whose better responses are better than the model's. D'Oosterlinck et al. 2024,
     https://arxiv.org/abs/2408.06266.
@@ -170,7 +170,7 @@ def apo_zero(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor, *,
 
 @register_preference_loss("apo_down", of="pair")
 def apo_down(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor, *, beta: Positive = 0.1) -> Loss:
-    """sigma(r_w) + 1 - sigma(r_w - r_v), r = beta S(l - b): both down, the worse further.   -> [B / 2], [B]
+    """sigma(r_w) + 1 - sigma(r_w - r_v), r = beta S(l - b): lowers both, the worse one more.   -> [B / 2], [B]
 
     For data whose better responses are worse than the model's. D'Oosterlinck et al. 2024,
     https://arxiv.org/abs/2408.06266.
@@ -278,8 +278,7 @@ def plackett_luce(
     """-(r_i - log sum_j exp(r_j)) over the responses j of the list with at most the score of i, r = beta S(l - b).
 
     -> [B], [B].   Rows without tokens are in no list; of two responses `dpo` is the same. Rafailov et al. 2023,
-    https://arxiv.org/abs/2305.18290 (appendix A.3); ties count among those behind (Breslow 1974).
-    """
+    https://arxiv.org/abs/2305.18290 (appendix A.3); a tie counts as ranked behind (Breslow 1974)."""
     rewards = beta * row_sums(log_probs - ref_log_probs, response_mask)
     is_there = response_mask.bool().any(1)
     behind = (uid[:, None] == uid) & (scores[:, None] >= scores) & is_there

@@ -41,7 +41,7 @@ def linear_map(token_level_rewards: Tensor, response_mask: Tensor, *, scale: flo
 
 
 def scale_truncated(token_level_rewards: Tensor, truncated: Tensor, factor: float) -> Tensor:
-    """The rewards, those of truncated rows times `factor`: 0 pays nothing for them, 1 no less.   [B, R], [B] -> [B, R]
+    """The rewards, of truncated rows times `factor`: 0 removes these, 1 keeps them.   [B, R], [B] -> [B, R]
 
     NeMo-RL's stop_properly_penalty_coef.
     """

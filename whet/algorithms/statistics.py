@@ -21,7 +21,7 @@ CACHED = 2**19  # numbers in a block that fits into a CPU's cache
 
 
 def row_blocks(x: Tensor) -> list[slice]:
-    """Slices of rows, on a CPU so small that a block of them fits into its cache; elsewhere one slice of all rows."""
+    """Slices of rows, on a CPU small enough to fit into its cache; elsewhere one slice of all rows."""
     rows = len(x) if x.device.type != "cpu" else max(1, CACHED * len(x) // max(1, x.numel()))
     return [slice(start, start + rows) for start in range(0, len(x), max(1, rows))]
 
@@ -45,7 +45,7 @@ def row_sums(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def row_means(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of each row over the positions where `mask` is not 0; 0 where there are none.   [B, R] -> [B]"""
+    """Mean of each row over the positions where `mask` is not 0; 0 without any.   [B, R] -> [B]"""
     return row_sums(x, mask) / mask.sum(-1).clamp(min=1)
 
 
@@ -76,7 +76,7 @@ def pick(condition: Tensor, one: float, other: float, like: Tensor) -> Tensor:
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean (of flags: fraction) over the positions where `mask` is not 0; 0 where there are none.   [B, R] -> scalar"""
+    """Mean (of flags: fraction) over the positions where `mask` is not 0; 0 without any.   [B, R] -> scalar"""
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for rows in row_blocks(x):
         total = total + x[rows].masked_fill(mask[rows] == 0, 0).sum(dtype=torch.float64)
@@ -170,7 +170,7 @@ class Groups:
         return (squares / (self.size - 1).clamp(min=1)).sqrt().to(x.dtype)
 
     def normalised(self, x: Tensor, eps: float = 1e-6) -> Tensor:
-        """(x - mean) / (std + eps) of each row's group; 0 where the deviation is, with any eps.   [B] -> [B]"""
+        """(x - mean) / (std + eps) of each row's group; 0 where the deviation is 0, with any eps.   [B] -> [B]"""
         deviation = self.deviation(x)
         return torch.where(deviation == 0, deviation, deviation / (self.std(x) + eps))
 

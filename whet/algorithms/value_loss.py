@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses of models that score: value losses per token [B, R], with per-token diagnostics (reported as `critic/<name>`),
-and losses of preferences between two responses to one prompt."""
+and preference losses of reward models."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def implicit_reward(
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """1 - var(R - V) / (var(R) + 1e-5) over the N positions where `mask` is not 0, var with N - 1: 1 where the values
-    are the returns, 0 where they are no better than their mean.   [B, R] x 3 -> scalar"""
+    """1 - var(R - V) / (var(R) + 1e-5) over the N positions where `mask` is not 0, var with N - 1: 1 where values equal
+    returns, 0 where they are no better than the mean return.   [B, R] x 3 -> scalar"""
     sampled = mask != 0
     left = (returns - values)[sampled].var()
     return 1.0 - left / (returns[sampled].var() + 1e-5)

@@ -62,12 +62,11 @@ def save(
     is_good: bool = True,
     chat: Mapping[str, object] | None = None,
 ) -> Path:
-    """Writes the checkpoint of `step`, then deletes the oldest ones beyond `save_limit`, except that with the highest
-    `score` (by `metric`) and the newest good one.  Returns its folder. `is_good` is false while updates are skipped.
-    `chat` are the arguments of the run's chat template, which an export has; None without a template.
+    """Writes the checkpoint of `step`, then deletes the oldest checkpoints beyond `save_limit`, except the one with the
+    highest `score` (by `metric`) and the newest good one.  Returns its folder. `is_good` is false while updates are
+    skipped. `chat` has the arguments of the run's chat template, for exports; None without a template.
 
-    Raises: CheckpointError where it cannot be written; the partial one is removed, the others stay intact.
-    """
+    Raises: CheckpointError if it cannot be written; the partial checkpoint is removed, others stay intact."""
     target = run_dir / "checkpoints" / f"{PREFIX}{step}"
     partial = target.with_name(f".{target.name}.partial")
     try:
@@ -152,7 +151,7 @@ def _newest_whole(run_dir: Path) -> tuple[Path | None, list[Path]]:
 
 
 def newest(run_dir: Path, *, good: bool = False) -> Path | None:
-    """The newest complete checkpoint, not checked for damage; `good`: of those saved while no update was skipped."""
+    """The newest complete checkpoint, not checked for damage; `good`: the newest saved while no update was skipped."""
     complete = [folder for folder in folders(run_dir / "checkpoints") if (folder / MANIFEST).exists()]
     if good:
         complete = [each for each in complete if _saved_step(each) >= 0 and saved(each).get("is_good", True) is True]
@@ -168,8 +167,8 @@ def last_good(run_dir: Path) -> str:
 
 
 def best(checkpoints: Path) -> Path | None:
-    """The complete checkpoint with the highest score, the newest of equal ones; None where none has a score. Scores are
-    of the metric that the newest one was scored by: a run may go on with another `trainer.best_metric`."""
+    """The complete checkpoint with the highest score, the newest of equal ones; None without scores. Only scores by the
+    newest checkpoint's metric count: a resumed run may change `trainer.best_metric`."""
     scored = [(score, folder) for folder in folders(checkpoints) if (score := score_of(folder)) is not None]
     alike = [(score, folder) for score, folder in scored if metric_of(folder) == metric_of(scored[-1][1])]
     return max(alike, key=lambda each: (each[0], number(each[1])))[1] if alike else None
@@ -182,13 +181,13 @@ def score_of(folder: Path) -> float | None:
 
 
 def metric_of(folder: Path) -> str | None:
-    """The metric of a checkpoint's score; None where an older version wrote it."""
+    """The metric of a checkpoint's score; None in a checkpoint of an older version."""
     metric = saved(folder).get("metric")
     return metric if isinstance(metric, str) else None
 
 
 def delete_oldest(checkpoints: Path, limit: int | None) -> None:
-    """Deletes the checkpoints that are `over_limit`."""
+    """Deletes the checkpoints of `over_limit`."""
     for folder in over_limit(checkpoints, limit):
         # The manifest first: a deletion that is cut short leaves no checkpoint that seems complete.
         (folder / MANIFEST).unlink(missing_ok=True)
@@ -250,7 +249,7 @@ def verify(folder: Path) -> None:
 
 
 def saved(folder: Path) -> dict[str, Any]:
-    """The content of trainer.json; empty where it cannot be read."""
+    """The content of trainer.json; empty if it cannot be read."""
     try:
         content = json.loads((folder / "trainer.json").read_text())
     except (OSError, ValueError, RecursionError):
@@ -287,7 +286,7 @@ def _digest(path: Path) -> str:
 
 
 def _sync(paths: Iterable[Path]) -> None:
-    """Writes files and folder entries through to the disk, so that they survive a power cut."""
+    """Flushes files and folder entries to the disk, so that they survive a power cut."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -297,7 +296,7 @@ def _sync(paths: Iterable[Path]) -> None:
 
 
 def folders(checkpoints: Path) -> list[Path]:
-    """Checkpoint folders, also damaged ones, oldest step first."""
+    """Checkpoint folders, damaged ones included, oldest step first."""
     named = [path for path in checkpoints.glob(f"{PREFIX}*") if re.fullmatch(rf"{PREFIX}[0-9]{{1,18}}", path.name)]
     return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=number)
 
@@ -309,7 +308,7 @@ def number(folder: Path) -> int:
 
 @contextmanager
 def disk_errors(path: Path, key: str = "trainer.run_dir") -> Iterator[None]:
-    """Converts errors on a run's files to StorageError, which says how to go on; `key` names the folder in it."""
+    """Converts errors on a run's files to StorageError, which tells how to continue; `key` names the folder in it."""
     try:
         yield
     except OSError as error:

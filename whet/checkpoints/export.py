@@ -61,14 +61,12 @@ def export(
     trust_remote_code: bool = False,
 ) -> Path:
     """Writes the policy of a checkpoint, or of a run's newest one, as a folder for plain transformers.  Returns `out`.
-    A checkpoint of verl or EasyR1 will do too.
+    `source` may also be a checkpoint of verl or EasyR1.
 
-    Weights are written in `dtype`, by default in that of the run's rollout; without a rollout, and of a checkpoint that
-    does not say it, in float32. Where that rounds them, the share of the update that is left is logged. A trained
-    adapter is merged into the model that training started from, which is read from its original path or from `base`;
-    with `adapter` it is written alone, as it was trained, in peft's format. `out` must be new or empty.
-    Raises: CheckpointError.
-    """
+    Weights are written in `dtype`, by default the dtype of the run's rollout, or float32 if that is unknown. If this
+    rounds them, the remaining share of the update is logged. A trained adapter is merged into the model that training
+    started from, which is read from its original path or from `base`; with `adapter` only the adapter is written, in
+    peft's format. `out` must be new or empty.  Raises: CheckpointError."""
     with disk_errors(out, "folder to write"), disk_errors(source, "checkpoint"):
         check_new(out)
         ranks = find_ranks(source)
@@ -87,7 +85,7 @@ def export(
 
 
 def check_new(out: Path) -> None:
-    """Raises: CheckpointError for a folder with something in it."""
+    """Raises: CheckpointError for a folder that is not empty."""
     if out.exists() and any(out.iterdir()):
         raise CheckpointError(f"{out}", "is not empty", "", "name a new folder, so that nothing is overwritten")
 
@@ -95,7 +93,7 @@ def check_new(out: Path) -> None:
 def from_weights(
     out: Path, model: Path, weights: Iterator[Named], *, dtype: str = "float32", trust_remote_code: bool = False
 ) -> Path:
-    """Writes `weights`, named as in the model whose config is in the folder `model`, as `export` does.  Returns `out`.
+    """Writes `weights`, named as in the model whose config is in the folder `model`, like `export`.  Returns `out`.
 
     Raises: CheckpointError."""
     with disk_errors(out, "folder to write"):
@@ -155,7 +153,7 @@ def _check_whole(folder: Path, is_adapter: bool) -> None:
 
 
 def _outline(folder: Path, is_trusted: bool) -> PreTrainedModel:
-    """The model of a folder, on meta.  Raises: CheckpointError."""
+    """The model of a folder, on the meta device.  Raises: CheckpointError."""
     try:
         config = load_config(folder, trust_remote_code=is_trusted)
         with torch.device("meta"):
@@ -169,7 +167,7 @@ def _outline(folder: Path, is_trusted: bool) -> PreTrainedModel:
 def _write(
     out: Path, folder: Path, weights: Iterator[Named], shapes: PreTrainedModel, name: str, start: Weights
 ) -> Path:
-    """Writes the weights in this dtype, and the rest of the model's `folder`."""
+    """Writes the weights in the dtype `name`, and the other files of the model's `folder`."""
     left = write_weights(out, weights, shapes, torch_dtype(name), start)
     whole_model = shutil.ignore_patterns("*.safetensors*", "*.bin*")  # verl can save it there too
     shutil.copytree(folder, out, dirs_exist_ok=True, ignore=whole_model)
@@ -182,7 +180,7 @@ def _write(
 
 
 def _start_weights(path: str | None) -> Mapping[str, torch.Tensor]:
-    """The weights that training started from, by their names in the files; none where they are not here."""
+    """The weights that training started from, by their names in the files; empty if they are not on this machine."""
     with suppress(Exception):  # they are only compared with
         folder = Path(str(path))
         if not folder.is_dir():
@@ -192,7 +190,7 @@ def _start_weights(path: str | None) -> Mapping[str, torch.Tensor]:
 
 
 def _state(path: Path) -> tuple[Mapping[str, torch.Tensor], Origin | None]:
-    """The weights of a checkpoint's policy, by name, and the origin of an adapter: its base model and settings."""
+    """The weights of a checkpoint's policy by name, and an adapter's origin: its base model and settings."""
     if path.is_dir():
         return MergedShards(path), json.loads((path / "engine.json").read_text())["start"]
     state = serialization.load(path)
@@ -209,12 +207,12 @@ def _check_names(expected: Collection[str], weights: Collection[str], folder: Pa
 
 
 def _names(model: PreTrainedModel) -> list[str]:
-    """Names of the tensors that a checkpoint has of a model: tied weights once, and kept buffers."""
+    """Names of the tensors that a checkpoint has for a model: tied weights once, and persistent buffers."""
     return [*(name for name, _ in model.named_parameters()), *kept_buffers(model)]
 
 
 def _with_adapter(folder: Path, origin: Origin, weights: Weights, base: str | None) -> PreTrainedModel:
-    """Loads the model that training started from, with the trained adapter in it."""
+    """Loads the model that training started from, with the trained adapter merged."""
     path, options = base or origin["model_path"], {name: origin[name] for name in LOADED_WITH}
     try:
         if HEAD in weights:
@@ -254,8 +252,8 @@ def _write_adapter(
 
 
 def find_checkpoint(source: Path, also: str = "") -> Path:
-    """`source` where it is a checkpoint, else the newest checkpoint of the run in it. `also` tells in errors what else
-    would do.  Raises: CheckpointError."""
+    """Returns `source` if it is a checkpoint, else the newest checkpoint of the run in it. `also` names in errors other
+    valid sources.  Raises: CheckpointError."""
     folder = source if (source / checkpoint.MANIFEST).exists() else checkpoint.find(source, "auto")
     if folder is None:
         expected = f"a folder with {checkpoint.MANIFEST}{also}"
@@ -301,9 +299,8 @@ def write_weights(
 ) -> float | None:
     """Writes `weights`, named as in `model` (which may be on meta), in `dtype` and under their Hugging Face names.
 
-    Returns the share of the update since `start` that is left after rounding: 1 - |rounded - trained|^2 / |trained -
-    start|^2, NaN where it is not known; None where nothing is rounded. Memory: the weights of one file and one layer.
-    """
+    Returns the share of the update since `start` that survives rounding: 1 - |rounded - trained|^2 / |trained -
+    start|^2, NaN if unknown; None without rounding. Memory: the weights of one file and one layer."""
     out.mkdir(parents=True, exist_ok=True)
     written: list[list[str]] = []
     kept: dict[str, torch.Tensor] = {}
@@ -350,7 +347,7 @@ def write_weights(
 
 
 class MergedShards(Mapping[str, torch.Tensor]):
-    """The weights of a sharded state, or with another `prefix` of a model folder; each is merged on access."""
+    """The weights of a sharded state (with another `prefix`, of a model folder); each is merged on access."""
 
     def __init__(self, folder: Path, prefix: str = "model.") -> None:
         reader = HuggingFaceStorageReader(str(folder))

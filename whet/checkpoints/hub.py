@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uploads of exported models and checkpoints to the hub (`HF_ENDPOINT`, `HF_TOKEN`)."""
+"""Uploads of exported models and checkpoints to the hub (settings HF_ENDPOINT and HF_TOKEN)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CLOSE_SECONDS = 1800.0  # for which the end of a run waits for uploads
 
 
 def address(repo: str) -> str:
-    """The page of a repository."""
+    """The web page of a repository."""
     return f"{constants.ENDPOINT}/{repo}"
 
 
 def upload(folder: Path, repo: str, *, path: str | None = None, private: bool = False) -> None:
-    """Uploads a folder to `path` in a repository (owner/name), which is made where it is missing.
+    """Uploads a folder to `path` in a repository (owner/name), which is created if it is missing.
 
-    Raises: CheckpointError with what the hub said."""
+    Raises: CheckpointError with the hub's answer."""
     api = HfApi(library_name="whet")
     try:
         api.create_repo(repo, private=private, exist_ok=True)
@@ -38,8 +38,8 @@ def upload(folder: Path, repo: str, *, path: str | None = None, private: bool = 
 
 
 class Uploads:
-    """Uploads checkpoints of a run beside its training, one at a time, and at the end the exported model. A failed
-    upload is logged: it ends no run.
+    """Uploads checkpoints of a run while it trains, one at a time, and at the end the exported model. A failed upload
+    is logged and does not end the run.
 
     Waits: in `close`, CLOSE_SECONDS at most.
     """
@@ -54,7 +54,7 @@ class Uploads:
         self._running.append(self._thread.submit(self._guarded, folder, f"checkpoints/{folder.name}"))
 
     def model(self, folder: Path, *, trust_remote_code: bool) -> None:
-        """Exports the model of a checkpoint, and uploads it to the top of the repository."""
+        """Exports the model of a checkpoint, and uploads it to the top folder of the repository."""
 
         def exported() -> None:
             with TemporaryDirectory(prefix="whet-hub-") as scratch:
@@ -68,7 +68,7 @@ class Uploads:
         self._running.append(self._thread.submit(exported))
 
     def close(self) -> None:
-        """Waits for the uploads that are left."""
+        """Waits for the remaining uploads."""
         _, late = wait(self._running, CLOSE_SECONDS)
         if late:
             log.warning("%d uploads to %s are given up after %.0f s", len(late), address(self._repo), CLOSE_SECONDS)

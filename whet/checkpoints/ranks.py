@@ -23,7 +23,7 @@ _COPY = "copy the folder again, from all machines of the run"
 
 
 def find_ranks(source: Path) -> Path | None:
-    """The folder with the policy's files of ranks: `source` or its newest `global_step_N`, or the `actor` in them."""
+    """The folder with the policy's rank files: `source`, its newest `global_step_N`, or the folder `actor` in them."""
     steps = sorted(source.glob("global_step_*"), key=lambda path: (len(path.name), path.name), reverse=True)
     for folder in (place for step in (source, *steps) for place in (step, step / "actor")):
         if folder.is_dir() and any(_FILE.fullmatch(path.name) for path in folder.iterdir()):
@@ -32,8 +32,8 @@ def find_ranks(source: Path) -> Path | None:
 
 
 class RankFiles(Mapping[str, torch.Tensor]):
-    """The weights in a folder of `find_ranks`. They stay on the disk; each is merged on access.
-    Raises: CheckpointError naming a file."""
+    """The weights in a folder of `find_ranks`. They stay on the disk; each weight is merged on access.  Raises:
+    CheckpointError naming a file."""
 
     def __init__(self, folder: Path) -> None:
         self._states = {path: _read(path) for path in _files(folder)}
@@ -76,11 +76,11 @@ class RankFiles(Mapping[str, torch.Tensor]):
         return len(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a weight, which is not read."""
+        """The shape of a weight, without reading it."""
         return tuple(next(iter(self._states.values()))[name].shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a weight, which is not read."""
+        """The dtype of a weight, without reading it."""
         part = next(iter(self._states.values()))[name]
         found: torch.dtype = getattr(part, "_local_tensor", part).dtype
         return found
@@ -108,7 +108,7 @@ def _place(part: Any) -> tuple[Sequence[int], Sequence[int | None]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The state of a rank: tensors, and parts of tensors as `_Inert`; their numbers stay on the disk."""
+    """The state of a rank: tensors, and parts of tensors as `_Inert`, whose numbers stay on the disk."""
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=False, pickle_module=_READING)
         for name, each in state.items():
@@ -124,18 +124,18 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class _RefusedGlobalError(Exception):
-    """A pickle names a function or class that is not among `_PLAIN`."""
+    """Raised for a pickle with a function or class that is not in `_PLAIN`."""
 
 
 class _Inert:
-    """Stands for an object of `torch.distributed` of any version: has its saved attributes, and runs no code of it."""
+    """A stand-in for any object of `torch.distributed`: has its saved attributes, and runs none of its code."""
 
     def __init__(self, *_: Any) -> None:
         self.shape: Sequence[int] = ()
 
 
 def _with_state(function: Any, kind: Any, arguments: Sequence[Any], state: Any) -> Any:
-    """A tensor as `function` gives it; of a part, with its attributes."""
+    """The tensor that `function` returns; for a part of a tensor, with its attributes."""
     made = function(*arguments)
     if isinstance(made, _Inert):
         made.shape = arguments[2]

@@ -58,14 +58,14 @@ def list_all(context: typer.Context) -> None:
 
 
 def console() -> Console:
-    """A console on which a list has its full width, unless it is a terminal."""
+    """A console that prints lists in full width, unless it is a terminal."""
     output = Console(highlight=False)
     output.width = output.width if output.is_terminal else UNLIMITED
     return output
 
 
 def print_kind(output: Console, kind: Registry) -> None:
-    """Prints the functions of a kind, one a line; nothing for a kind without functions."""
+    """Prints the functions of a kind, one a line; prints nothing for a kind without functions."""
     entries = list(kind)
     if not entries:
         return
@@ -127,13 +127,13 @@ def print_pairs(output: Console, pairs: Sequence[tuple[str, str]]) -> None:
 
 
 def number(error: float) -> str:
-    """Formats a relative error; one below 1e-12 is rounding error, whose digits mean nothing."""
+    """Formats a relative error; below 1e-12 it is rounding error, whose digits have no meaning."""
     return "< 1e-12" if error < 1e-12 else f"{error:.2f}"
 
 
 @cache
 def shipped() -> dict[tuple[str, str], list[str]]:
-    """The certificates that whet ships, by kind and name. `make pages` writes them, and a test computes them again."""
+    """The certificates that whet ships, by kind and name. `make pages` writes them, and a test recomputes them."""
     text = resources.files("whet.algorithms").joinpath("certificates.csv").read_text(encoding="utf-8")
     return {(kind, name): numbers for kind, name, *numbers in list(csv.reader(text.splitlines()))[1:]}
 
@@ -153,7 +153,7 @@ def certificate(entry: Entry) -> list[tuple[str, str]]:
 
 
 def verdict(kind: str, name: str, numbers: Sequence[str]) -> str:
-    """A certificate in words: whether its step is biased, and why."""
+    """A certificate in words: whether its step is biased, and the reason."""
     exact, error, cosine, length, *_ = numbers
     if exact or error == number(0.0):
         return "unbiased: the expected step is the gradient of the objective"
@@ -183,7 +183,7 @@ def facts(entry: Entry) -> list[tuple[str, str]]:
 
 
 def elsewhere(entry: Entry) -> str:
-    """The name that other frameworks use, or what they mean by this name; "" where there is none."""
+    """The name that other frameworks use, or the meaning of this name there; "" without one."""
     if entry.kind == WRAPPERS.kind:
         return f"wrap_method={entry.name} of a fork of verl, without its faults (`whet algorithms show cpo`)"
     known = _texts()["elsewhere"].get(entry.kind, {})

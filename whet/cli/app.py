@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet`: the list of commands, and how errors are printed."""
+"""`whet`: the list of commands, and the output of errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rich.text import Text
 from whet import registry
 from whet.cli.algorithms import algorithms
 from whet.cli.arguments import Command, CommandGroup
-from whet.cli.checks import doctor, plan
+from whet.cli.checks import doctor
 from whet.cli.environments import environments
 from whet.cli.evaluate import compare, evaluate, generate, select
 from whet.cli.inputs import config, data
@@ -48,14 +48,14 @@ app = typer.Typer(
 
 
 def _later() -> None:
-    """Stands for the command of a plugin in the list of commands."""
+    """A placeholder for the command of a plugin in the list of commands."""
 
 
 PANELS: dict[str, Sequence[Callable[..., None]]] = {
     "Getting started": (),
     "Training": [*map(command_of, registry.TRAINERS.shipped.values())],
     "After training": (runs, plot, show, evaluate, generate, select, compare, export),
-    LOOK: (doctor, plan, config, data),
+    LOOK: (doctor, config, data),
 }
 GROUPS = {"": app, "algorithms": algorithms, "rewards": rewards, "env": environments}
 for panel, functions in PANELS.items():
@@ -112,7 +112,7 @@ CONSOLE = ConsoleHandler()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command in `arguments` (default: those of the process), then exits, with status 2 after a WhetError."""
+    """Runs the command in `arguments` (default: the process's own), then exits, with status 2 after a WhetError."""
     yield_soon()
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words or os.environ.get("WHET_DEBUG", "0") not in ("", "0")
@@ -159,7 +159,7 @@ def _installed_command(name: str) -> Callable[[Sequence[str]], int]:
 
 
 def _is_below(error: SystemExit) -> bool:
-    """Tells whether user code below the library called sys.exit, rather than a command."""
+    """Tells whether user code, not a command, called sys.exit."""
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(name.startswith("whet.") and not name.startswith("whet.cli.") for name in modules)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that several commands take (`[RECIPE] KEY=VALUE...`), and the layout of their help."""
+"""Arguments that several commands share (`[RECIPE] KEY=VALUE...`), and the layout of their help."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from whet.registry import COMMANDS, TRAINERS, Entry
 
 
 class _Plain:
-    """Mixin: help shows no type for a flag, which takes no value; that of an element for a list; and choices apart."""
+    """Mixin: help shows no type for a flag, the type of elements for a list, and choices separately."""
 
     def get_params(self, ctx: object) -> Any:
         """Returns the parameters."""
@@ -36,7 +36,7 @@ class _Plain:
 
 
 def _readable(shown: Callable[[object, object], str], param: object, ctx: object) -> str:
-    """The type of a parameter; lines of help are broken at spaces."""
+    """The type of a parameter, so that lines of help break at spaces."""
     element = re.fullmatch(r"<list\[(.*)\]>", shown(param, ctx))
     return (f"<{element[1].lower()}>" if element else shown(param, ctx)).replace("|", " | ")
 
@@ -46,10 +46,10 @@ class Command(_Plain, TyperCommand):
 
 
 class CommandGroup(_Plain, TyperGroup):
-    """A command with subcommands. Those of plugins are loaded when they are called; help lists them without."""
+    """A command with subcommands. Plugins' subcommands are imported when called; help lists them without import."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Returns the name, the command and its arguments.  Raises: RegistryError where its plugin was deleted."""
+        """Returns the name, the command and its arguments.  Raises: RegistryError if its plugin was deleted."""
         whole = args[0] if ctx.parent is None else f"{ctx.info_name} {args[0]}"
         if self.get_command(ctx, args[0]) is None and (plugin := missing_plugin("command", whole)):
             raise absent(f"whet {whole}", plugin)
@@ -58,7 +58,7 @@ class CommandGroup(_Plain, TyperGroup):
 
 
 def _loaded(entry: Entry) -> Any:
-    """The command of a plugin, which is imported."""
+    """The command of a plugin, after importing it."""
     own, name = typer.Typer(add_completion=False), entry.name.rpartition(" ")[2]
     own.command(name, cls=Command, context_settings=entry.marks.get("settings"))(entry.load())
     return get_command(own)
@@ -71,7 +71,7 @@ def program() -> str:
 
 
 def complete(context: typer.Context, incomplete: str) -> list[str]:
-    """Returns the recipes and keys that complete a word, for the shell."""
+    """Returns the recipes and keys that complete a word, for the shell's completion."""
     from whet.config.commands import READERS, schema_of
     from whet.config.compose import shipped_recipes
     from whet.config.section import leaf_fields

@@ -42,7 +42,7 @@ def env(context: typer.Context) -> None:
 
 @environments.command("list", cls=Command)
 def list_all() -> None:
-    """List the environments that ship and those of installed packages."""
+    """List the shipped environments and the ones of installed packages."""
     output = console()
     print_kind(output, ENVIRONMENTS)
     output.print("`whet env show NAME` prints one; `pip install ./examples/environments` adds games.", style="dim")
@@ -155,7 +155,7 @@ async def _play(
 
 
 def _tell(folder: Path, messages: Sequence[Message], media: Sequence[Media], before: str = "") -> None:
-    """Prints the texts of messages, and the paths of their pictures: PNG files in the folder."""
+    """Prints the texts of messages, and the paths of their pictures, which are written as PNG files to the folder."""
     left = list(media)
     for message in messages:
         parts = message.content if isinstance(message.content, list) else [{"type": "text", "text": message.content}]
@@ -184,7 +184,7 @@ def _tell_picture(folder: Path, media: Media) -> None:
 
 
 def _read_answer(shown: str) -> str | None:
-    """A line of the input, or several lines between two that begin with three backticks; None at the end."""
+    """A line of input, or several lines between two lines that begin with three backticks; None at the end."""
     typer.echo(shown, nl=False)
     lines: list[str] = []
     while line := sys.stdin.readline():

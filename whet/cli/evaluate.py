@@ -35,7 +35,7 @@ def evaluate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -
 
 
 def evaluated(config: EvalConfig, **objects: Any) -> Evaluation:
-    """Evaluates, and shows the tables."""
+    """Evaluates, and prints the tables."""
     from whet.evaluation.evaluate import evaluate as run
     from whet.tracking.console import LongPhases, shared_console
 
@@ -137,7 +137,7 @@ def generate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -
 
 
 def generated(config: GenerateConfig, *, is_kept: bool = True, **objects: Any) -> Generated:
-    """Samples, and says how much."""
+    """Samples, and prints the numbers of samples."""
     from whet.evaluation.generate import generate as run
     from whet.tracking.console import LongPhases
 

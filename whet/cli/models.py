@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet export`: model folders of checkpoints."""
+"""`whet export`: writes model folders from checkpoints."""
 
 from __future__ import annotations
 

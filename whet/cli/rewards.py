@@ -15,7 +15,7 @@ from whet.cli.arguments import Command
 from whet.files import shipped_yaml
 from whet.manifests import PLUGINS
 from whet.registry import REWARDS, Entry
-from whet.rewards.managers import stand_ins
+from whet.rewards.adapter import stand_ins
 
 rewards = typer.Typer(help="List score functions, or show the rule and examples of one.")
 

@@ -13,7 +13,7 @@ Cell = str | Text
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[Cell]], *, left: Sequence[int] = (0,)) -> Table:
-    """A table whose columns with the numbers `left` are aligned left; all others hold numbers and are aligned right."""
+    """A table whose columns numbered in `left` are aligned left; other columns hold numbers and are aligned right."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, title in enumerate(titles):
         made.add_column(title, justify="left" if number in left else "right", overflow="fold")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands of trainers (`whet train`, `whet sft`, ...).
 
-A sweep, `whet train RECIPE -m key=1,2`, starts a run for each combination of values, one after the other. Each run is a
-process of its own in a folder of its own, named by its values: a crash ends only that run, and the same command later
-goes on with those that are not finished."""
+A sweep, `whet train RECIPE -m key=1,2`, starts a run for each combination of values, one after the other. Each run has
+its own process and its own folder, named by its values: a crash ends only that run, and the same command later
+continues the unfinished runs."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def command_of(trainer: Entry) -> Callable[..., None]:
 
 @contextmanager
 def _as_command(config: RunConfig, *, writes: bool = True) -> Iterator[None]:
-    """Shows the run. After a signal, prints what was saved and the command that resumes, then exits with the status
-    that shells expect: 130 after Ctrl-C."""
+    """Shows the run. After a signal, prints the last checkpoint and the command that resumes, then exits with the usual
+    status: 130 after Ctrl-C."""
     from whet.trainers.stop import Stopped
 
     try:
@@ -115,8 +115,8 @@ class Member:
 
 
 def members(words: Sequence[str]) -> list[Member]:
-    """The runs that overrides with sweeps stand for (`a=1,2`, `a=range(1,4)`, `a=choice(x,y)`); the last sweep changes
-    fastest.  Raises: ConfigError."""
+    """The runs for overrides with sweeps (`a=1,2`, `a=range(1,4)`, `a=choice(x,y)`); the last sweep changes fastest.
+    Raises: ConfigError."""
     from hydra.errors import HydraException
 
     from whet.config.compose import parse_override
@@ -143,10 +143,11 @@ def members(words: Sequence[str]) -> list[Member]:
 
 
 def sweep(schema: type[RunConfig], recipe: str | None, words: Sequence[str], *, dry_run: bool = False) -> None:
-    """Starts the runs of a sweep that are not finished, and prints a table of all of them. The exit status is 0 if all
-    are finished, 1 if not, 130 after Ctrl-C.
+    """Starts the unfinished runs of a sweep, and prints a table of all of them. The exit status is 0 if all are
+    finished, 1 if not, 130 after Ctrl-C.
 
-    Raises: ConfigError, before the first run starts, for a mistake in any, and for one begun with other settings."""
+    Raises: ConfigError, before the first run starts, for a mistake in any run, and for one begun with other settings.
+    """
     from whet.config import load_config
     from whet.tracking.console import shared_console
     from whet.tracking.runs import is_run
@@ -187,7 +188,7 @@ def sweep(schema: type[RunConfig], recipe: str | None, words: Sequence[str], *, 
 
 
 def _run(command: list[str], asked: list[int]) -> None:
-    """Runs a process to its end. A signal meanwhile is noted in `asked`; the run saves and ends after its step."""
+    """Runs a process to its end. A signal meanwhile is recorded in `asked`; the run saves and ends after its step."""
     process = subprocess.Popen(command)
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -204,7 +205,7 @@ def _run(command: list[str], asked: list[int]) -> None:
 
 
 def _is_done(folder: Path, total_steps: int | None) -> bool:
-    """Tells whether a run is finished, and no more steps are asked for than it has done."""
+    """Tells whether a run is finished and has done at least `total_steps`."""
     run = _read(folder)
     return run.state == "finished" and (total_steps is None or run.step >= total_steps)
 
@@ -217,8 +218,8 @@ def _read(folder: Path) -> RunFolder:
 
 
 def _name(values: Mapping[str, str]) -> str:
-    """A folder's name from the values, such as lr-1e-05_seed-1; unlike `=` and `,` its characters mean nothing to Hydra
-    or a shell. A digest stands for what it leaves out."""
+    """A folder's name made from the values, such as lr-1e-05_seed-1; unlike `=` and `,` its characters have no meaning
+    to Hydra or a shell. A digest stands for the parts left out."""
     whole = "_".join(f"{key}-{value}" for key, value in _short_keys(values).items())
     plain = re.sub(r"[^\w.+-]", "-", whole)
     if plain == whole and len(whole) <= MAX_NAME:
@@ -227,6 +228,6 @@ def _name(values: Mapping[str, str]) -> str:
 
 
 def _short_keys(values: Mapping[str, str]) -> Mapping[str, str]:
-    """The values by the last names of their keys, if these differ."""
+    """The values by the last names of their keys, if these names differ."""
     short = {key.rpartition(".")[2]: value for key, value in values.items()}
     return short if len(short) == len(values) else values

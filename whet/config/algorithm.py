@@ -27,7 +27,7 @@ class KLConfig(Section):
 
 
 class GroupFilterConfig(Section):
-    """The groups to train on."""
+    """Options of the filter that chooses the groups to train on."""
 
     name: Annotated[str | None, Choice(FILTERS, "options")] = key(None, "registered filter, such as dapo; unset: none")
     options: Values = key({}, "options of the filter")
@@ -35,7 +35,7 @@ class GroupFilterConfig(Section):
 
 
 class FilterConfig(GroupFilterConfig):
-    """Dynamic sampling: the groups to train on."""
+    """Dynamic sampling: a filter chooses the groups to train on, and further prompts replace dropped groups."""
 
     max_refills: NonNegativeInt = key(4, "most extra batches of prompts sampled in a step to replace dropped groups")
 

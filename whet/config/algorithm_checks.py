@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Consistency rules of the algorithm, its losses and corrections, and of updates; of training engines, the processes
-that they need, and the cluster. No torch, as in `checks`."""
+"""Consistency rules: algorithm, losses, corrections, updates; training engines, the processes that they need, the
+cluster. Imports no torch, like `checks`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AGGREGATED = ("values", "response_mask", "num_tokens", "num_sequences", "fixed_l
 
 
 def aggregation(algorithm: schema.AlgorithmConfig) -> str:
-    """The aggregation of token losses: the one that the loss or the estimator fixes, else the one in the config.
+    """The aggregation of token losses: fixed by the loss or the estimator, else chosen in the config.
 
     Raises: ConfigError where two of these disagree."""
     loss = entry_at(registry.POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
@@ -82,7 +82,7 @@ def algorithm_rule(algorithm: schema.AlgorithmConfig, at: SectionPlace) -> Itera
 
 
 def _of_pairs(algorithm: schema.AlgorithmConfig) -> Iterator[ConfigError]:
-    """Requires, with a preference loss, a loss of pairs and advantages that are an order of each group."""
+    """Requires, with a preference loss, the aggregation of pairs and an estimator whose advantages order each group."""
     loss, estimator = registry.POLICY_LOSSES[algorithm.policy_loss], _estimator(algorithm)
     if loss.kind != registry.PREFERENCE_LOSSES.kind:
         return
@@ -149,7 +149,7 @@ def group_rule(rollout: schema.RolloutConfig, at: SectionPlace) -> Iterator[Conf
 
 
 def extra_rule(rollout: schema.RolloutConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Refuses filters that begin more groups than a batch has where groups are sampled ahead, and for a domain."""
+    """Refuses filters with `extra` groups where groups are sampled ahead, and in a domain."""
     config = at.whole
     if not isinstance(config, schema.TrainConfig):
         return
@@ -181,7 +181,7 @@ def updates_rule(role: schema.ActorConfig, at: SectionPlace) -> Iterator[ConfigE
 
 
 def optim_rule(optim: schema.OptimConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Allows the options of AdamW's states with AdamW only."""
+    """Refuses options of AdamW's states for other optimizers."""
     for name, default in (("state_dtype", "float32"), ("weight_rounding", None)):
         if optim.name != "adamw" and optim[name] != default:
             expected = f"no value with {at.of('name')}={optim.name}: it is an option of adamw"
@@ -225,7 +225,7 @@ def _estimator(algorithm: schema.AlgorithmConfig) -> registry.Entry:
 
 @dataclass(frozen=True)
 class EngineUse:
-    """The settings of a role's engine: the argument of `refuses`, which an engine's class has."""
+    """The settings of a role's engine: the argument of the function `refuses` of an engine's class."""
 
     key: str  # actor.engine
     engine: EngineConfig
@@ -251,8 +251,8 @@ class EngineUse:
         return cls(place.key, engine, options, config["model"], *optim, *processes, invariant, media)
 
     def refused(self) -> Iterable[ConfigError]:
-        """The errors that `refuses` of the engine's class returns. A shipped engine that refuses something names the
-        function with its registration, in a module that loads no torch."""
+        """The errors that `refuses` of the engine's class returns. A shipped engine with such errors names that
+        function in its registration, in a module that loads no torch."""
         entry = ENGINES[self.engine.name]
         if entry.function is None and "refuses" not in entry.marks:
             return ()
@@ -262,14 +262,14 @@ class EngineUse:
 
 
 def other_kernels(use: EngineUse) -> Iterator[ConfigError]:
-    """Yields the error of an engine without the kernels of a rollout that is batch-invariant."""
+    """Yields an error if the rollout is batch-invariant and the training engine does not have its kernels."""
     if use.batch_invariant:
         expected = "single with rollout.engine.options.batch_invariant=true, as others have other kernels"
         yield ConfigError(f"{use.key}.name", use.engine.name, expected, "set it to single, or unset batch_invariant")
 
 
 def engine_rule(engine: EngineConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Checks the settings of an engine: the rules of all engines, then what the engine refuses."""
+    """Checks the settings of an engine: first the rules of all engines, then the engine's own."""
     use = EngineUse.at(at)
     rounding = None if use.optim is None else use.optim.weight_rounding
     if rounding is not None and use.model.dtype == "float32":
@@ -343,7 +343,7 @@ def _pools(cluster: ClusterConfig) -> Iterator[ConfigError]:
 
 
 def replica_rule(cluster: ClusterConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Requires whole replicas of the rollout on the ranks of its pool, each on one node or on whole ones."""
+    """Requires that the ranks of the rollout's pool form whole replicas, each on one node or on whole nodes."""
     options = at.whole.rollout.engine.options if isinstance(at.whole, TrainConfig) else {}
     size, where, name = options.get("tensor_parallel_size"), "rollout.engine.options", cluster.pool_of("rollout")
     pool, devices, key = cluster.pools[name], cluster.replica_devices(options), f"{where}.tensor_parallel_size"
@@ -373,7 +373,7 @@ def replica_rule(cluster: ClusterConfig, at: SectionPlace) -> Iterator[ConfigErr
 
 
 def processes_rule(cluster: ClusterConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Requires at least one row of every optimizer step for every training rank."""
+    """Requires that every optimizer step has at least one row for every training rank."""
     config, what = at.whole, "mini-batch prompts x rollout.n"
     if isinstance(config, ExamplesConfig):
         rows, what = {"actor": config.data.train_batch_size}, "data.train_batch_size"
@@ -388,7 +388,7 @@ def processes_rule(cluster: ClusterConfig, at: SectionPlace) -> Iterator[ConfigE
 
 
 def neighbours_rule(cluster: ClusterConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Requires actor and reference in one pool where the reference is the actor's model without its adapter."""
+    """Requires actor and reference in one pool if the reference is the actor's model without its adapter."""
     config = at.whole
     if not isinstance(config, TrainConfig) or config.model.lora.rank is None or config.ref.model_path is not None:
         return

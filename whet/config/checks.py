@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Consistency checks of a config, which run before torch is loaded: the registry reads signatures from source.
+"""Consistency checks of a config. They run before torch is loaded: the registry reads signatures from source.
 
 A rule checks one type of section, wherever it is in the config: it yields errors, or raises one. All rules run, so that
 a user sees every error at once."""
@@ -45,8 +45,8 @@ NARROW: dict[str, Callable[[float], bool]] = {  # values with which the most lik
 def check(config: schema.Section, given: Collection[str] = ()) -> None:
     """Checks that the values of a config are consistent.
 
-    `given` names the arguments that the caller passes as objects ("reward", "data", "val_data").
-    Raises: ConfigError for the first error, with the `others`."""
+    `given` names the arguments passed as objects ("reward", "data", "val_data").  Raises: ConfigError for the first
+    error, with the `others`."""
     if found := problems(config, given):
         raise ConfigError.joined(found)
 
@@ -79,7 +79,7 @@ def check_context(config: schema.WholeConfig, max_position_embeddings: int) -> N
 
 
 def check_data(config: schema.WholeConfig, *, validation: bool) -> None:
-    """Checks only what `whet data` needs: data files, data options, model.  Raises: ConfigError."""
+    """Checks only the keys that `whet data` reads: data files, data options, model.  Raises: ConfigError."""
     if isinstance(config, schema.GenerateConfig):
         key, entries = config.source_key, config.sources
     else:
@@ -98,7 +98,7 @@ def check_data(config: schema.WholeConfig, *, validation: bool) -> None:
 
 
 def _errors(check: Callable[..., Iterable[ConfigError] | None], *arguments: Any, **named: Any) -> Iterator[ConfigError]:
-    """Yields the errors of a check, and the one that it raises."""
+    """Yields the errors that a check yields or raises."""
     try:
         yield from check(*arguments, **named) or ()
     except ConfigError as error:
@@ -227,7 +227,7 @@ def _reward(reward: schema.RewardConfig, at: SectionPlace) -> Iterator[ConfigErr
 
 
 def _reward_model(role: schema.RewardModelConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Checks what a reward model goes together with."""
+    """Checks the other keys that a reward model needs or excludes."""
     config: Any = at.whole
     if role.source is None:
         default = dict(flatten(schema.RewardModelConfig().model_dump()))
@@ -249,7 +249,7 @@ def _reward_model(role: schema.RewardModelConfig, at: SectionPlace) -> Iterator[
 
 
 def _mix(data: schema.DataConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Requires shares that sum to 1 at every step, and nothing else that chooses among the rows."""
+    """Requires shares that sum to 1 at every step, and no other key that chooses among the rows."""
     steps = {step for share in data.mix.values() if isinstance(share, dict) for step in share} or {0}
     for step in sorted(steps) if data.mix else ():
         shares = shares_at(data.mix, step)
@@ -278,7 +278,7 @@ def _sampling(sampling: schema.SamplingConfig, at: SectionPlace) -> Iterator[Con
 
 
 def _staleness(rollout: schema.RolloutConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Requires, where responses are sampled while models train, ranks of their own and a correction."""
+    """Requires, if responses are sampled while models train, rollout ranks in a pool of their own and a correction."""
     config = at.whole
     if rollout.max_staleness == 0:
         return

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config of processes and pools, and the questions about it: which pool hosts a role, how many ranks it has, which
-node and devices a rank has."""
+"""The config of processes and pools, with answers about it: the pool that hosts a role, its number of ranks, the node
+and devices of a rank."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ PLACEMENT = (
 
 
 class HasDevices:
-    """Processes of `devices` each; below 1 a share of one."""
+    """Base of processes with `devices` each; a number below 1 is a share of one device."""
 
     devices: float
 
     @property
     def num_devices(self) -> int:
-        """The devices that a process sees."""
+        """The number of devices that a process sees."""
         return math.ceil(self.devices)
 
     @property
@@ -60,7 +60,7 @@ class HasDevices:
 
 
 class PoolConfig(Section, HasDevices):
-    """A pool: processes that some roles share."""
+    """The config of a pool: processes that share roles."""
 
     processes: PositiveInt = key(1, "processes of the pool: ranks of each of its roles")
     devices: PositiveInt | Annotated[float, Gt(0), Lt(1)] = key(1, DEVICES)
@@ -119,7 +119,7 @@ class ClusterConfig(Section):
 
     @property
     def pools(self) -> dict[str, PoolConfig]:
-        """The pools by name; the first has every role that no pool lists."""
+        """The pools by name; the first hosts every role that no pool lists."""
         return self.placement or {"main": PoolConfig(processes=self.processes)}
 
     @property
@@ -130,16 +130,16 @@ class ClusterConfig(Section):
 
     @property
     def devices(self) -> int:
-        """Devices of all pools; on Ray without GPUs shares of the nodes' processors."""
+        """The number of devices of all pools; on Ray without GPUs, shares of the nodes' processors count as devices."""
         return devices_of(ranks_of(self._counted(self.resources))).total()
 
     @property
     def devices_here(self) -> int:
-        """The number of devices of the node with the most."""
+        """The largest number of devices of a node."""
         return max(devices_of(self.slots()).values())
 
     def needs_device(self, pool: str) -> bool:
-        """Tells whether the processes of a pool compute on devices; the first pool's always do."""
+        """Tells whether the processes of a pool compute on devices; the first pool always does."""
         return pool == next(iter(self.pools)) or not {*self.pools[pool].roles} <= {*WITHOUT_MODEL}
 
     @property
@@ -151,13 +151,13 @@ class ClusterConfig(Section):
         ]
 
     def slots(self, pools: Iterable[ResourcePool] | None = None) -> list[Slot]:
-        """The slots of the ranks of pools, by default all.  Raises: ConfigError where the nodes have no room."""
+        """The slots of the ranks of `pools`, by default of all.  Raises: ConfigError where the nodes have no room."""
         counted = self._counted(self.resources if pools is None else pools)
         here = -(-devices_of(ranks_of(counted)).total() // self.nnodes)
         return ranks_of(counted, self.gpus if any(self.gpus) else [here] * self.nnodes)
 
     def _counted(self, pools: Iterable[ResourcePool]) -> list[ResourcePool]:
-        """The pools as they take devices: on Ray without GPUs all do, as shares of a node's processors."""
+        """The pools with the devices to reserve: on Ray without GPUs, shares of a node's processors."""
         alike = self.backend == "ray" and not any(self.gpus)
         return [replace(pool, needs_device=True) if alike else pool for pool in pools]
 
@@ -197,11 +197,11 @@ class ClusterConfig(Section):
 
 
 def ranks_of(pools: Iterable[ResourcePool], nodes: Sequence[int] | None = None) -> list[Slot]:
-    """The slots of all ranks, pool by pool, where each of `nodes` has so many devices; by default a node with enough.
+    """The slots of all ranks, pool by pool, where `nodes` lists the devices of each node; by default one node with
+    enough.
 
-    A rank takes the first devices that are free on one node, or a share of the first that has room for it and no rank
-    of its pool. On processors alone it takes a node without devices, if there are some, with the fewest ranks.
-    Raises: ConfigError."""
+    A rank takes the first devices that are free on one node, or a share of the first with room and no rank of its pool.
+    A rank without devices takes the node with the fewest ranks, if possible without devices.  Raises: ConfigError."""
     free = [[1.0] * number for number in nodes or [0]]
     slots: list[Slot] = []
     for pool in pools:
@@ -234,16 +234,16 @@ def ranks_of(pools: Iterable[ResourcePool], nodes: Sequence[int] | None = None) 
 
 
 def _emptiest(free: list[list[float]], slots: list[Slot]) -> int:
-    """The node with the fewest ranks, of nodes without devices if there are some."""
+    """The node with the fewest ranks, among the nodes without devices if there are any."""
     ranks = Counter(slot.node for slot in slots)
     return min((node for node, own in enumerate(free) if not own or all(free)), key=lambda node: ranks[node])
 
 
 def devices_of(slots: Iterable[Slot]) -> Counter[int]:
-    """The number of devices that the ranks have on each node."""
+    """The number of devices that the ranks use on each node."""
     return Counter(node for node, _ in {(slot.node, device) for slot in slots for device in slot.devices})
 
 
 def processors_of(slots: Iterable[Slot]) -> Counter[int]:
-    """The number of processors that the ranks on each node are counted with."""
+    """The number of processors to count for the ranks on each node."""
     return Counter(slot.node for slot in slots for _ in range(slot.pool.num_devices))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that read a config: those of trainers, `whet eval` and `whet generate`."""
+"""The commands that read a config: trainers, `whet eval` and `whet generate`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def commands() -> list[str]:
 
 
 def schema_of(command: str) -> type[Section]:
-    """The schema of the config that a command reads, which knows the command.  Raises: RegistryError."""
+    """The config schema of the command named `command`; the schema stores this name.  Raises: RegistryError."""
     if command in READERS:
         return READERS[command]
     trainer = trainer_of(command)
@@ -28,8 +28,8 @@ def schema_of(command: str) -> type[Section]:
 
 
 def likely_command(sections: Collection[str]) -> str:
-    """The shipped trainer whose config has most of these sections and keys, of equals one that has no others: of runs
-    that do not note their trainer."""
+    """The shipped trainer whose config has most of the given sections and keys, at equal numbers one without further
+    sections. Used for run folders that do not name their trainer."""
 
     def likeness(name: str) -> tuple[int, bool]:
         own = schema_of(name).model_fields.keys()

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from whet.config.commands import commands, schema_of
-from whet.config.foreign import foreign_config, foreign_key
 from whet.config.section import Section, Values, is_known, is_section, nearest_key
 from whet.errors import ConfigError, did_you_mean
 from whet.limits import bounded, cause
 from whet.manifests import absent, missing_plugin, recipes
+from whet.registry import FOREIGN
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -41,8 +41,8 @@ MAX_VALUES = 100_000  # with every alias (*name) expanded
 def compose(
     schema: type[Section], recipe: str | Path | None, overrides: Sequence[str] | Mapping[str, object]
 ) -> tuple[Values, dict[str, str]]:
-    """Returns all values of the schema after recipe and overrides, unknown keys included; and by dotted key the source
-    of each that is not a default.  Raises: ConfigError."""
+    """Returns all values of the schema after recipe and overrides, including unknown keys; and, by dotted key, the
+    source of each value that is not a default.  Raises: ConfigError."""
     path = find_recipe(recipe, schema.command) if recipe is not None else None
     texts, arguments = ([], _plain(overrides)) if isinstance(overrides, Mapping) else (overrides, {})
     parsed = [_parse(schema, text) for text in texts]
@@ -78,7 +78,7 @@ def _explained(recipe: str | Path | None, schema: type[Section], path: Path | No
         # A config of another framework may include files that are missing here: its keys are the better explanation.
         written = [(key, f"{shown(path)}:{line}") for key, line in key_lines(path)] if path is not None else []
         unknown = [each for each in written if not is_known(schema, each[0])]
-        foreign = [unknown_key(schema, key, source) for key, source in unknown if foreign_key(schema, key) is not None]
+        foreign = [unknown_key(schema, key, source) for key, source in unknown if advice("key", schema, key)]
         raise ConfigError.joined([*foreign, own]) from error
     except yaml.YAMLError as error:
         raise ConfigError(what, " ".join(str(error).split()), "valid YAML", "correct it there") from error
@@ -94,8 +94,7 @@ def _explained(recipe: str | Path | None, schema: type[Section], path: Path | No
 def find_recipe(recipe: str | Path, command: str = "train") -> Path:
     """The file of a shipped recipe, by name, or of a user's recipe, by path.  Raises: ConfigError.
 
-    A name with a recipe for the command means that one: `whet eval gsm8k` reads gsm8k_eval.yaml.
-    """
+    A recipe for the command takes precedence: `whet eval gsm8k` reads gsm8k_eval.yaml."""
     name, path = str(recipe), Path(recipe).expanduser()
     for shipped in (f"{name}_{command}", name):
         if shipped in _shipped():
@@ -111,7 +110,7 @@ def find_recipe(recipe: str | Path, command: str = "train") -> Path:
         hint = f"did you mean {path.with_suffix('.yaml')}?"
     elif plugin := missing_plugin("recipe", name):
         raise ConfigError.joined([absent(f"recipe {name}", plugin)])
-    elif foreign := foreign_config(name.removesuffix(".yaml")):
+    elif foreign := advice("config", name.removesuffix(".yaml")):
         hint = foreign
     else:
         otherwise = "correct the path" if is_file_name else "write an override as key=value"
@@ -147,7 +146,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def put(tree: Values, key: str, value: object) -> None:
-    """Sets a dotted key in a tree of sections; those that are missing are made."""
+    """Sets a dotted key in a tree of sections; missing sections are created."""
     *sections, name = key.split(".")
     reduce(lambda section, each: section.setdefault(each, {}), sections, tree)[name] = value
 
@@ -182,7 +181,7 @@ def _parse(schema: type[Section], text: str) -> Override:
 
 
 def unknown_key(schema: type[Section], key: str, source: str) -> ConfigError:
-    """Returns the error for an unknown key, with our name for another framework's key, or the nearest key."""
+    """Returns the error for an unknown key; it names whet's key for another framework's, or the nearest key."""
     near = nearest_key(schema, key)
     if near == key:
         return ConfigError(key, f"one name with dots ({source})", "nested sections", "write a section for each part")
@@ -190,12 +189,19 @@ def unknown_key(schema: type[Section], key: str, source: str) -> ConfigError:
     is_elsewhere = key.partition(".")[0] not in schema.model_fields
     own = next((each for each in commands() if is_elsewhere and is_known(schema_of(each), key)), None)
     of_another = f"a key of `whet {own}`, which `whet {schema.command}` does not read; leave it out"
-    hint = (of_another if own and schema.command else foreign_key(schema, key)) or meant
+    hint = (of_another if own and schema.command else advice("key", schema, key)) or meant
     return ConfigError(key, f"unknown key ({source})", change=hint)
 
 
+def advice(kind: str, *given: object) -> str | None:
+    """Advice on a name of another system, a `config` or a `key`; None where no plugin knows it."""
+    found = FOREIGN.shipped.get(kind)
+    text: str | None = found.load()(*given) if found is not None else None
+    return text
+
+
 def _run_hydra(recipe: Path | None, overrides: list[Override]) -> tuple[DictConfig, list[tuple[Path, str]]]:
-    """Returns the composed tree, and its recipe files in order of priority (last wins), each with its section."""
+    """Returns the composed tree, and its recipe files with their sections, in order of priority (last wins)."""
     import hydra
     from hydra.core.global_hydra import GlobalHydra
     from hydra.types import RunMode
@@ -229,7 +235,7 @@ def _own_hydra() -> Iterator[None]:
 
 
 def _part_file(name: str, folder: Path) -> Path | None:
-    """Finds an included file as Hydra does: beside the recipe, else among the shipped ones; None for Hydra's own."""
+    """Finds an included file as Hydra does: beside the recipe, else among shipped files; None for Hydra's own files."""
     return next((place / name for place in (folder, *folders()) if (place / name).is_file()), None)
 
 
@@ -256,14 +262,14 @@ def _resolve(schema: type[Section], composed: DictConfig, arguments: Mapping[str
 
 
 def _refers(tree: object) -> bool:
-    """Tells whether a value in the tree refers to another, or is missing."""
+    """Tells whether the tree has an interpolation or a missing value."""
     if isinstance(tree, dict | list):
         return any(map(_refers, tree.values() if isinstance(tree, dict) else tree))
     return isinstance(tree, str) and ("${" in tree or tree == "???")
 
 
 def _merged(below: object, above: object) -> object:
-    """Puts a tree over another: mappings are merged, any other value replaces what is below it."""
+    """Merges the tree `above` into `below`: mappings are merged, any other value is replaced."""
     match below, above:
         case dict(), dict():
             return below | {key: _merged(below.get(key), value) for key, value in above.items()}
@@ -271,7 +277,7 @@ def _merged(below: object, above: object) -> object:
 
 
 def _drop_empty_sections(schema: type[Section], composed: DictConfig) -> None:
-    """Removes sections that are null, as YAML reads one whose lines are all commented out."""
+    """Removes sections that are null: YAML reads a section whose lines are all commented out as null."""
     for name, field in schema.model_fields.items():
         if is_section(field.annotation) and name in composed:
             if composed[name] is None:
@@ -314,7 +320,7 @@ def _as_plain(value: Any) -> object:
 
 
 def _explain(error: Exception, what: str) -> ConfigError:
-    """The error for one of Hydra or OmegaConf: its config key, and the first lines of it and its cause."""
+    """Converts an error of Hydra or OmegaConf: its config key, and the first lines of the error and its cause."""
     from omegaconf.errors import OmegaConfBaseException
 
     chain = [each for each in (error, error.__cause__) if each is not None]

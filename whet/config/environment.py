@@ -25,7 +25,7 @@ ROLE = "role of results: tool, or user for chat templates that know no tools, wh
 
 @dataclass(frozen=True)
 class ToolLimits:
-    """The limits of tools. A call that is late or one too many gets an error as its result, a longer result is cut."""
+    """The limits of tools. A call that is late or over the limit returns an error; a longer result is cut."""
 
     seconds: float = 30.0  # of one call
     start_seconds: float = 60.0  # of all sessions of an episode together
@@ -130,5 +130,5 @@ class EnvironmentConfig(StageConfig):
 
     @property
     def label(self) -> str:
-        """The name in metrics: the registered one, or that of the class."""
+        """The name of the environment in metrics: its registered name or its class's name."""
         return ENVIRONMENTS[self.name].name.rpartition(":")[2]

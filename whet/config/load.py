@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a config: composes recipe and overrides, validates, checks consistency, and keeps the source of each value; and
-writes one as YAML, for the run folder and for `whet config`, and the JSON Schema of recipe files.
+"""Loads a config: composes recipe and overrides, validates, checks consistency, and keeps the source of each value;
+writes a config as YAML, for the run folder and for `whet config`, and the JSON Schema of recipe files.
 
 Old names of keys are read for one more version, with a warning, and always in older run folders."""
 
@@ -79,9 +79,9 @@ def load_config(
 ) -> LoadedConfig[ConfigT]:
     """Loads the config from a shipped recipe (by name) or a YAML file (by path), and overrides.
 
-    Overrides are Hydra's (`["rollout.n=8"]`), or a mapping from dotted keys to values. `given` names the arguments that
-    the caller passes as objects ("reward", "data", "val_data"), whose keys are then not required. `checked=False` skips
-    the consistency checks (`whet.config.checks`).
+    Overrides are Hydra's (`["rollout.n=8"]`), or a mapping from dotted keys to values. `given` names the arguments
+    passed as objects ("reward", "data", "val_data"), whose keys are then not required. `checked=False` skips the
+    consistency checks (`whet.config.checks`).
 
     Raises: ConfigError for the first error, with the `others`."""
     values, sources = compose(schema, recipe, overrides)
@@ -118,7 +118,7 @@ def _apply_reward_alias(values: Values, sources: dict[str, str]) -> None:
 
 
 def _apply_manager(values: Values, sources: dict[str, str]) -> None:
-    """Replaces the defaults of `reward` by the values that `reward.manager` stands for."""
+    """Replaces the defaults of `reward` by the values of the preset `reward.manager`."""
     reward = values.get("reward")
     if not isinstance(reward, dict) or not isinstance(manager := reward.get("manager"), str) or manager not in MANAGERS:
         return
@@ -146,7 +146,7 @@ def _validate(schema: type[ConfigT], values: Values, sources: Mapping[str, str])
 
 
 def _mark_written(config: Section, sources: Mapping[str, str]) -> None:
-    """Leaves in the `model_fields_set` of every section the fields that were written, of which none is a default."""
+    """Marks in the `model_fields_set` of every section the fields that the user set, and no defaults."""
     written = {key[:end] for key in sources for end in [*(at.start() for at in re.finditer(r"\.", key)), len(key)]}
     for key, section in config.sections():
         section.model_fields_set.intersection_update(
@@ -157,7 +157,7 @@ def _mark_written(config: Section, sources: Mapping[str, str]) -> None:
 def _explain(
     schema: type[Section], finding: ErrorDetails, values: Mapping[str, object], sources: Mapping[str, str]
 ) -> Iterator[ConfigError]:
-    """Yields an error for each key of one of pydantic."""
+    """Yields errors by config key for one error of pydantic."""
     if finding["type"] in ("extra_forbidden", "invalid_key"):
         for key, _ in flatten({".".join(map(str, finding["loc"])): finding["input"]}):
             yield unknown_key(schema, key, sources.get(key, DEFAULT))
@@ -182,7 +182,7 @@ def rename(
     sources: MutableMapping[str, str] | None = None,
     strong: tuple[str, ...] = (),
 ) -> None:
-    """Moves the values of old keys to the new ones, in place, unless a `strong` source sets the new one.
+    """Moves the values of old keys to the new keys, in place, unless a `strong` source sets the new key.
 
     A key without a source comes from the folder of an older run and gives no warning."""
     sources = {} if sources is None else sources
@@ -209,7 +209,7 @@ def rename(
 
 
 def to_yaml(config: Section) -> str:
-    """The whole config as YAML, which `load_config` reads back unchanged."""
+    """The whole config as YAML, from which `load_config` restores it unchanged."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -240,9 +240,9 @@ def inline(value: object) -> str:
 def json_schema(schema: type[Section]) -> Values:
     """The schema of the recipes of a command; `$defs` has the schemas of sections, for files of config groups.
 
-    No key is required, since a recipe has only the keys that it changes. The schema also allows what the loader accepts
-    beyond plain values: a `defaults` list, empty sections, a string for a list of one, `${...}` for any value. Draft 7,
-    since editors support it."""
+    No key is required, since a recipe has only the keys that it changes. The schema also allows everything that the
+    loader accepts beyond plain values: a `defaults` list, empty sections, a string for a list of one, `${...}` for any
+    value. Draft 7, since editors support it."""
     whole = schema.model_json_schema()
     for section in (whole, *whole["$defs"].values()):
         section["properties"] = {key: _as_written(field) for key, field in section["properties"].items()}
@@ -260,7 +260,7 @@ def json_schema(schema: type[Section]) -> Values:
 
 
 def _as_written(field: Values) -> Values:
-    """The schema of a field with everything that a recipe may have there."""
+    """The schema of a field, extended to all forms that a recipe may write."""
     if "$ref" in field:
         return {"anyOf": [{"$ref": field["$ref"]}, {"type": "null"}]}
     annotations: Values = {key: field[key] for key in ANNOTATIONS if key in field}

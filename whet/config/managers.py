@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward managers under the names that verl has for them, each a choice of values of `reward`, and limits of calls."""
+"""Reward managers under verl's names, each a preset of values of `reward`, and limits of calls."""
 
 from __future__ import annotations
 

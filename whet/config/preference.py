@@ -31,7 +31,7 @@ class PreferenceDataConfig(ResponsesDataConfig):
 
 
 class ComparisonDataConfig(ResponsesDataConfig):
-    """The rows: chosen and rejected, a response and a label, or a list with scores; pairs are its best and worst."""
+    """The rows of `whet preference`: chosen and rejected, a response and a label, or a list with scores."""
 
     list_size: PositiveInt = key(
         4, "most responses of a list for a loss of lists: of a longer one the best, the worst, and those evenly between"
@@ -39,7 +39,7 @@ class ComparisonDataConfig(ResponsesDataConfig):
 
 
 class ReferenceConfig(Section):
-    """The reference, whose log-probs a loss compares with; without a loss that reads them there is none."""
+    """The reference model, whose log-probs some losses read; other losses have none."""
 
     mode: Literal["frozen", "cached", "none"] = key(
         "frozen",
@@ -64,22 +64,22 @@ class PreferenceConfig(ExamplesConfig):
 
     @property
     def entry(self) -> Entry:
-        """The loss, described."""
+        """The registered loss."""
         return PREFERENCE_LOSSES[self.loss]
 
     @property
     def of(self) -> str:
-        """The comparisons of the loss: pair, label or list."""
+        """The kind of comparison that the loss reads: pair, label or list."""
         return str(self.entry.marks.get("of", "pair"))
 
     @property
     def reads_reference(self) -> bool:
-        """Tells whether log-probs of a reference are computed."""
+        """Tells whether the loss reads log-probs of a reference model."""
         return "ref_log_probs" in self.entry.columns and self.reference.mode != "none"
 
     @property
     def rows_an_example(self) -> int:
-        """The responses of a comparison."""
+        """The number of rows of a comparison."""
         return self.data.list_size if self.of == "list" else 2
 
     def problems(self, at: SectionPlace) -> Iterator[ConfigError]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config schema: sections, keys, defaults, meanings. Options of registered functions are in their signatures."""
+"""The config schema: sections, keys, defaults, meanings. Options of registered functions are in signatures."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class RolloutConfig(SamplingConfig):
 
 
 class DomainConfig(Section):
-    """The rewards of rows of one domain."""
+    """The rewards of one domain's rows."""
 
     function: Annotated[str, Choice(REWARDS, "kwargs", is_checked=False)] = key("", "reward function of the domain")
     sources: list[str] | None = key(
@@ -197,7 +197,7 @@ class DomainConfig(Section):
 
 
 class RewardConfig(Section):
-    """The score of responses."""
+    """The reward functions and their settings."""
 
     function: Annotated[str | list[str] | None, Choice(REWARDS, "kwargs", is_checked=False)] = key(
         None, "registered reward function, module:function or file.py:function; or a list of them"
@@ -226,7 +226,7 @@ class RewardConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _of_manager(cls, values: Any) -> object:
-        """Adds the values that the manager stands for."""
+        """Fills in the values of the reward manager."""
         match values:
             case {"manager": str(manager)} if manager in MANAGERS:
                 return {**MANAGERS[manager], **values}
@@ -234,7 +234,7 @@ class RewardConfig(Section):
 
     @property
     def names_function(self) -> bool:
-        """Tells whether a function is named, for all rows or for those of a domain."""
+        """Tells whether the config names a reward function, for all rows or for a domain."""
         return bool(self.function or self.domains)
 
     @property
@@ -289,7 +289,7 @@ class OptimConfig(Section):
 
 
 class PassConfig(Section):
-    """Forward passes of a role."""
+    """The forward passes of a role."""
 
     engine: EngineConfig = EngineConfig()
     max_tokens_per_micro_batch: PositiveInt | None = key(None, MICRO_BATCH)
@@ -333,12 +333,12 @@ class RewardModelConfig(PassConfig):
 
     @property
     def source(self) -> str | None:
-        """The key that says where its scores come from; None without one."""
+        """The key that selects the source of its scores; None without a reward model."""
         return next((name for name in ("rubric", "model_path") if self[name] is not None), None)
 
     @property
     def judge(self) -> str | None:
-        """The judge with a role of its own; None without one, and where the policy judges."""
+        """The model of a judge with a role of its own; None without one, and if the policy is the judge."""
         return self.model_path if self.rubric is not None else None
 
 
@@ -401,7 +401,7 @@ class SupervisedDataConfig(ExamplesDataConfig):
 
 
 class ExamplesConfig(Section):
-    """The config of a run on examples, which those of trainers derive from."""
+    """Base of the configs of runs on examples."""
 
     model: ModelConfig = ModelConfig()
     data: ExamplesDataConfig = ExamplesDataConfig()
@@ -415,7 +415,7 @@ class ExamplesConfig(Section):
 
     @property
     def rows_an_example(self) -> int:
-        """The rows of a batch that an example becomes."""
+        """The number of rows that an example has in a batch."""
         return 1
 
 
@@ -464,12 +464,12 @@ class GenerateConfig(Section):
 
     @property
     def source_key(self) -> str:
-        """The key that names the prompts."""
+        """The key that lists the files of prompts."""
         return "input" if self.input else "data.val_files"
 
     @property
     def sources(self) -> list[str | Values]:
-        """The value of that key."""
+        """The entries under that key."""
         return self.input or self.data.val_files
 
 

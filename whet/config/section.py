@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base class of config sections; `Choice`, which marks a field that names a registered function or class; and the
-dotted keys of a schema: their fields, their types in words, and what an unknown one may mean."""
+dotted keys of a schema: fields, types in words, suggestions for an unknown key."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ class Section(BaseModel):
         return list(self.__dict__.items())
 
     def problems(self, at: SectionPlace) -> Iterable[ConfigError]:
-        """Yields what the values do not go together with, for sections of a trainer's own."""
+        """Yields errors for values that contradict each other or other sections; a trainer's sections override it."""
         return ()
 
     def sections(self, key: str = "") -> Iterator[tuple[str, Section]]:
-        """Yields the sections below this one, those in mappings too, then itself, each with its dotted key."""
+        """Yields the sections below this one, including sections in mappings, then itself, each with its dotted key."""
         for name, value in self.items():
             place = f"{key}.{name}" if key else name
             for inner, below in value.items() if isinstance(value, dict) else [("", value)]:
@@ -108,11 +108,10 @@ class SectionPlace:
 
 @dataclass(frozen=True)
 class Choice:
-    """The registry of the function that a field names, and the name of the field with its options.
+    """Metadata of a field that names a registered function: the registry, and the field with the function's options.
 
-    With `is_checked` the function is found, and its options are compared with its signature, when a config is loaded;
-    a function named by a path is imported then.
-    """
+    With `is_checked`, loading a config finds the function and checks its options against its signature; a function
+    named by a path is imported."""
 
     registry: Registry
     options: str | None = None
@@ -123,7 +122,7 @@ class Choice:
         return {**handler(core_schema), "examples": self.registry.names()}
 
     def options_key(self, key: str) -> str:
-        """The dotted key of the function's options; `key` itself where there is no such field."""
+        """The dotted key of the function's options; `key` itself if the section has no such field."""
         place, dot, _ = key.rpartition(".")
         return key if self.options is None else f"{place}{dot}{self.options}"
 
@@ -176,7 +175,7 @@ def is_free(field: FieldInfo) -> bool:
 
 
 def field_at(schema: type[Section], path: Sequence[str]) -> tuple[str, FieldInfo]:
-    """The dotted key and field at a path of names; where the path goes below a field's value, that field."""
+    """The dotted key and field at a path of names; for a path below a field's value, that field."""
     field = schema.model_fields[path[0]]
     if is_section(field.annotation) and len(path) > 1:
         below, field = field_at(field.annotation, path[1:])
@@ -205,8 +204,8 @@ def is_known(schema: type[Section], key: str) -> bool:
 def nearest_key(schema: type[Section], key: str) -> str | None:
     """The valid dotted key that is most similar to `key`; None if none is similar.
 
-    Similarity is the mean of that of the whole path and that of the last name: this finds the key for a typing error
-    and for a correct name in a wrong section (`actor.lr`, or verl's `actor_rollout_ref.rollout.n`)."""
+    Similarity is the mean over the whole path and the last name: this finds the key for a typing error and for a
+    correct name in a wrong section (`actor.lr`, or verl's `actor_rollout_ref.rollout.n`)."""
 
     def likeness(candidate: str) -> float:
         last, wanted = candidate.rpartition(".")[2], key.rpartition(".")[2]
@@ -226,8 +225,8 @@ def _candidates(schema: type[Section], key: str) -> list[str]:
 
 
 def _below(mapping: str, field: FieldInfo, key: str) -> list[str]:
-    """Candidates below a free mapping whose name `key` misspells: adv_option.lam -> adv_options.lam; in a mapping of
-    sections, the keys of those sections."""
+    """Candidates for a `key` that misspells the name of a free mapping: adv_option.lam -> adv_options.lam; in a mapping
+    of sections, the keys of the sections."""
     depth = mapping.count(".") + 1
     head, rest = key.split(".")[:depth], key.split(".")[depth:]
     alike = SequenceMatcher(None, ".".join(head), mapping).ratio() > 0.8

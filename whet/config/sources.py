@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entries of `data.train_files` and `data.val_files` (a file, a folder, a data set on the hub, or a function), and the
-shares of the kinds of rows in a batch, as `data.mix` gives them."""
+shares of kinds of rows in a batch (`data.mix`)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def read_weights(sources: Sequence[Source], weights: Sequence[float] | None) -> 
 def check_files(
     key: str, entries: Sequence[str | Mapping[str, Any]], data: DataConfig | ExamplesDataConfig, *, required: bool
 ) -> None:
-    """Checks that the entries exist, as far as that is known without a network.  Raises: ConfigError."""
+    """Checks that the entries exist, as far as possible without a network.  Raises: ConfigError."""
     if required and not entries:
         raise ConfigError(key, [], f"at least one {_FORMS}", "name one")
     for source in read_sources(key, entries, data):
@@ -168,7 +168,7 @@ def _kind(key: str, path: str) -> tuple[Literal["file", "folder", "hub", "functi
 
 
 def shares_at(mix: Mapping[str, MixShare], step: float) -> dict[str, float]:
-    """The share of each kind at a step: linear between the steps that are given, constant before and after them."""
+    """The share of each kind at a step: linear between the given steps, constant before and after them."""
     return {name: share if isinstance(share, int | float) else _between(share, step) for name, share in mix.items()}
 
 

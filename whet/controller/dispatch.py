@@ -29,7 +29,7 @@ WorkPart = tuple[float, list[int]]  # work, blocks
 
 
 class Dispatch(enum.Enum):
-    """The way in which arguments go to the ranks of a group, and results come back."""
+    """The way in which a group's call splits its arguments over the ranks, and gathers their results."""
 
     ONE_TO_ALL = "one to all"  # every rank gets the same arguments; returns a list of results by rank
     ALL_TO_ALL = "all to all"  # every argument is a list with one item per rank; returns a list of results by rank
@@ -80,7 +80,7 @@ def register(dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL, *, concurrent: bool 
 
 
 def is_concurrent(cls: type[Worker], method: str) -> bool:
-    """True where calls of a method run at the same time as others."""
+    """True for a method that runs at the same time as other calls."""
     return any(vars(base).get(method) in _CONCURRENT for base in cls.__mro__ if method in vars(base))
 
 
@@ -114,7 +114,7 @@ def plan_call(
 
 
 def whole_call(mode: Dispatch, arguments: Arguments, caller: str) -> CallPlan | None:
-    """Plans a call on the only rank, where nothing is split or joined; None where `plan_call` is to plan it."""
+    """Plans a call on the only rank, where nothing is split or joined; None if `plan_call` has to plan it."""
     sizes = {len(each) for each in (*arguments.args, *arguments.kwargs.values()) if isinstance(each, (Batch, list))}
     if mode is not Dispatch.DP_COMPUTE or len(sizes) != 1:
         return None
@@ -229,7 +229,7 @@ def _join_rows(parts: Sequence[tuple[Any, Sequence[int]]], caller: str) -> Any:
 
 
 def _one_result_per_row(result: Any, shard: Sequence[int], caller: str) -> Any:
-    """The result, once each of its columns has a row for each of the shard's."""
+    """Returns the result.  Raises: WorkerError unless each of its columns has a row for each row of the shard."""
     for each in result if isinstance(result, tuple) else [result]:
         columns = each if isinstance(each, dict) else {"rows": each} if isinstance(each, (Batch, list)) else {}
         sizes = {name: len(column) for name, column in columns.items()}
@@ -246,7 +246,7 @@ def sequence_workload(num_tokens: int) -> float:
 def balanced_partition(workloads: Sequence[float], parts: int, block: int | list[list[int]] = 1) -> list[list[int]]:
     """Row numbers of each part, ascending; the largest total workload of a part is kept small.
 
-    Each `block` consecutive rows stay together, or those of each block in a list. Greedy (Graham 1969): the largest
+    Each `block` consecutive rows stay together, or the rows of each block in a list. Greedy (Graham 1969): the largest
     remaining block goes to the part with the least work; the largest part is then at most 4/3 - 1/(3 parts) of the
     optimum. With few blocks the largest differencing method (Karmarkar and Karp 1982) is tried too, and the more even
     partition is returned. A part is empty only where there are fewer blocks than parts. The same workloads give the

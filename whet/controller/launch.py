@@ -164,7 +164,7 @@ class ProcessTransport(RemoteTransport[_Process]):
         return self._listen(self._spawn(lost.spec))
 
     def end_process(self, peer: _Process) -> None:
-        """Kills the process and all that it started."""
+        """Kills the process and all processes that it started."""
         with contextlib.suppress(OSError):
             peer.socket.shutdown(socket.SHUT_RDWR)  # ends the thread that reads from it
         self._server.kill(peer.child)
@@ -185,7 +185,7 @@ class ProcessTransport(RemoteTransport[_Process]):
             self.lose(peer, self._death(peer))
 
     def end_processes(self, *, is_orderly: bool) -> None:
-        """Closes the sending side and waits where `is_orderly`; then kills the processes that are left."""
+        """Closes the sending side, waits if `is_orderly`, then kills the remaining processes."""
         until = time.monotonic() + CLOSE_SECONDS
         running = [peer for peer in self.peers if is_orderly and peer not in self._losses]
         for peer in running:

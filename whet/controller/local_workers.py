@@ -57,7 +57,7 @@ class RankSpec:
     hosts: tuple[Host, ...] = ()  # of all ranks of the pool, where they may be on several machines
 
     def set_device(self) -> torch.device:
-        """Limits torch to this process's part of the cores.  Returns the device to compute on."""
+        """Limits torch to this process's share of the cores.  Returns the device to compute on."""
         torch.set_num_threads(max(1, cores() // self.devices_here))
         if self.device_index is None:
             return devices.HOST
@@ -81,7 +81,7 @@ class RankSpec:
 
 
 class LocalWorkers:
-    """The workers of this process. Without a `spec` it is the only process, and computes on the accelerator if any.
+    """The workers of this process. Without a `spec` it is the only process, and computes on the accelerator, if any.
 
     `where`, as " on 10.0.0.2", follows a rank in errors."""
 
@@ -101,7 +101,7 @@ class LocalWorkers:
             return wire.encode((False, self._portable(error, role, method)))
 
     def is_concurrent(self, frames: Sequence[wire.Frame]) -> bool:
-        """True where a call runs at the same time as others."""
+        """True if a call runs at the same time as other calls."""
         role, method = pickle.loads(frames[0])
         return role in self.by_role and is_concurrent(type(self.by_role[role]), method)
 
@@ -113,7 +113,7 @@ class LocalWorkers:
 
     def describe(self, error: BaseException, role: str, method: str) -> WhetError:
         """Converts an exception of a worker for the caller: a WhetError gets a note with role, rank and method; any
-        other becomes the cause of a WorkerError."""
+        other exception becomes the cause of a WorkerError."""
         if isinstance(error, WhetError):
             error.add_note(f"raised in {self._name(role)}, {method}")
             return error

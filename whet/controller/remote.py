@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The caller's side of workers in other processes: the open calls of each, and a common end of all.
+"""The caller's side of workers in other processes: the open calls of each process, and a common end of all processes.
 
-The pools of a launch share one transport, so the first failure in any of them ends every process. Only a lost replica
-(`is_replica` of Worker) leaves the others as they are, and may be started again.
-"""
+The pools of a launch share one transport, so the first failure in any of them ends every process. Only the loss of a
+replica (`is_replica` of Worker) leaves the others running; it may be started again."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenCall:
-    """A call to a process that has not replied yet."""
+    """A call to a process, still without a reply."""
 
     role: str
     method: str
@@ -125,7 +124,7 @@ class RemoteTransport(ABC, Generic[P]):
             self.lose(peer, error)
 
     def lose(self, peer: P, error: WhetError) -> None:
-        """Ends a process that is lost or late, and fails its calls; all processes, unless it is a replica."""
+        """Ends a lost or late process, and fails its calls; ends all processes unless it is a replica."""
         if not self._is_built or not all(self._specs[role].cls.is_replica for role in peer.pool.roles):
             self.abort(error)
             return
@@ -165,7 +164,7 @@ class RemoteTransport(ABC, Generic[P]):
             call.reply.set_result(result)
 
     def oldest(self, peer: P) -> OpenCall | None:
-        """The call that a process is serving; None between two calls."""
+        """The call that a process is running; None between two calls."""
         with self._state:
             return peer.calls[0] if peer.calls else None
 
@@ -177,7 +176,7 @@ class RemoteTransport(ABC, Generic[P]):
         idle: str = "between two calls",
         change: str = "",
     ) -> LostWorkerError:
-        """The error for a process that died in a call, or while it was `idle`."""
+        """The error for a process that died during a call, or while it was `idle`."""
         name = peer.name(call.role if call else "")
         return LostWorkerError(name, f"died {f'in {call.method}' if call else idle}: {reason}", change=change)
 
@@ -187,11 +186,11 @@ class RemoteTransport(ABC, Generic[P]):
 
     @abstractmethod
     def start_call(self, peer: P, call: OpenCall, header: bytes, payload: Any) -> None:
-        """Starts a call on a process; loses it where that fails."""
+        """Starts a call on a process; on failure the process counts as lost."""
 
     @abstractmethod
     def open(self, lost: P) -> P:
-        """Starts a process without workers in the place of one that was lost."""
+        """Starts a process without workers to replace a lost one."""
 
     @abstractmethod
     def end_process(self, peer: P) -> None:
@@ -199,7 +198,7 @@ class RemoteTransport(ABC, Generic[P]):
 
     @abstractmethod
     def end_processes(self, *, is_orderly: bool) -> None:
-        """Ends all processes and waits for their end; where `is_orderly`, workers may close first."""
+        """Ends all processes and waits for their end; if `is_orderly`, workers may close first."""
 
     def _peers_of(self, role: str) -> list[P]:
         return [peer for peer in self.peers if role in peer.pool.roles]

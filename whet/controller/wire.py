@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects as frames of a message: a pickle, then the bytes of tensors and arrays, without a copy."""
+"""Converts objects to the frames of a message: a pickle, then the bytes of tensors and arrays, without a copy."""
 
 from __future__ import annotations
 

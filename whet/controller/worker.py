@@ -41,9 +41,8 @@ class Worker:
     """A rank of a role. Subclasses call `super().__init__(placement)` first and mark the methods of the group with
     `@register`. Methods must not modify their arguments: within one process they are the caller's own objects.
 
-    `neighbours` are the workers of other roles in this process, by role; in `__init__` those built earlier. A rollout
-    worker gets the actor's module from there, without a copy.
-    """
+    `neighbours` are the workers of other roles in this process, by role; in `__init__` only the ones built earlier. A
+    rollout worker gets the actor's module from it, without a copy."""
 
     # The ranks work apart from each other, without a process group: in a pool of such workers alone, one that is lost
     # may be started again.
@@ -86,7 +85,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The data-parallel position of a worker."""
+    """The data-parallel position of a worker, and whether it reports results."""
 
     dp_rank: int
     dp_size: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker groups: the ranks of a role called as one object, over the transport of a backend."""
+"""Worker groups: the ranks of a role, called as one object through the transport of a backend."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Transport(Protocol):
     ended: threading.Event  # set once all processes end
 
     def give_up(self, role: str, ranks: Sequence[int], error: WhetError) -> None:
-        """Ends ranks that do not answer, or all where the others need them, and fails their open calls."""
+        """Ends ranks that do not answer, or all ranks if they depend on each other, and fails their open calls."""
         self.abort(error)
 
     def start_again(self, role: str, rank: int) -> Reply:
-        """Starts another process in the place of a lost rank, with its workers, and returns at once."""
+        """Replaces a lost rank by a new process with its workers; returns at once."""
         found = "in this process, where it cannot be started again"
         raise WorkerError(f"{role} rank {rank}", found, "a rank in another process")
 
@@ -53,7 +53,7 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PendingCall:
-    """A call that was started on the ranks of a group. A process serves all but concurrent calls in their order."""
+    """A call that was started on the ranks of a group. A process runs its calls in order, except concurrent ones."""
 
     role: str
     method: str
@@ -65,18 +65,17 @@ class PendingCall:
 
     @property
     def is_lost(self) -> bool:
-        """Tells whether an error of this call is the loss of its ranks alone: the others have not ended."""
+        """Tells whether an error of this call means only the loss of its ranks, while others still run."""
         return not self.transport.ended.is_set()
 
     def done(self) -> bool:
-        """True where `result` would return or raise at once."""
+        """True if `result` would return or raise at once."""
         return all(reply.done() for reply in self.replies.values())
 
     def result(self, deadline_seconds: float | None = None) -> Any:
         """Waits for the ranks, by default as long as the launch allows.  Returns the gathered result.
 
-        Raises: WorkerError or the WhetError that a worker raised; DeadlineError. After any of them the group is closed.
-        """
+        Raises: WorkerError or the WhetError that a worker raised; DeadlineError. After an error the group is closed."""
         seconds = self.deadline_seconds if deadline_seconds is None else deadline_seconds
         until = concurrent.futures.FIRST_EXCEPTION
         finished, late = concurrent.futures.wait(self.replies.values(), timeout=seconds, return_when=until)
@@ -87,12 +86,12 @@ class PendingCall:
         return self.plan.collect({rank: reply.result() for rank, reply in self.replies.items()})
 
     def expire(self) -> None:
-        """Gives up where the ranks have not answered within the deadline, counted from the start."""
+        """Gives up if the ranks have not answered within the deadline, counted from the start."""
         if not self.done() and time.monotonic() - self.started_at > self.deadline_seconds:
             self.give_up(self.deadline_seconds)
 
     def give_up(self, seconds: float) -> DeadlineError:
-        """Ends the ranks that have not answered within `seconds`.  Returns the error that `result` raises then."""
+        """Ends the ranks that have not answered within `seconds`.  Returns the error that `result` then raises."""
         late = [rank for rank, reply in self.replies.items() if not reply.done()]
         place = f"{self.role} rank {', '.join(map(str, late))}, {self.method}"
         error = DeadlineError(place, f"no answer within {seconds:g} s", change=RAISE_DEADLINE)
@@ -104,8 +103,7 @@ class WorkerGroup:
     """The ranks of a role. The registered methods of its worker class are attributes of the group:
     `group.update(batch)` dispatches the arguments in the method's mode and returns the gathered result.
 
-    Roles of one launch share processes, so a failure in one group, and `close` of one, closes them all.
-    """
+    Roles of one launch share processes, so a failure or `close` of one group closes all groups."""
 
     here: LocalWorkers | None = None  # the workers themselves, where they are those of this process
 
@@ -122,9 +120,9 @@ class WorkerGroup:
     def call(self, method: str, *args: Any, block: int | str | None = None, **kwargs: Any) -> Any:
         """Calls `method` on the ranks, in its dispatch mode.  Returns the gathered result.
 
-        Where rows are split, a `block` stays on one rank: consecutive rows (2 for preference pairs), or those that are
-        equal in a column; unset, that of an objective among the arguments. Ranks get equal work, measured by the column
-        `attention_mask` or the `token_ids` of list items.
+        Where rows are split, a `block` stays on one rank: a number of consecutive rows (2 for preference pairs), or the
+        rows with equal values in a column; by default the block of an objective among the arguments. Ranks get equal
+        work, measured by the column `attention_mask` or the `token_ids` of list items.
 
         Raises: DataError for arguments that do not fit the mode; the errors of `PendingCall.result`.
         """
@@ -142,11 +140,11 @@ class WorkerGroup:
         return self._send(method, plan or plan_call(mode, self._layouts, arguments, caller, block))
 
     def start_on(self, rank: int, method: str, *args: Any) -> PendingCall:
-        """Starts a call on one rank, with arguments for it alone, whatever the method's dispatch mode."""
+        """Starts a call on one rank only, with its own arguments, regardless of the method's dispatch mode."""
         return self._send(method, CallPlan({rank: Arguments(args, {})}, lambda results: results[rank]))
 
     def start_again(self, rank: int) -> PendingCall:
-        """Starts another process in the place of a lost rank."""
+        """Starts a new process to replace a lost rank."""
         replies = {rank: self._transport.start_again(self.role, rank)}
         return PendingCall(self.role, "start", replies, CallPlan({}, dict), self._transport, self._deadline_seconds)
 
@@ -176,5 +174,5 @@ def closed_error(role: str, method: str, closed_by: WhetError) -> WorkerError:
 
 
 def stopped(why: str) -> WorkerError:
-    """The error that ends the workers of a launch, none of which failed."""
+    """The error that ends the workers of a launch although none of them failed."""
     return WorkerError("workers", why, change=LAUNCH_AGAIN)

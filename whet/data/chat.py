@@ -42,9 +42,8 @@ def render_chat(
     """Renders `messages` with the chat template, for `encode_rendered`.
 
     `chat_template_kwargs` may have `tools`, and `sanitize_control_tokens`: by default a control token such as
-    `<|im_end|>` inside a message stays text, and only those that the template writes are control tokens.
-    Raises: DataError if there is no template, or the template rejects the messages.
-    """
+    `<|im_end|>` inside a message stays text; only control tokens of the template itself are parsed.  Raises: DataError
+    if there is no template, or the template rejects the messages."""
     options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {}), "tokenize": False}
     options = _with_tools(tokenizer, messages, options)
     template = template_text(tokenizer, options)
@@ -68,7 +67,7 @@ def _rendered(tokenizer: Tokenizer, messages: Sequence[Message], options: Option
 
 
 def _with_tools(tokenizer: Tokenizer, messages: Sequence[Message], options: Options) -> dict[str, Any]:
-    """The options with the tools of the row, where the run has none."""
+    """The template options, with the row's tools if the run has none."""
     found = next((message.fields[TOOLS] for message in messages if TOOLS in message.fields), None)
     if found is None or options.get("tools") or DESCRIBED in options:
         return dict(options)
@@ -76,7 +75,7 @@ def _with_tools(tokenizer: Tokenizer, messages: Sequence[Message], options: Opti
 
 
 def _dicts(tokenizer: Tokenizer, messages: Sequence[Message], options: Options) -> list[dict[str, Any]]:
-    """The messages as the template takes them: the arguments of tool calls as objects or as JSON text."""
+    """The messages in the template's form: arguments of tool calls as objects or as JSON text."""
     dicts = [{name: value for name, value in each.to_dict().items() if name != TOOLS} for each in messages]
     if any("tool_calls" in each for each in dicts):
         wants_text = _wants_text(tokenizer, template_text(tokenizer, options))
@@ -98,7 +97,7 @@ def _with_arguments(calls: Any, wants_text: bool) -> Any:
 
 @lru_cache(maxsize=8)
 def _wants_text(tokenizer: Tokenizer, template: str) -> bool:
-    """Tells whether the template would write the arguments of a tool call, an object, in another form than JSON."""
+    """Tells whether the template needs a tool call's arguments as JSON text, as it would not write an object so."""
     message = assistant_message("", [{"id": "t0000c000", "name": "probe", "arguments": {_RESPONSE: _THOUGHT}}])
     chat: Any = [{"role": "user", "content": _THOUGHT}, message.to_dict()]
     try:
@@ -110,7 +109,7 @@ def _wants_text(tokenizer: Tokenizer, template: str) -> bool:
 
 
 def read_arguments(given: Any) -> Any:
-    """The arguments of a tool call as an object, where they are the JSON text of one; else as they are."""
+    """Parses the arguments of a tool call if they are JSON text of an object; else returns them unchanged."""
     with suppress(ValueError, RecursionError):
         found = json.loads(given or "{}") if isinstance(given, str) else given
         return found if isinstance(found, dict) else given
@@ -122,9 +121,8 @@ def encode_marked_chat(
 ) -> tuple[list[int], list[int]] | None:
     """Encodes a conversation: its ids, and a mask that is 1 between the template's `{% generation %}` marks.
 
-    None if the template has no such marks, or if control tokens in the messages have to stay text, which
-    transformers does not support here. Raises: as `render_chat`.
-    """
+    None if the template has no such marks, or if control tokens in messages must stay text, which transformers does not
+    support here.  Raises: as `render_chat`."""
     options = _with_tools(tokenizer, messages, chat_template_kwargs or {})
     template = template_text(tokenizer, options)
     if not _GENERATION_MARK.search(template):
@@ -140,7 +138,7 @@ def encode_marked_chat(
 
 
 def as_text(tokenizer: Tokenizer, value: Any, options: Options) -> Any:
-    """Marks control tokens in all strings of `value`, for `encode_rendered`, unless `options` turn that off."""
+    """Marks control tokens in all strings of `value`, for `encode_rendered`, unless `options` turn this off."""
     if isinstance(value, str) and options.get(SANITIZE, True):
         control = _control_tokens(tokenizer)
         return control.sub(lambda found: f"{found[0][0]}{_MARK}{found[0][1:]}", value.replace(_MARK, ""))
@@ -150,8 +148,8 @@ def as_text(tokenizer: Tokenizer, value: Any, options: Options) -> Any:
 
 
 def encode_rendered(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Encodes rendered texts. Control tokens of the template are parsed, those that `as_text` marked stay text, and
-    none is added. A marked one is encoded in two parts, neither of which is a control token."""
+    """Encodes rendered texts. Control tokens of the template are parsed, tokens that `as_text` marked stay text, and
+    none is added. A marked token is encoded in two parts, neither of which is a control token."""
     parts = [text.split(_MARK) for text in texts]
     found = encode_texts(tokenizer, [first for first, *_ in parts], add_special_tokens=False)
     marked = list(dict.fromkeys(part for _, *rest in parts for part in rest))  # of a hostile text a hundred thousand
@@ -208,7 +206,7 @@ def _around(tokenizer: Tokenizer, kind: str, placeholder: str) -> tuple[str, str
 
 
 def assistant_message(text: str, calls: Sequence[Mapping[str, Any]]) -> Message:
-    """The message of a turn. Its `tool_calls` are for templates that write no results without them."""
+    """The assistant message of a turn. It has `tool_calls` because some templates write results only after them."""
     if not calls:
         return Message("assistant", text)
     functions = [{"name": call["name"] or "unknown", "arguments": call["arguments"]} for call in calls]
@@ -226,17 +224,16 @@ def encode_continuation(
     chat_template_kwargs: Options | None = None,
     media: Sequence[Media] = (),
 ) -> list[int]:
-    """The ids between a sampled turn and the next one: the end of the turn, the new messages, the generation prompt.
+    """The ids between a sampled turn and the next: the end of the turn, the new messages, the generation prompt.
 
     `messages_before` are the messages before `turn`; `new_messages` (tool results, user messages) follow it, with their
-    `media`. The ids of the whole are `turn.context_ids + turn.token_ids + encode_continuation(...)`: no sampled id is
-    ever tokenised again. A sampled stop token is not repeated; a turn that was truncated at its length limit is closed.
+    `media`. The next context is `turn.context_ids + turn.token_ids + encode_continuation(...)`: no sampled id is ever
+    tokenised again. A sampled stop token is not repeated; a turn that was truncated at its length limit is closed.
 
     The template renders the conversation with a probe in place of the turn's text; the text after the probe is the
     continuation. This needs a template that only appends. Some templates write tool results only after a message with
-    `tool_calls`, others take only one call: such forms of the earlier messages and of the probe are tried in turn.
-    Raises: DataError for a template that rewrites earlier turns.
-    """
+    `tool_calls`, others take only one call: such forms of earlier messages and probe are tried in turn.  Raises:
+    DataError for a template that rewrites earlier turns."""
 
     plain = [_without_calls(message) for message in messages_before]
     forms = [(messages_before, False)]
@@ -264,7 +261,7 @@ def _continuation(
     *,
     calls: bool,
 ) -> str:
-    """The text of the continuation by one form of the probe: text, or with `calls` the argument of tool calls."""
+    """The text of the continuation with one form of the probe: text, or with `calls` an argument of tool calls."""
 
     def render(messages: Sequence[Message]) -> str:
         return render_chat(tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=options)
@@ -297,8 +294,8 @@ def _continuation(
 
 
 def _size_of(before: str, text: str) -> int | None:
-    """The length of the beginning of `text` that is `before` but for white space, which templates such as that of
-    Hermes 3 write differently after the last message; None where there is none."""
+    """The length of the prefix of `text` that equals `before` except for white space, which some templates (Hermes 3)
+    write differently after the last message; None if there is no such prefix."""
     if text.startswith(before):
         return len(before)
     letters = "".join(before.split())
@@ -316,7 +313,7 @@ def _without_calls(message: Message) -> Message:
 
 
 def _told(messages: Sequence[Message], options: Options, template: str) -> Sequence[Message]:
-    """The messages with a system message that tells the tools, for templates that have another way or none."""
+    """The messages with a system message that describes the tools, for templates that cannot describe them."""
     fields: dict[str, Any] = {}
     if options.get("tools") and _SYSTEM_TOOLS.search(template):
         fields["tools"] = json.dumps([tool.get("function", tool) for tool in options["tools"]], ensure_ascii=False)
@@ -329,7 +326,7 @@ def _told(messages: Sequence[Message], options: Options, template: str) -> Seque
 
 
 def _without_system(messages: Sequence[Message]) -> Sequence[Message]:
-    """The messages with the text of the system message at the start of the next one."""
+    """The messages without a system message; its text moves to the start of the next message."""
     system, first, *rest = messages
     text, own = f"{system.content}\n\n", first.content
     content = text + own if isinstance(own, str) else [{"type": "text", "text": text}, *own]
@@ -342,7 +339,7 @@ def roles(messages: Sequence[Message]) -> str:
 
 
 def _num_sampled(tokenizer: Tokenizer, turn: Turn, ids: Sequence[int]) -> int:
-    """Counts the leading ids of a continuation up to the stop token that the turn already sampled.
+    """Counts the leading ids of a continuation up to the stop token that the turn has already sampled.
 
     Usually the stop token is the first id. Some templates close with " </s>": then it is the first control token.
     """

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EntryCounts:
-    """The numbers of an entry: its rows, those that pass the filter, the items made from them, its sampling weight."""
+    """The row counts of an entry: all, after the filter, items made from them; and its sampling weight."""
 
     name: str
     num_rows: int
@@ -76,9 +76,9 @@ def load_items(
 ) -> Loaded[Any]:
     """Loads the prompts of a data section, or the examples that its `builder` makes, from `data.train_files` or
     `data.val_files`, or from `rows` instead. `where` is the filter. `with_answers=False` reads no ground truths.
-    `media_folder` takes images and videos that are in no file.
+    `media_folder` stores images and videos that are not files.
 
-    Raises: DataError naming the entry, or the `argument` that has the rows, and the row; ConfigError."""
+    Raises: DataError naming the entry, or the `argument` with the rows, and the row; ConfigError."""
     named = data.train_files if key == TRAIN else data.val_files
     sources = [None] if rows is not None else read_sources(key, named, data)
     weights = read_weights(list(filter(None, sources)), data.weights) if key == TRAIN and rows is None else None
@@ -106,9 +106,9 @@ def load_items(
 
 
 def numbered_rows(data: DataConfig, key: str) -> Iterator[tuple[int, DataRow]]:
-    """Yields the rows of all entries of `key` with the numbers that their prompts have as `index`.
+    """Yields the rows of all entries of `key`, numbered like the `index` of their prompts.
 
-    Raises: DataError for an entry that is a function; as `load_items`."""
+    Raises: DataError for an entry that is a function; the errors of `load_items`."""
     first = 0
     for source in read_sources(key, getattr(data, key.removeprefix("data.")), data):
         if source.kind == "function":
@@ -123,7 +123,7 @@ def numbered_rows(data: DataConfig, key: str) -> Iterator[tuple[int, DataRow]]:
 def _prompts(
     data: DataConfig, prompt_format: PromptFormat, read: _Read, first: int, is_train: bool, with_answers: bool
 ) -> Sequence[Prompt]:
-    """The prompts of an entry, of which the first row has the number `first`."""
+    """The prompts of an entry, whose first row has the number `first`."""
     if read.prompts:
         prompts = fit_prompts(read.prompts, prompt_format, data)
     else:
@@ -141,7 +141,7 @@ def _examples(data: ExamplesDataConfig, prompt_format: PromptFormat, read: _Read
 
 
 def _filtered(name: str, given: list[Any], conditions: Mapping[str, Any], *, are_rows: bool) -> _Read:
-    """The rows that meet the conditions, or the prompts.  Raises: DataError, ConfigError."""
+    """The rows, or prompts, that meet the conditions.  Raises: DataError, ConfigError."""
     if not given:
         raise DataError("number of rows", 0, "at least one")
     if not any(isinstance(item, Prompt) for item in given):
@@ -207,7 +207,7 @@ def listed(items: Any) -> list[Any]:
 
 @contextmanager
 def users_code(key: str, expected: str = "", change: str = "") -> Iterator[None]:
-    """Turns what a user's code raises into a DataError; a DataError stays."""
+    """Converts an error of a user's code to a DataError; a DataError stays."""
     try:
         yield
     except DataError:
@@ -218,7 +218,7 @@ def users_code(key: str, expected: str = "", change: str = "") -> Iterator[None]
 
 @contextmanager
 def _named(source: Source | None, argument: str) -> Iterator[None]:
-    """Adds the name of the entry, or of the argument that has the rows, to a DataError."""
+    """Adds the name of the entry, or of the argument with the rows, to a DataError."""
     try:
         yield
     except DataError as error:
@@ -283,7 +283,7 @@ def _value(row: Mapping[str, Any], field: str) -> Any:
 
 
 def _names(row: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the fields of a row, also those in fields: `extra_info`, `extra_info.level`."""
+    """Yields the names of a row's fields and of nested fields: `extra_info`, `extra_info.level`."""
     for outer, value in row.items():
         yield outer
         yield from (f"{outer}.{inner}" for inner in _names(value if isinstance(value, Mapping) else {}))

@@ -103,11 +103,11 @@ class OrderLoader(Generic[T]):
         return taken
 
     def state(self) -> dict[str, Any]:
-        """The position of the next `take`: `epoch`, and `index` in the order of that epoch."""
+        """The position of the next `take`: `epoch`, and `index` in the order of this epoch."""
         return {"epoch": self._epoch, "index": self._index}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores a position.  Raises: DataError if it cannot be a position in these rows."""
+        """Restores a position.  Raises: DataError if these rows have no such position."""
         self._start(state["epoch"], state["index"])
         if not 0 <= self._index < len(self._order):
             found = f"its position is row {self._index} of an epoch of {len(self._order)} rows"
@@ -141,7 +141,7 @@ class Sampler(Protocol):
         """Returns the row numbers of the next n prompts. Random draws must have keys (`whet.keyed`) from the state."""
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Reads the scored groups, including those that a filter drops; `group.prompt.index` is the row number."""
+        """Learns from the scored groups, including dropped ones; `group.prompt.index` is the row number."""
 
     def state(self) -> Mapping[str, Any]:
         """Returns the whole state as JSON values, for the checkpoint."""
@@ -185,7 +185,7 @@ class SamplerLoader:
 
 
 def found(prompts: Sequence[Prompt], uid: str) -> Prompt:
-    """The prompt whose row number ends the uid, under that uid.  Raises: DataError."""
+    """The prompt whose row number is the last part of `uid`, with this uid.  Raises: DataError."""
     index = uid.rpartition(":")[2]
     for prompt in prompts:
         if str(prompt.index) == index:

@@ -59,7 +59,7 @@ HEADERS: Mapping[Kind, Callable[[IO[bytes]], MediaHeader]] = {"image": image_hea
 
 
 class Measures(Protocol):
-    """The part of a model's encoders that reading needs."""
+    """The part of a model's encoders that measures media."""
 
     kinds: frozenset[str]  # that the model reads
     forbidden: tuple[int, ...]  # token ids that only media may bring into a context
@@ -74,7 +74,7 @@ class Measures(Protocol):
         min_pixels: int | None = None,
         max_pixels: int | None = None,
     ) -> Media:
-        """The media with its tokens; `seconds` are those of the chosen frames.  Raises: DataError."""
+        """The media with the model's tokens for it; `seconds` are the times of chosen frames.  Raises: DataError."""
 
 
 @dataclass(frozen=True)
@@ -97,28 +97,28 @@ class MediaLimits:
         return cls(beside=beside, **{name: data[name] for name in names}, allow_urls=data.allow_media_urls)
 
     def frames(self, seconds: Sequence[float]) -> tuple[int, ...]:
-        """Numbers of the frames that are read: `video_fps` a second, evenly spread, at most `max_frames`."""
+        """Numbers of the frames to read: `video_fps` a second, evenly spaced, at most `max_frames`."""
         total = len(seconds)
         step = (seconds[-1] - seconds[0]) / (total - 1) if total > 1 else 0.0
         count = max(1, min(total, self.max_frames, round(step * total * self.video_fps)))
         return tuple(number * total // count for number in range(count))
 
     def named(self, kind: Kind) -> bytes:
-        """The limits that change what is read, for the digest."""
+        """The limits that change the decoded pixels, as part of the digest."""
         own = (self.video_fps, self.max_frames) if kind == "video" else ()
         return repr((kind, self.min_pixels, self.max_pixels, *own)).encode()
 
 
 class MediaReader:
-    """Reads the media of one model within limits. Safe for several threads."""
+    """Reads the media of one model within limits. Several threads may use it."""
 
     def __init__(self, limits: MediaLimits, encoders: Measures | None, folder: Path | None = None) -> None:
-        """`folder` takes what is not in a file, under its digest; without one the bytes stay in memory."""
+        """`folder` stores media that are not files, under their digests; without a folder the bytes stay in memory."""
         self.limits, self.encoders, self.folder = limits, encoders, folder
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds that have places in messages."""
+        """The kinds of media that messages may contain."""
         own = frozenset[str]() if self.encoders is None else self.encoders.kinds
         return tuple(kind for kind in KINDS if kind in TAGGED | own)
 
@@ -127,7 +127,7 @@ class MediaReader:
 
         `value`: a path, the bytes of a file, a data: URI, {"bytes": , "path": }, a PIL image, an array, a Media; of a
         video also a list of frames; an http(s) URL where data.allow_media_urls is set; {"image": , "video": or "audio":
-        any of these}, with limits of its own (`OWN_LIMITS`). Raises: DataError."""
+        any of these}, with limits of its own (`OWN_LIMITS`).  Raises: DataError."""
         if self.encoders is None or kind not in self.encoders.kinds:
             reads = "text" if self.encoders is None else f"text and {' and '.join(sorted(self.encoders.kinds))}s"
             raise DataError(kind, f"the model reads {reads} alone", "", "exclude such rows (data.filter)")
@@ -138,7 +138,7 @@ class MediaReader:
             raise error.at(f"{kind} {_name(value)}") from error
 
     def _for(self, own: Mapping[str, Any]) -> MediaReader:
-        """The reader within the limits that an object gives itself.  Raises: DataError."""
+        """The reader with the limits that an object sets for itself.  Raises: DataError."""
         given = {name: number for name, number in own.items() if number is not None}
         for name, number in given.items():
             if name in UNREAD:
@@ -201,7 +201,7 @@ class MediaReader:
         return found
 
     def _source(self, kind: Kind, value: Any) -> Encoded | tuple[Encoded, ...]:
-        """The path or bytes of a value, or those of its frames.  Raises: DataError."""
+        """The path or bytes of a value, or of each of its frames.  Raises: DataError."""
         if isinstance(value, Media):
             if value.kind != kind:
                 raise DataError("kind", value.kind, kind)
@@ -222,7 +222,7 @@ class MediaReader:
         raise DataError("type", type(value).__name__, "a path, bytes or a PIL image")
 
     def _named(self, text: str) -> Encoded:
-        """The path or bytes that a text names.  Raises: DataError."""
+        """The path or bytes for a text: a path, data: URI or URL.  Raises: DataError."""
         scheme = text[:8].lower()
         if scheme.startswith("data:"):
             return _of_uri(text)
@@ -250,7 +250,7 @@ class MediaReader:
             return hashlib.file_digest(file, lambda: found).hexdigest()  # type: ignore[arg-type, return-value]
 
     def _stored(self, digest: str, source: Encoded, suffix: str) -> Encoded:
-        """The path of the bytes in the folder, if there is one.  Raises: StorageError."""
+        """The path of the bytes in the folder, if the reader has a folder.  Raises: StorageError."""
         if self.folder is None or isinstance(source, str):
             return source
         path = self.folder.absolute() / f"{digest}{suffix}"
@@ -278,14 +278,14 @@ def unwrapped(value: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def image(value: Any) -> Media:
-    """An image for an observation, not measured yet: of a path, encoded bytes, a PIL image or an array.
+    """An image for an observation, not measured yet, from a path, encoded bytes, a PIL image or an array.
 
     Raises: DataError."""
     return _unmeasured("image", value)
 
 
 def video(value: Any) -> Media:
-    """A video for an observation, not measured yet: of a path, encoded bytes or a list of frames. Raises: DataError."""
+    """A video for an observation, not measured yet: a path, encoded bytes or a list of frames.  Raises: DataError."""
     return _unmeasured("video", value)
 
 
@@ -298,7 +298,7 @@ def _unmeasured(kind: Kind, value: Any) -> Media:
 
 
 def has_pixels(media: Media) -> bool:
-    """Tells whether `images` can decode it, measured or not."""
+    """Tells whether `images` can decode the media, measured or not."""
     return media.kind == "image" or isinstance(media.source, tuple)
 
 

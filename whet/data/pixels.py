@@ -36,7 +36,7 @@ REPLACE = "replace it, or drop the row"
 
 @dataclass(frozen=True)
 class MediaHeader:
-    """The size of a picture as it is shown, and the second at which each frame of a video begins."""
+    """The size of a picture as displayed, and the time in seconds at which each frame of a video begins."""
 
     height: int
     width: int
@@ -60,9 +60,9 @@ def opened(source: str | bytes) -> Iterator[IO[bytes]]:
 
 
 def image_header(file: IO[bytes]) -> MediaHeader:
-    """Reads the size of an image, without decoding it where its end shows that it is whole.
+    """Reads the size of an image, and decodes it only if the end of the file does not show that it is whole.
 
-    Raises: DataError for what is no image or an animation, and for one that is truncated, too large or too narrow."""
+    Raises: DataError for a file that is no image, an animation, truncated, too large or too narrow."""
     with _picture(file, FORMATS) as image:
         if (count := getattr(image, "n_frames", 1)) > 1 and image.format != "MPO":  # of which the others are previews
             change = "use it as a video (field `videos`, tag <video>), or save one frame of it"
@@ -142,7 +142,7 @@ def png(image: Image.Image) -> bytes:
 
 
 def from_array(array: np.ndarray[Any, Any]) -> Image.Image:
-    """An image of an array [height, width] or [height, width, 1 to 4 channels]: uint8, or floats from 0 to 1.
+    """Makes an image from an array [height, width] or [height, width, 1 to 4 channels]: uint8, or floats from 0 to 1.
 
     Raises: DataError."""
     if array.ndim == 3 and array.shape[2] == 1:
@@ -157,7 +157,7 @@ def from_array(array: np.ndarray[Any, Any]) -> Image.Image:
 
 
 def _grey(image: Image.Image) -> Image.Image:
-    """8 bits of a picture of one channel with more."""
+    """Reduces a picture of one channel with more than 8 bits to 8 bits."""
     values = np.nan_to_num(np.asarray(image, dtype=np.float64))
     largest = float(values.max(initial=0))
     if image.mode == "F":
@@ -168,7 +168,7 @@ def _grey(image: Image.Image) -> Image.Image:
 
 
 def _checked(width: int, height: int) -> tuple[int, int]:
-    """Raises: DataError before anything is decoded."""
+    """Returns the size.  Raises: DataError for a size beyond the limits, before any decoding."""
     size = f"{width} x {height} pixels"
     if width < 1 or height < 1:
         raise DataError("size", size, "at least one", "replace it")
@@ -181,7 +181,7 @@ def _checked(width: int, height: int) -> tuple[int, int]:
 
 
 def _is_turned(image: Image.Image, file: IO[bytes]) -> bool:
-    """Tells whether its EXIF data swap height and width."""
+    """Tells whether the EXIF data of an image swap height and width."""
     if image.format == "PNG":  # Pillow decodes a PNG to find out that it has none
         place = file.tell()
         file.seek(0)
@@ -193,7 +193,7 @@ def _is_turned(image: Image.Image, file: IO[bytes]) -> bool:
 
 
 def _is_whole(form: str, file: IO[bytes]) -> bool:
-    """Tells whether the file's end or length shows that nothing is cut off."""
+    """Tells whether the file's end or length shows that it is complete."""
     place, length = file.tell(), file.seek(0, io.SEEK_END)
     file.seek(max(0, length - 1024))
     end = file.read()
@@ -206,7 +206,7 @@ def _is_whole(form: str, file: IO[bytes]) -> bool:
 
 
 def _is_animation(file: IO[bytes]) -> bool:
-    """Tells whether Pillow reads it as a video."""
+    """Tells whether the file is an animation, which Pillow reads as a video."""
     try:
         with _picture(file, ANIMATIONS):
             return True
@@ -215,12 +215,12 @@ def _is_animation(file: IO[bytes]) -> bool:
 
 
 class _OtherFormatError(DataError):
-    """A file of none of the formats."""
+    """Raised for a file of no supported format."""
 
 
 @contextmanager
 def _picture(file: IO[bytes], formats: Sequence[str]) -> Iterator[Image.Image]:
-    """Opens a file with Pillow.  Raises: DataError, also for errors of the block."""
+    """Opens a file with Pillow.  Raises: DataError, also for errors inside the block."""
     Image.init()
     file.seek(0)
     try:
@@ -289,7 +289,7 @@ def _film(file: IO[bytes]) -> Iterator[Any]:
 
 
 def _announced_bytes(file: IO[bytes]) -> int:
-    """The length of a whole MP4, AVI or Matroska file by its headers; 0 where these do not say it."""
+    """The length of a whole MP4, AVI or Matroska file according to its headers; 0 if they do not have it."""
     file.seek(0)
     start = file.read(64)
     if start[:4] == b"RIFF":
@@ -310,7 +310,7 @@ def _announced_bytes(file: IO[bytes]) -> int:
 
 
 def _ebml_size(content: bytes, place: int) -> tuple[int, int]:
-    """The place behind a size, and the size; 0 where it is unknown, as in a file written to a pipe."""
+    """The index after an EBML size, and the size; 0 if it is unknown, as in a file written to a pipe."""
     first = content[place] if place < len(content) else 0xFF
     length = 9 - first.bit_length()
     bits = 7 * length

@@ -37,7 +37,7 @@ def values_of(row: Mapping[str, Any], keys: Mapping[Kind, str]) -> list[Value]:
 
 
 def has(row: Mapping[str, Any], name: str) -> bool:
-    """Tells whether a field holds something."""
+    """Tells whether a field is present and not empty."""
     value = row.get(name)
     return value is not None and not (hasattr(value, "__len__") and len(value) == 0)
 
@@ -45,11 +45,11 @@ def has(row: Mapping[str, Any], name: str) -> bool:
 def place(
     messages: Sequence[Message], given: Sequence[Value], kinds: Sequence[Kind], owner: str = "row"
 ) -> tuple[tuple[Message, ...], list[Value]]:
-    """Makes a content part of each tag; returns the messages without their objects, and these in order.
+    """Replaces each tag by a content part; returns the messages without media objects, and the objects in order.
 
-    A tag, or a part without an object, stands for the next of the `given` values of its kind, one of `kinds`. What the
-    model itself wrote has no tags. Raises: DataError where numbers differ, which names the `owner` of the messages, and
-    for parts of other kinds."""
+    A tag, or a part without an object, stands for the next of the `given` values of its kind, one of `kinds`. Text of
+    the model itself has no tags.  Raises: DataError naming the `owner` of the messages if the numbers differ, or for
+    parts of other kinds."""
     left = {kind: deque(value for own, value in given if own == kind) for kind in kinds}
     num_given, num_tags = {kind: len(values) for kind, values in left.items()}, dict.fromkeys(kinds, 0)
     placed, found = [], list[Value]()
@@ -91,7 +91,7 @@ def _tag(kinds: Sequence[Kind]) -> str:
 
 
 def _parts(message: Message, number: int, kinds: Sequence[Kind]) -> Iterator[dict[str, Any]]:
-    """The parts of a message; `value` of a media is its object, None where it has none."""
+    """Yields the parts of a message; `value` of a media part is its object, None without one."""
     if isinstance(message.content, str):
         yield from _split({"type": "text", "text": message.content}, kinds) if message.role != "assistant" else ()
         return
@@ -122,7 +122,7 @@ def _split(part: Mapping[str, Any], kinds: Sequence[Kind]) -> Iterator[dict[str,
 
 
 def read_all(reader: MediaReader, values: Sequence[Value]) -> list[Media | DataError]:
-    """The media of these values, or the reason why one cannot be read; files are read side by side."""
+    """The media of these values, or for each unreadable one the error; files are read in parallel."""
 
     def read(value: Value) -> Media | DataError:
         try:
@@ -137,9 +137,9 @@ def read_all(reader: MediaReader, values: Sequence[Value]) -> list[Media | DataE
 
 
 def expanded(text: str, media: Sequence[Media], *, is_prefix: bool = False) -> str:
-    """A rendered text with the tokens of each media in the place of its placeholder; a prefix may end before the last.
+    """A rendered text in which the tokens of each media replace its placeholder; a prefix may end before the last.
 
-    Raises: DataError where the chat template does not write one placeholder for each."""
+    Raises: DataError unless the chat template writes one placeholder for each."""
     if not media:
         return text
     expected = [media_tokens(each).placeholder for each in media]
@@ -153,7 +153,7 @@ def expanded(text: str, media: Sequence[Media], *, is_prefix: bool = False) -> s
 
 
 def check_ids(ids: Sequence[int], media: Sequence[Media], forbidden: Sequence[int]) -> None:
-    """Checks that only the media bring their tokens into a text.  Raises: DataError."""
+    """Checks that only media contribute their special tokens to a text.  Raises: DataError."""
     own = {media_tokens(each).token_id for each in media} | {*forbidden}
     found, expected = sum(token_id in own for token_id in ids), sum(media_tokens(each).count for each in media)
     if found != expected:
@@ -169,7 +169,7 @@ def media_tokens(media: Media) -> Any:
 
 
 def num_whole(ids: Sequence[int], media: Sequence[Media]) -> int | None:
-    """The number of media whose tokens are all among `ids`, the beginning of a text; None if one is cut."""
+    """The number of media whose tokens all lie in `ids`, the beginning of a text; None if a media is cut."""
     own = {media_tokens(each).token_id for each in media}
     left = sum(token_id in own for token_id in ids)
     for number, each in enumerate(media):

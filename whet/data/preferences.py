@@ -40,7 +40,7 @@ _TEXT = "only text in the pairs of a reward model"
 
 @dataclass(frozen=True)
 class Comparison(Example):
-    """A prompt and responses to it, the better ones first; of one response the score is 1 for good, 0 for bad.
+    """A prompt and responses to it, best first; a single response has the score 1 for good, 0 for bad.
 
     For a reward model it has a `margin`, the least difference of its scores, and the prompt may be empty."""
 
@@ -52,17 +52,17 @@ class Comparison(Example):
 
     @property
     def num_tokens(self) -> int:
-        """The length of the prompt with the longest response."""
+        """The length of the prompt plus the longest response."""
         return len(self.prompt_ids) + max(len(ids) for ids, _ in self.responses)
 
     @property
     def chosen(self) -> tuple[int, ...]:
-        """The prompt with the best response."""
+        """The prompt followed by the best response."""
         return (*self.prompt_ids, *self.responses[0][0])
 
     @property
     def rejected(self) -> tuple[int, ...]:
-        """The prompt with the worst response."""
+        """The prompt followed by the worst response."""
         return (*self.prompt_ids, *self.responses[-1][0])
 
     @property
@@ -72,7 +72,7 @@ class Comparison(Example):
         return self.prompt_ids, self.responses, self.scores
 
     def texts(self) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Returns prompt and response, for each response."""
+        """Returns prompt and response, by the name of the response."""
         named = {0: ", chosen", 1: ", rejected"} if len(self.responses) == 2 else {}
         shared = (0,) * len(self.prompt_ids)
         return {
@@ -86,8 +86,8 @@ class Comparison(Example):
 
     @staticmethod
     def notes(items: Sequence[Any]) -> list[str]:
-        """Tells how much of the order the length gives away: of the best and the worst, the share whose better response
-        is the longer, ties counting half."""
+        """Reports how well length predicts the order: the share of comparisons whose best response is longer than the
+        worst, ties counting half."""
         lengths = [[sum(mask) for _, mask in each.responses] for each in items if len(each.responses) > 1]
         if not lengths:
             good = [each.scores[0] for each in items]
@@ -118,11 +118,10 @@ def build_comparisons(
     """Makes comparisons from rows, in order; `numbers` are the row numbers for errors.
 
     A row has two responses (chosen, rejected), one with a label, or a list with scores; texts, messages, or whole
-    conversations without a prompt. Dropped are comparisons whose responses, or whose scores, are all equal and, with
-    data.overlong=drop, those over data.max_length. Pairs for a reward model are `StepExample`s where the first row has
-    a list of `labels`.
-    Raises: DataError for a row that has none of these forms, for one that is too long if data.overlong=error, and where
-    none is left."""
+    conversations without a prompt. Comparisons with equal responses or equal scores are dropped and, with
+    data.overlong=drop, comparisons over data.max_length. Pairs for a reward model are `StepExample`s where the first
+    row has a list of `labels`.  Raises: DataError for a row of another form, for a row that is too long if
+    data.overlong=error, and if no row is left."""
     of_steps = isinstance(data, PreferenceDataConfig) and bool(rows) and isinstance(rows[0].get("labels"), list)
     made: list[Comparison | StepExample] = []
     num_equal = num_long = 0
@@ -160,7 +159,7 @@ class StepExample(SupervisedExample):
 
     @property
     def is_equal(self) -> bool:
-        """Returns False: it is no comparison."""
+        """Returns False, as the example is no comparison."""
         return False
 
     def facts(self) -> Mapping[str, object]:
@@ -168,7 +167,7 @@ class StepExample(SupervisedExample):
 
 
 def _steps(row: Row, prompt_format: PromptFormat, data: ResponsesDataConfig) -> StepExample:
-    """The steps of a row, each with a line break behind it, in tokens of its own."""
+    """The steps of a row, each encoded by itself and ended by a line break."""
     prompt_format.refuse_media(row, expected="only text in rows of steps")
     steps, labels = row.get("completions"), row.get("labels")
     if not isinstance(steps, list) or not steps or not all(isinstance(step, str) for step in steps):
@@ -226,7 +225,7 @@ def _margin(row: Row, field: str) -> float:
 
 
 def _num_shared(examples: Sequence[SupervisedExample], has_prompt: bool) -> int:
-    """The number of tokens before all responses: the prompt, or the beginning that whole texts share."""
+    """The number of tokens that all responses share: the prompt, or the common beginning of whole texts."""
     first, *others = examples
     limit = min(each.loss_mask.index(1) for each in examples) if has_prompt or not others else len(first.input_ids)
     agree = [common_prefix(first.input_ids, other.input_ids) for other in others]
@@ -234,7 +233,7 @@ def _num_shared(examples: Sequence[SupervisedExample], has_prompt: bool) -> int:
 
 
 def _responses(row: Row, data: ResponsesDataConfig) -> tuple[list[tuple[str, Any]], list[float]]:
-    """The responses of a row by field, as they are written, with their scores."""
+    """The responses of a row by field, still as in the row, with their scores."""
     if (listed := _first(row, LISTS)) is not None:
         return _listed(row, listed)
     if (label := _first(row, LABELS)) is not None and not all(_first(row, names) for names in COMMON.values()):
@@ -251,7 +250,7 @@ def _responses(row: Row, data: ResponsesDataConfig) -> tuple[list[tuple[str, Any
 
 
 def _listed(row: Row, name: str) -> tuple[list[tuple[str, Any]], list[float]]:
-    """The responses of a list, and their scores: in a field beside it, or in its items."""
+    """The responses in a list, and their scores from a parallel field or from its items."""
     items = row[name]
     if not isinstance(items, list) or len(items) < 2:
         raise DataError(f"field {name!r}", f"is {str(items)[:80]!r}", "a list of two responses or more", "correct it")
@@ -276,7 +275,7 @@ def _listed(row: Row, name: str) -> tuple[list[tuple[str, Any]], list[float]]:
 
 
 def _prompt(row: Row, prompt_format: PromptFormat, data: ResponsesDataConfig) -> tuple[Message, ...] | None:
-    """The messages of the prompt; None where the responses are whole conversations."""
+    """The messages of the prompt; None if the responses are whole conversations."""
     name = data.prompt_key if row.get(data.prompt_key) is not None else _first(row, PROMPTS)
     has_responses = any(_first(row, names) is not None for names in (*COMMON.values(), LISTS, RESPONSES))
     if name is None or (not has_responses and name in PROMPTS[-2:]):
@@ -294,7 +293,7 @@ def _prompt(row: Row, prompt_format: PromptFormat, data: ResponsesDataConfig) ->
 
 
 def as_messages(value: Any) -> Any:
-    """A list of messages {"role", "content"} of one in ShareGPT's form {"from", "value"}, or of one message."""
+    """Converts a message, or a list in ShareGPT's form {"from", "value"}, to a list of messages {"role", "content"}."""
     if isinstance(value, Mapping):
         return as_messages([value])
     if not isinstance(value, list):
@@ -321,7 +320,7 @@ def _answer(row: Row, name: str, value: Any, prompt_format: PromptFormat) -> str
 def _shared_messages(
     row: Row, answers: list[str | tuple[Message, ...]], prompt_format: PromptFormat, *, is_needed: bool
 ) -> tuple[tuple[Message, ...], list[str | tuple[Message, ...]]]:
-    """The messages with which all whole conversations begin, and the rest of each; texts have no such messages."""
+    """The messages with which all whole conversations begin, and the rest of each; texts share no messages."""
     conversations = [each for each in answers if not isinstance(each, str)]
     if len(conversations) < len(answers):
         if prompt_format.apply_chat_template:

@@ -32,7 +32,7 @@ Item = Prompt | Example
 
 @dataclass(frozen=True)
 class PreviewRow:
-    """A row as `whet data` prints it. `mask` is the loss mask; None for a prompt."""
+    """A row as `whet data` prints it. `mask` is the loss mask, None for a prompt."""
 
     title: str
     token_ids: tuple[int, ...]
@@ -70,7 +70,7 @@ def preview(
     validation: bool = False,
     drawn: bool = False,
 ) -> Preview:
-    """Reads the data of a config and chooses rows: the first ones, the one with number `index`, or with `drawn` the
+    """Reads the data of a config and chooses rows: the first ones, the row with number `index`, or with `drawn` the
     first ones in the order of the run."""
     is_supervised = isinstance(config, ExamplesConfig)
     key = VAL if validation else TRAIN
@@ -113,7 +113,7 @@ def preview(
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """The text of each token. The last token of a character has the character, the others have no text."""
+    """The text of each token. The last token of a character has its text, its other tokens have none."""
     texts, start, pending = [], 0, 0
     for end in range(1, len(ids) + 1):
         before = str(tokenizer.decode(list(ids[start : end - 1 - pending])))
@@ -134,7 +134,7 @@ def spans(values: Sequence[str], mask: Sequence[int]) -> list[tuple[int, str]]:
 
 
 def shortened(text: str, media: Sequence[Media]) -> str:
-    """The text with each run of an image's or video's tokens as one of them and their number."""
+    """The text, with each run of media tokens shortened to one token and the count."""
     for pad in {piece for each in media if each.tokens for piece, times in each.tokens.text if times > 1}:
         text = re.sub(f"(?:{re.escape(pad)}){{2,}}", lambda run, pad=pad: f"{pad}×{len(run[0]) // len(pad)}", text)  # type: ignore[misc]
     return text
@@ -162,7 +162,7 @@ def percentile(ordered: Sequence[int], share: float) -> int:
 
 
 def histogram(lengths: Sequence[int], bins: int = 10) -> list[tuple[int, int, int]]:
-    """The bins of a histogram, all of one width: lowest value, highest value, count."""
+    """The bins of a histogram, all of the same width: lowest value, highest value, count."""
     low, high = min(lengths), max(lengths)
     width = max(1, -(-(high - low + 1) // bins))
     counts = Counter((length - low) // width for length in lengths)
@@ -185,7 +185,7 @@ def _numbered(items: Sequence[Item]) -> list[tuple[int, Item]]:
 
 
 def _shown(number: int, item: Item, limit: int) -> list[PreviewRow]:
-    """Returns the rows of an item."""
+    """Returns the printable rows of an item: several for an item with several texts."""
     if isinstance(item, Prompt):
         answers = {"ground truth": item.ground_truth, "data source": item.data_source}
         return [PreviewRow(f"row {number}", item.token_ids, None, {**answers, **item.extra_info}, item.media)]

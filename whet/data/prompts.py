@@ -60,7 +60,7 @@ class PromptFormat:
         reader: MediaReader | None = None,
         media_keys: Mapping[Kind, str] = _MEDIA_KEYS,
     ) -> None:
-        """`reader` reads images and videos, in the fields `media_keys`; without one a row that has some is refused."""
+        """`reader` reads images and videos in the fields `media_keys`; without one a row with media is an error."""
         if system_prompt is not None and not apply_chat_template:
             found = "needs a template, but data.apply_chat_template is false"
             raise ConfigError("data.system_prompt", found, "", "unset one key")
@@ -82,7 +82,7 @@ class PromptFormat:
         media_folder: Path | None = None,
     ) -> PromptFormat:
         """The format that a data section of the config describes. `beside` is the folder of the data file, for relative
-        paths of media; `media_folder` takes those that are in no file."""
+        paths of media; `media_folder` stores media that are not files."""
         encoders = getattr(tokenizer, "encoders", None)
         return cls(
             tokenizer,
@@ -114,7 +114,7 @@ class PromptFormat:
         return self.with_system_prompt(messages)
 
     def with_system_prompt(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """Adds the system prompt before messages that have none."""
+        """Adds the system prompt before messages without one."""
         if self.system_prompt is None or messages[0].role == "system":
             return tuple(messages)
         return (Message("system", self.system_prompt), *messages)
@@ -125,7 +125,7 @@ class PromptFormat:
         return (*_MEDIA_FIELDS, *self.media_keys.values())
 
     def refuse_media(self, row: Row, messages: Sequence[Message] = (), expected: str = _TEXT) -> None:
-        """Checks that a row has no media.  Raises: DataError for images, videos or audio, with what is `expected`."""
+        """Raises: DataError for a row with images, videos or audio; `expected` describes the valid input."""
         change = "use a data set of text, or exclude such rows (data.filter)"
         for name in self.media_fields:
             if has(row, name):
@@ -136,9 +136,9 @@ class PromptFormat:
                 raise DataError(f"message {number}", f"has a part of type {kinds[0]!r}", expected, change)
 
     def place(self, row: Row, messages: Sequence[Message]) -> tuple[tuple[Message, ...], list[Value]]:
-        """Makes parts of the tags in the messages of a row; returns them with its images and videos, in order.
+        """Replaces tags in a row's messages by content parts; returns them with the row's images and videos, in order.
 
-        Raises: DataError where the model reads only text, and where tags and media are not as many."""
+        Raises: DataError where the model reads only text, and where the numbers of tags and media differ."""
         if self.reader is None:
             self.refuse_media(row, messages)
             return tuple(messages), []
@@ -153,7 +153,7 @@ class PromptFormat:
         return placed, values
 
     def read(self, values: Sequence[Sequence[Value]], rows: Sequence[int] | None = None) -> list[tuple[Media, ...]]:
-        """Reads the images and videos of rows.  Raises: DataError with the row number, where `rows` has them."""
+        """Reads the images and videos of rows.  Raises: DataError with the row number, if `rows` is set."""
         if self.reader is None or not any(values):
             return [()] * len(values)
         found = iter(read_all(self.reader, [each for own in values for each in own]))
@@ -179,9 +179,9 @@ class PromptFormat:
         rows: Sequence[int] | None = None,
         media: Sequence[tuple[Media, ...]] | None = None,
     ) -> list[list[int]]:
-        """Encodes conversations as prompts, up to the start of the response; `media` are those of each.
+        """Encodes conversations as prompts, up to the start of the response; `media` belong to each conversation.
 
-        Raises: DataError with the row number, where `rows` has the row numbers."""
+        Raises: DataError with the row number, if `rows` is set."""
         numbers = [None] * len(conversations) if rows is None else rows
         given = [()] * len(conversations) if media is None else media
         with bounded():
@@ -199,7 +199,7 @@ class PromptFormat:
         return encoded
 
     def check(self, ids: Sequence[int], media: Sequence[Media]) -> None:
-        """Checks that a text has the tokens of its media and of no other.  Raises: DataError."""
+        """Checks that a text has the special tokens of its media and no others.  Raises: DataError."""
         if self.reader is not None and self.reader.encoders is not None:
             check_ids(ids, media, self.reader.encoders.forbidden)
 
@@ -214,7 +214,7 @@ class PromptFormat:
             return expanded(text, media)
 
     def note_lost(self, text: str, messages: Sequence[Message], but: Collection[int] = ()) -> None:
-        """Notes text of messages, `but` those of some numbers, that the template did not write in `text`."""
+        """Records texts of messages that the template left out of `text`, except messages numbered in `but`."""
         has_tools = any(self.chat_template_kwargs.get(name) for name in ("tools", DESCRIBED))
         if has_tools and any(TOOLS in message.fields for message in messages):
             warn_once("rows have a field `tools`, which the model is not shown: it is shown environment.tools")
@@ -223,7 +223,7 @@ class PromptFormat:
             self.lost.append(f"the {found[number]} of message {number} ({messages[number].role})")
 
     def warn_lost(self, num_rows: int, hint: str = "") -> None:
-        """Warns of the rows that the template did not write whole."""
+        """Warns of the rows of which the template left out text."""
         if self.lost:
             told = "the chat template leaves out text of the messages of %d of %d rows, such as %s%s"
             logger.warning(told, len(self.lost), num_rows, self.lost[0], hint)
@@ -242,7 +242,7 @@ def build_prompts(
     numbers: Sequence[int] | None = None,
     with_answers: bool = True,
 ) -> tuple[Prompt, ...]:
-    """Makes prompts from rows, in order. `index` of a prompt is its row number: its position, or that in `numbers`.
+    """Makes prompts from rows, in order. `index` of a prompt is its row number: its position, or from `numbers`.
 
     The ground truth is `row[answer_key]`; without an answer_key it is `reward_model.ground_truth`, else `answer`.
     `extra_info` of a prompt has the other fields of the row, updated with the row's `extra_info`. Raises: DataError for
@@ -271,9 +271,9 @@ def build_prompts(
 
 
 def fit_prompts(prompts: Sequence[Prompt], prompt_format: PromptFormat, data: DataConfig) -> tuple[Prompt, ...]:
-    """The prompts within the length limit; those without ids are encoded from their messages.
+    """The prompts within the length limit; prompts without ids are encoded from their messages.
 
-    Raises: DataError for an empty prompt, if none is left, and if data.overlong_prompts=error for one too long."""
+    Raises: DataError for an empty or no prompt, and if data.overlong_prompts=error for one that is too long."""
     limit = data.max_prompt_length
     whole = [p if p.token_ids else _completed(p, prompt_format) for p in prompts]
     kept = tuple(prompt for prompt in whole if len(prompt.token_ids) <= limit)
@@ -297,7 +297,7 @@ def fit_prompts(prompts: Sequence[Prompt], prompt_format: PromptFormat, data: Da
 
 
 def read_messages(row: Row, field: str, also: str = "") -> list[Message]:
-    """Reads a field of a row as messages; the error names what it may `also` be.  Raises: DataError."""
+    """Reads a field of a row as messages; the error message names `also` as another valid form.  Raises: DataError."""
     content = row[field]
     is_list = isinstance(content, list) and len(content) > 0
     if not is_list or not all(isinstance(raw, Mapping) and {*raw} >= {"role", "content"} for raw in content):
@@ -315,13 +315,13 @@ def read_messages(row: Row, field: str, also: str = "") -> list[Message]:
 
 
 def _with_tools(row: Row, messages: list[Message]) -> list[Message]:
-    """The messages with the row's tools in a field of the first."""
+    """The messages, with the row's tools in a field of the first message."""
     tools = row_tools(row)
     return [replace(messages[0], fields={**messages[0].fields, TOOLS: tools}), *messages[1:]] if tools else messages
 
 
 def find_field(row: Row, names: Names, option: str, common: Sequence[str] = ()) -> str:
-    """The name of a field that the row has; of several names, the first.
+    """The name of a field of the row: the first of `names` that it has.
 
     Raises: DataError with the fields of the row, and with `option`, the config key that named the field.
     """
@@ -357,7 +357,7 @@ def _encoded(
 
 
 def _completed(prompt: Prompt, prompt_format: PromptFormat) -> Prompt:
-    """The prompt with ids, and its media measured, from its messages.  Raises: DataError if it is empty."""
+    """The prompt with ids encoded from its messages, and its media measured.  Raises: DataError if it is empty."""
     with at_row(prompt.index):
         fields = [(each.kind, each) for each in prompt.media]
         row = {prompt_format.media_keys[kind]: [each for own, each in fields if own == kind] for kind, _ in fields}
@@ -370,7 +370,7 @@ def _completed(prompt: Prompt, prompt_format: PromptFormat) -> Prompt:
 
 
 def from_row(number: int | None, media: Sequence[Media]) -> tuple[Media, ...]:
-    """The media with the number of their row, for errors that are found later."""
+    """The media with the number of their row, for later errors."""
     return tuple(each if number is None else replace(each, origin=f"row {number}") for each in media)
 
 
@@ -426,7 +426,7 @@ def _check_answers(prompts: Sequence[Prompt]) -> None:
 
 
 class Template:
-    """The template in the config key `key`, or in the `.jinja` file that it names.
+    """The jinja template in the config key `key`, or in the `.jinja` file that the key names.
 
     Raises: DataError for a file that is missing or not UTF-8, and for an error in the template."""
 

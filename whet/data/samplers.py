@@ -3,7 +3,7 @@
 `data.mix` sets the share of each domain in a batch.
 
 Parameters before `*` may be `prompts`, `epoch` (functions only), `seed` and `total_draws` (the number of prompts that
-the run draws); those after it are options. The same arguments must give the same rows, so that a run can resume.
+the run draws); parameters after it are options. The same arguments must give the same rows, so that a run can resume.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def make_loader(
 
 
 def _mixed(data: DataConfig, prompts: Sequence[Prompt], order: Callable[[str, Sequence[Prompt]], Order]) -> MixedLoader:
-    """The loader of batches by `data.mix`; `order` gives the order of the rows of a kind."""
+    """The loader of batches by `data.mix`; `order` returns the order of the rows of a kind."""
     kinds = by_kind(prompts, data.mix)
     loaders = {kind: PromptLoader(rows, order=order(kind, rows)) for kind, rows in kinds.items()}
     return MixedLoader(loaders, data.mix, data.train_batch_size)
@@ -159,9 +159,9 @@ def curriculum(
 class Learnability:
     """Prefers prompts that the policy solves sometimes: draws them with weight p (1 - p) + `floor`.
 
-    p is the share of correct responses; earlier counts are multiplied by `memory` each time that a prompt is sampled
-    again; an unseen prompt has p = 1/2. No prompt is drawn twice in one batch.
-    Foster et al. 2025, https://arxiv.org/abs/2502.12272."""
+    p is the share of correct responses; earlier counts are multiplied by `memory` each time a prompt is sampled again;
+    an unseen prompt has p = 1/2. No prompt is drawn twice in one batch. Foster et al. 2025,
+    https://arxiv.org/abs/2502.12272."""
 
     def __init__(
         self,
@@ -209,9 +209,9 @@ class Learnability:
 
 
 def by_kind(prompts: Sequence[Prompt], mix: Mapping[str, MixShare]) -> dict[str, list[Prompt]]:
-    """The prompts of each kind that `mix` names: a domain, or a data source where there are no domains.
+    """The prompts of each kind that `mix` names: a domain, or a data source if the run has no domains.
 
-    Raises: DataError for a kind without rows, and for rows of a kind that is not named."""
+    Raises: DataError for a kind without rows, and for rows of another kind."""
     kinds: dict[str, list[Prompt]] = {name: [] for name in mix}
     for prompt in prompts:
         kinds.setdefault(prompt.domain or prompt.data_source, []).append(prompt)
@@ -226,11 +226,10 @@ def by_kind(prompts: Sequence[Prompt], mix: Mapping[str, MixShare]) -> dict[str,
 
 
 class MixedLoader:
-    """Draws each batch from several loaders by their shares, rounded by the largest remainder: what a batch owes a kind
-    is carried to the next, so that a small share does not vanish.
+    """Draws each batch from several loaders by their shares; the fraction of a row that rounding leaves over is carried
+    to the next batch, so that a small share does not vanish.
 
-    A step of the schedule is `batch_size` draws; those that replace what a filter dropped count too.
-    """
+    A step of the schedule is `batch_size` draws; draws that replace groups dropped by a filter count too."""
 
     def __init__(self, loaders: Mapping[str, PromptLoader], mix: Mapping[str, MixShare], batch_size: int) -> None:
         self._loaders, self._mix, self._batch_size = dict(loaders), mix, batch_size
@@ -238,7 +237,7 @@ class MixedLoader:
         self._drawn = 0
 
     def take(self, n: int) -> list[Prompt]:
-        """Draws the next n prompts, kinds interleaved."""
+        """Draws the next n prompts, with the kinds interleaved."""
         shares = shares_at(self._mix, self._drawn / self._batch_size)
         owed = {name: self._owed[name] + shares[name] * n for name in self._loaders}
         turns: list[str] = []
@@ -257,12 +256,12 @@ class MixedLoader:
         """Does nothing: a fixed order does not depend on scores."""
 
     def state(self) -> dict[str, Any]:
-        """The number of draws, what is owed to each kind, and the position of its loader."""
+        """The number of draws, and for each kind its carried fraction and the position of its loader."""
         kinds = {name: {"owed": self._owed[name], **loader.state()} for name, loader in self._loaders.items()}
         return {"drawn": self._drawn, "kinds": kinds}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores a state.  Raises: DataError where data.mix named other kinds."""
+        """Restores a state.  Raises: DataError if data.mix named other kinds."""
         kinds = state.get("kinds", {})
         if kinds.keys() != self._loaders.keys():
             found, change = f"names {', '.join(self._loaders)}", "restore it, or set trainer.resume=never"

@@ -30,7 +30,7 @@ def read_rows(source: str | Path | Sequence[str | Path] | Sequence[Mapping[str, 
     """The rows of one file, of several files in order, or of a list of mappings.
 
     Files: `.jsonl` (an object a line), `.json` (a list of objects, or `{"data": [...]}`), both also as `.gz`, and
-    `.parquet`. Row numbers in later errors count from 0 over all files. Raises: DataError, with file and line.
+    `.parquet`. Row numbers in later errors count from 0 over all files.  Raises: DataError, with file and line.
     """
     if isinstance(source, str | Path):
         return _read_file(Path(source))
@@ -110,7 +110,7 @@ def _open_text(path: Path) -> IO[str]:
 
 
 def write_rows(path: Path, rows: Sequence[DataRow]) -> Path:
-    """Writes rows as JSON lines; rows that have bytes, as parquet.  Returns the file, of that suffix."""
+    """Writes rows as JSON lines, or as parquet if they have bytes.  Returns the file, with the matching suffix."""
     try:
         content = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
     except TypeError:  # bytes, dates
@@ -176,7 +176,7 @@ def _read_datasets(path: str, config: str | None, split: str | None, default_spl
 
 
 def _split_of(path: str, split: str | None, default: str | None, known: list[str]) -> str:
-    """The given split, else the only one, else the default one.  Raises: DataError."""
+    """The given split, else the only split, else the default split.  Raises: DataError."""
     wanted = split or (known[0] if len(known) == 1 else default)
     if wanted not in known:
         found = f"has no split {split!r}" if split else f"has {len(known)} splits"
@@ -234,8 +234,8 @@ class _RefusedError(pickle.UnpicklingError):
 
 
 def read_pickle(path: Path) -> list[DataRow]:
-    """Reads a list of mappings, a mapping of columns, or a DataFrame. A pickle is a program; of its calls, those of
-    `INERT` alone are made.  Raises: DataError."""
+    """Reads a list of mappings, a mapping of columns, or a DataFrame. A pickle is a program; only its calls of `INERT`
+    are run.  Raises: DataError."""
     try:
         with path.open("rb") as file:
             content = _InertReader(file).load()

@@ -35,7 +35,7 @@ class SupervisedExample(Example):
 
     @property
     def num_tokens(self) -> int:
-        """The length."""
+        """The length in tokens."""
         return len(self.input_ids)
 
     @property
@@ -57,11 +57,9 @@ def build_examples(
     """Makes examples from rows, in order: a whole conversation if a row has `messages_key`, else prompt and response.
     `numbers` are the row numbers for errors, where a filter dropped rows.
 
-    data.overlong=truncate cuts from the right; an example without a trained token left is dropped, and one that would
-    be cut inside an image or video.
-    Raises: DataError for a missing field, a template that rewrites earlier turns, or a row over data.max_length if
-    data.overlong=error.
-    """
+    data.overlong=truncate cuts from the right; examples without a trained token left are dropped, and examples that
+    would be cut inside an image or video.  Raises: DataError for a missing field, a template that rewrites earlier
+    turns, or a row over data.max_length if data.overlong=error."""
     max_length, overlong = data.max_length, data.overlong
     examples: list[SupervisedExample] = []
     made: list[tuple[int, SupervisedExample]] = []
@@ -99,7 +97,7 @@ def build_examples(
 
 
 def _examples(row: Row, prompt_format: PromptFormat, data: SupervisedDataConfig) -> list[SupervisedExample]:
-    """Returns one example, or one of each turn where the chat template leaves text out and the config says so."""
+    """Returns one example, or an example of each turn if the chat template leaves text out and the config says so."""
     if row.get(data.messages_key) is None:
         if prompt_format.reader is None:
             prompt_format.refuse_media(row)
@@ -128,7 +126,7 @@ def _examples(row: Row, prompt_format: PromptFormat, data: SupervisedDataConfig)
 
 
 def _truncated(example: SupervisedExample, length: int) -> SupervisedExample | None:
-    """The beginning of an example; None where no trained token is left, or where it ends inside a media."""
+    """The beginning of an example; None if no trained token is left, or if the cut is inside a media."""
     ids, mask = example.input_ids[:length], example.loss_mask[:length]
     kept = num_whole(ids, example.media)
     if not any(mask) or kept is None:
@@ -140,7 +138,7 @@ def encode_response(
     messages: Sequence[Message], response: object, prompt_format: PromptFormat, media: tuple[Media, ...] = ()
 ) -> SupervisedExample:
     """Makes an example of a prompt, as the policy reads it, and a response; response and end token are trained on.
-    `media` are those of the prompt."""
+    `media` belong to the prompt."""
     tokenizer = prompt_format.tokenizer
     if not isinstance(response, str):
         raise DataError("response type", type(response).__name__, "text", "correct the row")
@@ -228,7 +226,7 @@ def _encode_by_prefix(
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Counts the leading ids that agree; fewer than the prefix has if the tokenizer merges tokens across its end."""
+    """Counts the leading ids that agree; the tokenizer may merge tokens across the end of the shorter text."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((position for position, (one, other) in pairs if one != other), min(len(left), len(right)))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools and tool calls of rows for a chat template; the token with which it ends a turn, and text it leaves out."""
+"""Tools and tool calls of rows for a chat template; the token that ends a turn, and text that a template leaves out."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def row_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def as_written(value: Any) -> Any:
-    """A message or a part of one without the nulls of a table, whose structs all have the keys of each other."""
+    """A message, or a part of one, without the nulls that a table adds for keys of other rows."""
     if isinstance(value, Mapping):
         return {name: as_written(each) for name, each in value.items() if each is not None}
     return [as_written(each) for each in value] if isinstance(value, list) else value
@@ -63,8 +63,8 @@ def warn_once(text: str) -> None:
 
 
 def end_of_turn(tokenizer: Tokenizer, options: Mapping[str, Any] | None) -> int | None:
-    """The token that ends an answer: the chat template's with these arguments, else the tokenizer's; the latter where
-    the template writes text or nothing there, and for None, without a template."""
+    """The token that ends an answer: the chat template's with these arguments, else the tokenizer's, if the template
+    writes other text there or there is no template."""
     try:
         end = None if options is None else _end(tokenizer, template_text(tokenizer, options))
     except DataError:
@@ -83,7 +83,7 @@ def _end(tokenizer: Tokenizer, template: str) -> int | None:
 
 
 def mark_ends(tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[int], ends: Collection[int | None]) -> list[int]:
-    """The mask with each run of trained tokens up to its end token, also one behind it, and no blank text after it."""
+    """The mask with each run of trained tokens extended to its end token, and without blank text after it."""
     marked = [*mask]
     starts = [at for at, trained in enumerate(mask) if trained and not (at and mask[at - 1])]
 
@@ -101,7 +101,7 @@ def mark_ends(tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[int], end
 
 
 def unwritten(text: str, messages: Sequence[Message], *, tools: bool = True) -> dict[int, str]:
-    """The fields of messages of which a text is not in `text`, their rendering, by number of the message; with `tools`
+    """The fields of messages whose text is missing in `text`, their rendering, by number of the message; with `tools`
     also the row's tools. White space does not count."""
     squeezed, lost = "".join(text.split()), set[tuple[int, str]]()
     fields = [(at, *field) for at, each in enumerate(messages) for field in each.to_dict().items()]
@@ -117,7 +117,7 @@ def unwritten(text: str, messages: Sequence[Message], *, tools: bool = True) -> 
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The texts in a nested value that a template writes; those before and behind the tags of a thought are apart."""
+    """Yields the texts in a nested value that a template writes, split at the tags of a thought."""
     if isinstance(value, str):
         yield from _THINK.split(value)
     elif isinstance(value, list):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of training engines: passes over a batch, then a step. Each engine places weights and gradients."""
+"""The base of training engines: passes over a batch, then a step. Subclasses place weights and gradients."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from whet import devices
 from whet.batch import Batch, blocks_of
 from whet.config.algorithm_checks import EngineUse, other_kernels
 from whet.devices import HOST
-from whet.engines.compact_adamw import own_part
 from whet.engines.micro_batches import micro_batches
 from whet.engines.optim import Optimizer, learning_rate, optimizers_of
 from whet.engines.protocol import Columns, Narrows, Objective, Spread
 from whet.engines.role import RoleSettings
 from whet.engines.routing import Routing, trained
 from whet.errors import ConfigError, EngineError
+from whet.kernels.compact_adamw import own_part
 from whet.metrics import Metrics
 from whet.models.attention import takes_one_call
 from whet.models.encoders.load import encoders_of
@@ -44,9 +44,8 @@ from whet.phases import counted, span
 class Engine(ABC):
     """A model, its optimizer, and one step of it on a mini-batch.
 
-    Every rank of `process_group` is given its shard of a mini-batch: counts and gradients are summed over those that
-    read different rows, so that N ranks take the step that one would.
-    """
+    Every rank of `process_group` gets its shard of a mini-batch: counts and gradients are summed over ranks with
+    different rows, so that N ranks take the same step as one."""
 
     optimizer: Optimizer | None
     row_ranks = 1  # consecutive ranks that read the same rows
@@ -80,16 +79,16 @@ class Engine(ABC):
 
     @classmethod
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
-        """Returns how a model is spread over processes: here each has a whole one."""
+        """Returns the placement of a model over processes: here each process has the whole model."""
         return Spread()
 
     @classmethod
     def refuses(cls, use: EngineUse) -> Iterable[ConfigError]:
-        """Returns the errors of any engine but `single`."""
+        """Returns the errors of any engine except `single`."""
         return other_kernels(use)
 
     def whole_module(self) -> PreTrainedModel | None:
-        """The language model itself where it is whole on this rank: a rollout may sample from it."""
+        """The language model itself, if it is whole on this rank: a rollout may sample from it."""
         return None
 
     def adapter_off(self) -> AbstractContextManager[None]:
@@ -116,7 +115,7 @@ class Engine(ABC):
 
     @torch.no_grad()
     def forward(self, batch: Batch, needs: frozenset[str], temperature: float = 1.0) -> dict[str, torch.Tensor]:
-        """Model outputs [B, R], of the vocabulary [B, R, V], without gradient, in row order, on the host."""
+        """Model outputs [B, R], over the vocabulary [B, R, V], without gradient, in row order, on the host."""
         columns: Columns = batch.columns()
         outputs = {name: torch.zeros(columns["response_mask"].shape) for name in needs}
         training, coming = self.model.training, list[tuple[list[int], str, torch.Tensor]]()
@@ -137,8 +136,8 @@ class Engine(ABC):
         return outputs
 
     def forward_backward(self, batch: Batch, objective: Objective, counts: Columns | None = None) -> Metrics:
-        """Adds the gradient of the loss of `batch`, divided by `counts`, to those of earlier calls since the last step.
-        Does nothing where no token counts."""
+        """Adds the gradient of the loss of `batch`, divided by `counts`, to the gradients of earlier calls since the
+        last step. Does nothing if no token counts."""
         if isinstance(objective, Narrows):
             batch = objective.narrowed(batch)
         columns: Columns = batch.columns()
@@ -159,9 +158,9 @@ class Engine(ABC):
         return metrics
 
     def schedule(self, columns: Columns, objective: Objective, counts: Columns, metrics: Metrics) -> torch.Tensor:
-        """Adds the gradient of this rank's rows to those of the weights.  Returns the loss of the rows.
+        """Accumulates the gradient of this rank's rows.  Returns the loss of the rows.
 
-        Here micro-batch after micro-batch, each forward and backward; a pipeline has an order of its own."""
+        Runs micro-batch after micro-batch, each forward and backward; a pipeline overrides this order."""
         total = torch.zeros((), device=self.device)
         passes = self.passes(columns, objective.block)
         routing = Routing.of(self.model, objective, self.process_group, self.rows_group, self.device)
@@ -189,7 +188,7 @@ class Engine(ABC):
     def _loss_of(
         self, outputs: Columns, part: Columns | None, objective: Objective, counts: Columns, metrics: Metrics
     ) -> torch.Tensor:
-        """The loss of a micro-batch of a pipeline, which is measured; without rows 0, with a gradient of 0."""
+        """The loss of a micro-batch of a pipeline, with its metrics recorded; without rows 0, with a gradient of 0."""
         if part is None:
             return 0.0 * torch.stack([value.sum() for value in outputs.values()]).sum()
         loss, measured = objective.loss(outputs, self.to_device(part), counts)
@@ -198,7 +197,7 @@ class Engine(ABC):
 
     @torch.no_grad()
     def _choices(self, columns: Columns, passes: list[list[int]], routing: Routing) -> torch.Tensor:
-        """Counts the choices of each expert by the tokens of this rank's rows that the loss reads.  [E]"""
+        """Counts how often the tokens that the loss reads in this rank's rows choose each expert.  [E]"""
         found = [torch.zeros(routing.experts, device=self.device)]
         for rows in passes:
             part = rows_of(columns, rows)
@@ -209,7 +208,7 @@ class Engine(ABC):
     def step(self) -> Metrics:
         """Sums gradients over the ranks, clips them, and takes the step.
 
-        Takes none where no token counted (metric `empty_updates`), or where loss or gradient is not finite
+        Takes no step if no token counted (metric `empty_updates`), or if loss or gradient is not finite
         (`skipped_updates` of the run, `skipped_in_a_row`)."""
         optimizer, metrics, name = self._require_optimizer(), Metrics(), self._name
         loss, self._loss = self._loss, None
@@ -239,16 +238,16 @@ class Engine(ABC):
         return metrics
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights under their Hugging Face names, tied ones once, adapters added in; on every rank, in one
+        """Whole weights under their Hugging Face names, tied weights once, adapters merged; on every rank, in one
         order."""
         return merged_weights(self.model, self._gathered)
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights of the adapter, as its folder names them; on every rank, in one order."""
+        """Whole weights of the adapter, under the names in an adapter's folder; on every rank, in one order."""
         return ((name, self._gathered(weight)) for name, weight in adapter_weights(self.model))
 
     def _gathered(self, weight: torch.Tensor) -> torch.Tensor:
-        """Makes a weight whole."""
+        """Gathers a sharded weight."""
         return weight.detach()
 
     @torch.no_grad()
@@ -261,18 +260,18 @@ class Engine(ABC):
 
     @abstractmethod
     def save(self, path: Path, start: dict[str, Any] | None) -> None:
-        """Writes everything that a resume needs, and `start`: what an adapter was put into. On every rank."""
+        """Writes weights, optimizer state and progress, and `start`, the model of an adapter. On every rank."""
 
     @abstractmethod
     def load(self, path: Path) -> dict[str, Any] | None:
-        """Puts back what `save` wrote; on every rank.  Returns its `start`.
+        """Restores the state that `save` wrote; on every rank.  Returns its `start`.
 
         Raises: EngineError for the state of another model or engine.
         """
 
     @torch.no_grad()
     def copy_from(self, other: Engine) -> None:
-        """Takes over the weights of an engine of the same kind, with the same shards, in this process."""
+        """Copies the weights of an engine of the same kind and with the same shards in this process."""
         for own, new in zip(self.model.parameters(), other.model.parameters(), strict=True):
             own.copy_(new)
 
@@ -297,25 +296,25 @@ class Engine(ABC):
 
     @abstractmethod
     def _outputs(self, where: Layout, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
-        """`outputs_of` a micro-batch."""
+        """Calls `outputs_of` for a micro-batch."""
 
     def _weights_read(self) -> AbstractContextManager[None]:
-        """Around passes between which no weight changes."""
+        """Surrounds passes between which no weight changes."""
         return nullcontext()
 
     def _keep_gradients(self) -> None:  # noqa: B027  # autograd adds them up
         """Called after each backward pass."""
 
     def _sum_gradients(self) -> None:  # noqa: B027  # each pass may have done it
-        """Called before a step: from then on gradients are those of the whole mini-batch."""
+        """Sums gradients over the ranks before a step, so that they belong to the whole mini-batch."""
 
     @abstractmethod
     def _clip(self) -> torch.Tensor:
-        """Clips the gradient.  Returns its norm before that, the same on every rank."""
+        """Clips the gradient.  Returns its norm before clipping, the same on every rank."""
 
     def passes(self, columns: Columns, block: int | str) -> list[list[int]]:
-        """Rows by micro-batch, whose media are decoded from now on; one without rows is a pass that counts for nothing,
-        beside ranks that have more."""
+        """Rows by micro-batch; starts decoding their media. An empty micro-batch is a pass that counts for nothing,
+        while other ranks have more passes."""
         if not len(columns["response_mask"]):  # more ranks than rows
             return []
         counted = columns["response_mask"].bool().any(1)
@@ -342,7 +341,8 @@ class Engine(ABC):
         return passes
 
     def _evened(self, passes: list[list[int]], least: int = 0, step: int = 1) -> list[list[int]]:
-        """Returns as many passes on every rank, `least` or more, in multiples of `step`: all take part in each."""
+        """Returns the same number of passes on every rank, at least `least` and a multiple of `step`: all ranks take
+        part in each."""
         most = torch.tensor(len(passes))  # the hosts agree on it
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.process_group)
         count = -(-max(int(most), least) // step) * step
@@ -367,14 +367,14 @@ class Engine(ABC):
         return number
 
     def _checkpointed(self) -> dict[str, torch.Tensor]:
-        """The weights and kept buffers of a checkpoint, of an adapter its own weights alone."""
+        """The weights and kept buffers of a checkpoint; for an adapter its own weights alone."""
         named = dict(self.model.named_parameters())
         if adapted_layers(self.model):
             return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         return {**named, **kept_buffers(self.model)}
 
     def _progress(self) -> dict[str, int]:
-        """Steps taken and skipped."""
+        """The numbers of steps taken and skipped."""
         return {"steps_done": self.steps_done, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
 
     def _load_progress(self, state: dict[str, Any]) -> None:
@@ -388,7 +388,7 @@ class Engine(ABC):
 
 
 def check_same(own: dict[str, torch.Size], saved: dict[str, torch.Size]) -> None:
-    """Raises: EngineError where a state is of another model: by the names and shapes of its weights."""
+    """Raises: EngineError if names or shapes of the saved weights belong to another model."""
     if own.keys() != saved.keys():
         different = sorted(own.keys() ^ saved.keys())
         found = f"is of another model: {len(different)} weights differ, such as {different[0]}"
@@ -400,7 +400,7 @@ def check_same(own: dict[str, torch.Size], saved: dict[str, torch.Size]) -> None
 
 
 def _take_in(outputs: dict[str, torch.Tensor], coming: list[tuple[list[int], str, torch.Tensor]]) -> None:
-    """Writes outputs of some rows into those of all, and forgets them."""
+    """Writes the outputs of some rows into the outputs of all rows, and empties the list."""
     for rows, name, value in coming:
         if rows and outputs[name].dim() < value.dim():
             outputs[name] = torch.zeros(*outputs[name].shape, *value.shape[2:])
@@ -410,7 +410,7 @@ def _take_in(outputs: dict[str, torch.Tensor], coming: list[tuple[list[int], str
 
 
 def rows_of(columns: Columns, rows: list[int]) -> Columns:
-    """Rows of all columns, the columns themselves where these are all rows in order; `_idle` where there are none."""
+    """The given rows of all columns; the columns themselves if these are all rows in order; `_idle` without rows."""
     if not rows:
         return _idle(columns)
     if rows == list(range(len(columns["response_mask"]))):
@@ -419,7 +419,7 @@ def rows_of(columns: Columns, rows: list[int]) -> Columns:
 
 
 def _idle(columns: Columns) -> Columns:
-    """Returns a row of two tokens, for a pass beside ranks that still have rows."""
+    """Returns a dummy row of two tokens, for a pass while other ranks still have rows."""
     positions = columns["position_ids"]
     two = torch.arange(2, device=positions.device)
     return {

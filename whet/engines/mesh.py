@@ -3,8 +3,7 @@
 
     pipeline x replicate x shard x context x tensor = processes        the first is the outermost
 
-`expert` is no further factor: it divides shard x context, over which the other weights lie in shards.
-"""
+`expert` is no further factor: it divides shard x context, over which other weights are sharded."""
 
 from __future__ import annotations
 
@@ -34,14 +33,14 @@ class Mesh:
 
     @classmethod
     def of(cls, processes: int, given: Mapping[str, int] | None) -> Mesh:
-        """The grid of so many processes; of `shard` and `replicate` the one that is unset takes the rest."""
+        """The grid of `processes`; if `shard` or `replicate` is unset, it takes the remaining processes."""
         sizes = dict(given or {})
         rest = "replicate" if "shard" in sizes and "replicate" not in sizes else "shard"
         taken = prod(size for name, size in sizes.items() if name in FACTORS)
         return cls(**{rest: max(1, processes // taken), **sizes})
 
     def at(self, rank: int) -> dict[str, int]:
-        """The coordinates of a rank, in the dimensions of more than one; `tensor` varies fastest."""
+        """The coordinates of a rank, in dimensions larger than one; `tensor` varies fastest."""
         found, left = dict[str, int](), rank
         for name in reversed(GRID):
             left, found[name] = divmod(left, getattr(self, name))
@@ -50,27 +49,27 @@ class Mesh:
 
     @property
     def holders(self) -> int:
-        """Ranks over which a weight lies in shards, of a copy, a stage, and a part of the heads."""
+        """The number of ranks over which a weight is sharded, within a copy, a stage and a part of the heads."""
         return self.shard * self.context
 
     @property
     def row_ranks(self) -> int:
-        """Ranks of a stage that compute a row together."""
+        """The number of ranks of a stage that compute a row together."""
         return self.context * self.tensor
 
     @property
     def shards(self) -> int:
-        """Parts of the weights of a copy, one on each of its ranks."""
+        """The number of parts of a copy's weights, one on each of its ranks."""
         return self.holders * self.tensor * self.pipeline
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks of a stage."""
+        """The number of ranks of a stage."""
         return self.replicate * self.holders * self.tensor
 
 
 def of_former(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Options with `mesh` in the place of three earlier ones, of which `shard_size` counted ranks that share tokens.
+    """Options with `mesh` in place of three former options, of which `shard_size` counted ranks that share tokens.
 
     Raises: ConfigError for earlier sizes without a counterpart."""
     options, sizes = dict(given), dict(given.get("mesh") or {})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows in micro-batches that fit a token budget."""
+"""Packs rows into micro-batches that fit a token budget."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ def micro_batches(
     prompts: Sequence[tuple[int, int]] | None = None,
     first_fit: bool = False,
 ) -> list[list[int]]:
-    """Row indices by micro-batch: every row once, none of a micro-batch over `max_tokens` unless it is one block.
+    """Row indices by micro-batch: each row once; only a micro-batch of one block may exceed `max_tokens`.
 
     Packed, a micro-batch costs its tokens; padded, its rows times its longest row. Rows are taken by length, so that
-    padding stays small. `block` consecutive rows stay together, or those of each block in a list; rows of length 0 are
-    left out. `prompts` are for each row the number and length of its prompt, where packed rows share it: they come one
-    after another, and it costs once.
-    With `first_fit` a block goes into any micro-batch with room, first into one that has its prompt: fewer are needed.
-    """
+    padding stays small. `block` consecutive rows stay together, or the rows of each block in a list; rows of length 0
+    are left out. `prompts` has for each row the number and length of its prompt, if packed rows share prompts: these
+    rows stay neighbours, and their prompt costs once. With `first_fit` a block goes into any micro-batch with room,
+    preferably one with its prompt, which needs fewer."""
     shared = prompts if prompts is not None else [(row, 0) for row in range(len(lengths))]
     counted = [row for row, length in enumerate(lengths) if length]
     if counted and packing and block == 1 and _tokens(counted, lengths, shared, set()) <= max_tokens:
@@ -38,7 +37,7 @@ def _by_length(
     block: int | list[list[int]],
     first_fit: bool,
 ) -> list[list[int]]:
-    """Blocks of rows, the longest first, each put into the last micro-batch where it fits."""
+    """Puts blocks of rows, longest first, each into the last micro-batch if it fits, else into a new one."""
     longest_with: dict[int, int] = {}
     for (prompt, _), length in zip(shared, lengths, strict=True):
         longest_with[prompt] = max(length, longest_with.get(prompt, 0))
@@ -73,7 +72,8 @@ def _by_length(
 def _filled(
     blocks: Sequence[list[int]], lengths: Sequence[int], max_tokens: int, shared: Sequence[tuple[int, int]]
 ) -> list[list[int]]:
-    """Blocks of rows in order, each in the first micro-batch with room, of those that have its prompt before others."""
+    """Puts blocks of rows, in order, each into the first micro-batch with room; micro-batches with its prompt come
+    first."""
     batches, totals, read = list[list[int]](), list[int](), list[set[int]]()
     for rows in blocks:
         prompts = {shared[row][0] for row in rows}
@@ -92,7 +92,7 @@ def _filled(
 
 
 def _tokens(rows: list[int], lengths: Sequence[int], shared: Sequence[tuple[int, int]], read: set[int]) -> int:
-    """Returns the tokens that `rows` add to a micro-batch that has the prompts `read`."""
+    """Returns the tokens that `rows` add to a micro-batch that already has the prompts `read`."""
     prompts = dict(shared[row] for row in rows if lengths[row])
     responses = sum(lengths[row] - shared[row][1] for row in rows if lengths[row])
     return responses + sum(length for prompt, length in prompts.items() if prompt not in read)

@@ -12,11 +12,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from whet.config.schema import OptimConfig
-from whet.engines.compact_adamw import CompactAdamW
+from whet.kernels.compact_adamw import CompactAdamW
 
 
 def learning_rate(settings: OptimConfig, step: int, total_steps: int) -> float:
-    """The rate of optimizer step `step` (from 0) of `total_steps`.
+    """The rate at optimizer step `step` (from 0) of `total_steps`.
 
     Linear from lr / warmup_steps up to lr over the warm-up, then constant, or linearly or along half a cosine down to
     min_lr_ratio * lr at the last step.
@@ -31,7 +31,7 @@ def learning_rate(settings: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def optimizer_for(model: nn.Module, settings: OptimConfig, seed: int = 0) -> Optimizer:
-    """Builds the configured optimizer over the trainable parameters; `seed` is that of stochastic rounding."""
+    """Builds the configured optimizer over the trainable parameters; `seed` is for stochastic rounding."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if settings.name == "adamw":
         return adamw(trainable, settings, seed)
@@ -48,12 +48,12 @@ def optimizer_for(model: nn.Module, settings: OptimConfig, seed: int = 0) -> Opt
 
 
 def optimizers_of(optimizer: Optimizer) -> Sequence[torch.optim.Optimizer]:
-    """Returns the torch optimizers that it is made of."""
+    """Returns the torch optimizers inside an optimizer."""
     return optimizer.optimizers if isinstance(optimizer, Together) else [optimizer]
 
 
 def adamw(parameters: Sequence[nn.Parameter], settings: OptimConfig, seed: int = 0) -> torch.optim.Optimizer:
-    """AdamW; biases, norms and other vectors are not decayed."""
+    """AdamW; weight decay leaves out biases, norms and other vectors."""
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -72,7 +72,7 @@ def adamw(parameters: Sequence[nn.Parameter], settings: OptimConfig, seed: int =
 
 
 def inner_matrices(model: nn.Module) -> list[torch.Tensor]:
-    """Weights that map hidden states to hidden states: of linear layers, but not of the output or a value head."""
+    """Weights that map hidden states to hidden states: of linear layers other than the output or a value head."""
     linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     ends = {
         id(head.weight)
@@ -83,7 +83,7 @@ def inner_matrices(model: nn.Module) -> list[torch.Tensor]:
 
 
 class Together:
-    """Several optimizers, each over parameters of its own, as one."""
+    """Several optimizers, each over its own parameters, called as one."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
@@ -94,12 +94,12 @@ class Together:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients of all."""
+        """Resets the gradients of all optimizers."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
     def step(self) -> None:
-        """A step of each."""
+        """Takes a step of each optimizer."""
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -108,7 +108,7 @@ class Together:
         return {str(place): optimizer.state_dict() for place, optimizer in enumerate(self.optimizers)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Puts back what `state_dict` gave."""
+        """Restores the state that `state_dict` returned."""
         for place, optimizer in enumerate(self.optimizers):
             optimizer.load_state_dict(state_dict[str(place)])
 

@@ -21,7 +21,7 @@ Columns = Mapping[str, Any]
 
 
 class Spread(NamedTuple):
-    """The place of weights, gradients and optimizer state."""
+    """The placement of weights, gradients and optimizer state over processes."""
 
     shards: int = 1  # equal parts, one in a process; beyond them are copies
     on_host: bool = False  # always, and not on the accelerator that computes
@@ -31,27 +31,27 @@ class Spread(NamedTuple):
 
 @runtime_checkable
 class Objective(Protocol):
-    """The algorithm, as an engine sees it: it never sees logits, and the engine never sees an algorithm."""
+    """An algorithm as engines see it: it never sees logits, and the engine knows nothing of the algorithm."""
 
     @property
     def name(self) -> str:
-        """Area of its metrics: actor, critic, sft, reward_model."""
+        """The area of its metrics: actor, critic, sft, reward_model."""
         ...
 
     @property
     def needs(self) -> frozenset[str]:
-        """Model outputs by name: log_probs, entropy, sum_pi_squared, values, scores."""
+        """The model outputs that it reads: log_probs, entropy, sum_pi_squared, values, scores."""
         ...
 
     @property
     def temperature(self) -> float:
-        """Temperature of the distribution behind log_probs and entropy."""
+        """The temperature of the distribution for log_probs and entropy."""
         ...
 
     @property
     def block(self) -> int | str:
-        """Rows that stay in one micro-batch, and on one rank: a number of consecutive rows (2 for preference pairs), or
-        the name of a column in which they are equal."""
+        """Rows that stay in one micro-batch and on one rank: a number of consecutive rows (2 for preference pairs), or
+        the name of a column in which these rows are equal."""
         ...
 
     def counts(self, batch: Columns) -> dict[str, torch.Tensor]:
@@ -65,40 +65,40 @@ class Objective(Protocol):
 
 @runtime_checkable
 class Narrows(Protocol):
-    """An objective that reads the model outputs of some of the sampled tokens."""
+    """An objective that reads model outputs of only some sampled tokens."""
 
     def narrowed(self, batch: Batch) -> Batch:
-        """Returns the batch with a `response_mask` of the tokens that the loss reads, and no others."""
+        """Returns the batch with a `response_mask` of exactly the tokens that the loss reads."""
         ...
 
 
 class TrainEngine(Protocol):
-    """A model with an optimizer, or without one where it is only read."""
+    """A model with an optimizer, or without one if it is only read."""
 
     @classmethod
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
-        """Returns how an engine with these options spreads a model over the processes of its role."""
+        """Returns the placement of a model by an engine with these options over the processes of its role."""
         ...
 
     @classmethod
     def refuses(cls, use: EngineUse) -> Iterable[ConfigError]:
-        """Returns an error for each setting that the engine cannot run with; called before there is an engine, when a
-        config is loaded and when its data is read."""
+        """Returns an error for each setting that the engine cannot run with; called without an engine, when a config is
+        loaded and when its data is read."""
         ...
 
     @property
     def dp_rank(self) -> int:
-        """Number of the batch's shard that this rank reads; equal on ranks that share a row's tokens or heads."""
+        """The number of the batch shard that this rank reads; equal on ranks that share a row's tokens or heads."""
         ...
 
     @property
     def dp_size(self) -> int:
-        """Shards that a batch is split into."""
+        """The number of shards of a batch."""
         ...
 
     @property
     def is_reporting(self) -> bool:
-        """True on one of the ranks with the same `dp_rank`: results come from it."""
+        """True on one of the ranks with the same `dp_rank`, whose results count."""
         ...
 
     def forward(self, batch: Batch, needs: frozenset[str], temperature: float = 1.0) -> dict[str, torch.Tensor]:
@@ -106,18 +106,18 @@ class TrainEngine(Protocol):
         ...
 
     def forward_backward(self, batch: Batch, objective: Objective, counts: Columns | None = None) -> Metrics:
-        """Adds the gradient of the loss of `batch` to those of earlier calls since the last step.
+        """Adds the gradient of the loss of `batch` to the gradients of earlier calls since the last step.
 
         `counts` are the divisors of the whole mini-batch, of which `batch` is a part; None: `batch` is all of it, and
         the engine sums `objective.counts` over the ranks."""
         ...
 
     def step(self) -> Metrics:
-        """Takes one optimizer step with the gradients that were added up, and forgets them."""
+        """Takes one optimizer step with the accumulated gradients, and resets them."""
         ...
 
     def whole_module(self) -> PreTrainedModel | None:
-        """The language model itself where it is whole on this rank, which a rollout may then sample from."""
+        """The language model itself, if it is whole on this rank; a rollout may then sample from it."""
         ...
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -125,39 +125,39 @@ class TrainEngine(Protocol):
         ...
 
     def has_finite_weights(self) -> bool:
-        """Tells whether this rank's part of the trained weights is finite, and what they give for a row of the last
-        update; all ranks take part."""
+        """Tells whether this rank's part of the trained weights, and its outputs for a row of the last update, are
+        finite; all ranks take part."""
         ...
 
     def save(self, path: Path, start: dict[str, Any] | None) -> None:
-        """Writes everything that a resume needs (weights, optimizer, schedule), and `start`; all ranks take part."""
+        """Writes weights, optimizer and schedule, and `start`; all ranks take part."""
         ...
 
     def load(self, path: Path) -> dict[str, Any] | None:
-        """Puts back what `save` wrote and returns its `start`; all ranks take part."""
+        """Restores the state that `save` wrote and returns its `start`; all ranks take part."""
         ...
 
     def offload(self, weights: bool = True) -> None:
-        """Frees the device of gradients, of optimizer state and, unless a rollout samples from them, of weights."""
+        """Frees device memory of gradients, optimizer state and, unless a rollout samples from them, weights."""
         ...
 
     def onload(self) -> None:
-        """Puts back what `offload` took away."""
+        """Moves back the tensors that `offload` moved off the device."""
         ...
 
 
 @runtime_checkable
 class TrainsAdapter(Protocol):
-    """An engine that can train an adapter in place of the model."""
+    """An engine that can train an adapter instead of the model."""
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights of the adapter, as its folder names them, one at a time; all ranks take part."""
+        """Whole weights of the adapter, under the names in an adapter's folder, one at a time; all ranks take part."""
         ...
 
     def adapter_off(self) -> AbstractContextManager[None]:
-        """The model as it was before its adapter, for as long as the block lasts."""
+        """Switches the adapter off during the block: the model is then the base model."""
         ...
 
     def fingerprint(self) -> str:
-        """Tells the weights under an adapter from others; on every rank."""
+        """A hash that identifies the weights below an adapter; on every rank."""
         ...

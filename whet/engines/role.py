@@ -26,7 +26,7 @@ from whet.models.outputs import ForwardSettings
 
 @dataclass(frozen=True)
 class RoleSettings:
-    """A model that is trained, or only read. The settings travel to the process that builds its engine."""
+    """The settings of a model that is trained or only read. They are sent to the process that builds its engine."""
 
     model_path: str
     engine: EngineConfig
@@ -50,7 +50,7 @@ class RoleSettings:
 
     @property
     def forward(self) -> ForwardSettings:
-        """Settings of its forward passes."""
+        """The settings of its forward passes."""
         return ForwardSettings(
             packing=self.engine.packing is not False,
             share_prompts=self.engine.share_prompts,
@@ -60,7 +60,7 @@ class RoleSettings:
         )
 
     def micro_batch_tokens(self, device_type: str) -> int:
-        """Tokens of a forward pass."""
+        """The token budget of a forward pass."""
         if self.max_tokens_per_micro_batch is not None:
             return self.max_tokens_per_micro_batch
         return MICRO_BATCH_TOKENS["cpu" if device_type == "cpu" else "accelerator"]
@@ -75,7 +75,7 @@ class RoleSettings:
         return self._prepared(load(self.model_path, adapter_path=self.adapter_path, **options))
 
     def empty_model(self, device: torch.device) -> TrainedModel:
-        """The model without weights, for `fill`, and with all else on `device`.  Raises: ModelError."""
+        """The model without weights, for `fill`, and with its buffers on `device`.  Raises: ModelError."""
         from whet.models.sharded import empty_model
 
         model = empty_model(
@@ -95,7 +95,7 @@ class RoleSettings:
         fill(model, self.model_path, device, seed=self.seed, has_new_head=is_new, allow_pickle=self.allow_pickle)
 
     def _prepared(self, model: TrainedModel) -> TrainedModel:
-        """The same module: what is trained of it is marked, and how its layers run is set."""
+        """Prepares the module in place: marks its trained weights, and sets how layers run."""
         freeze(model, self.freeze)
         keep_prepared(self.media_cache_gib)
         if self.lora is not None:

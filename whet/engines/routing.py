@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routers of a mixture of experts in an update: their auxiliary loss, and how even they are."""
+"""The routers of a mixture of experts in an update: their auxiliary loss, and the evenness of their loads."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from whet.models.routers import LOADS, PROBS, auxiliary_coefficient, routers_of
 
 @dataclass
 class Routing:
-    """E sum_e f_e P_e, times the factor of the model's config: f_e is how often a token chooses expert e, P_e the mean
-    of its probabilities, both over the layers and over the tokens of the mini-batch that the policy's loss reads.
+    """E sum_e f_e P_e, times the factor of the model's config: f_e is the frequency with which tokens choose expert e,
+    P_e its mean probability, both over the layers and over the tokens of the mini-batch that the policy's loss reads.
 
     Fedus et al. 2021, https://arxiv.org/abs/2101.03961, eq. 4 to 6, as in transformers, which takes both over the
-    tokens of a forward pass. Here f and the divisor of P are those of the whole mini-batch, all ranks included: a pass
-    without gradient counts f first. So the gradient is the same for any micro-batches, packing and ranks. Of a
-    mini-batch that a caller splits into parts, f is that of a part.
-    """
+    tokens of a forward pass. Here f and the divisor of P cover the whole mini-batch, all ranks included: a pass without
+    gradient counts f first. So the gradient is the same for any micro-batches, packing and ranks. If a caller splits a
+    mini-batch into parts, f covers a part."""
 
     name: str  # area of its metrics
     needs: frozenset[str]  # model outputs: those of the objective too
@@ -45,7 +44,7 @@ class Routing:
         rows_group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> Self | None:
-        """The routers of a policy; None of a dense model, and of one with another head."""
+        """The routers of a policy; None for a dense model, and for one with another head."""
         if isinstance(model, ValueModel | RewardModel) or not (routers := routers_of(model)):
             return None
         config = body_of(model).config
@@ -56,7 +55,7 @@ class Routing:
         return cls(objective.name, needs, coefficient, len(weight), group, rows_group, found)
 
     def begin(self, columns: Columns, counts: Columns, choices: torch.Tensor) -> None:
-        """Takes the choices of this rank's tokens, [E]; on every rank."""
+        """Sums the choices of this rank's tokens, [E], over ranks; on every rank."""
         own = trained(columns).sum().to(choices)
         chosen = self._sum(torch.cat([choices, own[None]]), self.rows_group)
         self.factors = chosen[:-1] / chosen[-1].clamp(min=1)
@@ -74,8 +73,8 @@ class Routing:
         return total / self.tokens.clamp(min=1)
 
     def measure(self, metrics: Metrics) -> None:
-        """Records how even the routers were; on every rank. The load of a layer is that of its fullest expert over the
-        mean: 1 where all have as many tokens, E where one has all."""
+        """Records how even the routers were; on every rank. The load of a layer is its fullest expert's over the mean:
+        1 if all experts get as many tokens, E if one gets all."""
         counts, ends = self._sum(self.found, self.group).split([self.experts, 2], -1)
         load = counts.amax(1) / counts.mean(1).clamp(min=1e-12)
         metrics.mean(f"{self.name}/router_load", load.amax())
@@ -88,6 +87,6 @@ class Routing:
 
 
 def trained(columns: Columns) -> torch.Tensor:
-    """1 for the tokens that the loss reads.  [B, R]"""
+    """1 on the tokens that the loss reads.  [B, R]"""
     mask: torch.Tensor = columns.get("loss_mask", columns["response_mask"])
     return mask

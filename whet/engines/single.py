@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference training engine: one whole model in one process, or one replica of it in each of several."""
+"""The reference training engine: one whole model in one process, or a replica of it in each of several."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from whet.engines.engine import Engine, check_same
 from whet.engines.optim import optimizer_for
 from whet.engines.role import RoleSettings
 from whet.errors import ConfigError, EngineError
-from whet.models.compiled_layers import compile_layers
-from whet.models.fixed import KEY, fix_tiles
-from whet.models.load import body_of, cast_weights
-from whet.models.narrow import NarrowCopies
+from whet.kernels.bfloat16_copies import NarrowCopies
+from whet.kernels.compiled_layers import compile_layers
+from whet.models.batch_invariant import KEY, fix_tiles
+from whet.models.load import body_of, cast_weights, layers
 from whet.models.outputs import outputs_of
 from whet.models.packing import Layout
 from whet.registry import register_engine
@@ -53,8 +53,8 @@ class SingleEngine(Engine):
                 weight.grad_dtype = torch.float32  # micro-batches are summed up in it
         is_narrow = device != HOST and role.forward.dtype == torch.bfloat16
         if is_narrow and not role.batch_invariant if compile is None else compile:
-            compile_layers(self.model)
-        self.narrow = NarrowCopies(self.model) if is_narrow else None
+            compile_layers(layers(body_of(self.model)))
+        self.narrow = NarrowCopies(layers(body_of(self.model))) if is_narrow else None
         if role.batch_invariant:
             if compile or not role.forward.packing:
                 found = "trains on packed rows, by layers that are not compiled"
@@ -66,15 +66,15 @@ class SingleEngine(Engine):
 
     @classmethod
     def refuses(cls, use: EngineUse) -> Iterable[ConfigError]:
-        """Returns no error: `single` also has the kernels of a rollout that is batch-invariant."""
+        """Returns no error: `single` supports the kernels of a batch-invariant rollout."""
         return ()
 
     def whole_module(self) -> PreTrainedModel | None:
-        """The language model itself; None of a value model."""
+        """The language model itself; None for a value model."""
         return self.model if isinstance(self.model, PreTrainedModel) else None
 
     def state(self) -> dict[str, Any]:
-        """Weights, optimizer state and the number of steps taken and skipped; of an adapter its own weights alone."""
+        """Weights, optimizer state and the numbers of steps taken and skipped; for an adapter its own weights alone."""
         state: dict[str, Any] = {
             "model": {name: parameter.detach() for name, parameter in self._checkpointed().items()},
             **self._progress(),
@@ -82,7 +82,8 @@ class SingleEngine(Engine):
         return state if self.optimizer is None else {**state, "optimizer": self.optimizer.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Puts back what `state` gave.  Raises: EngineError naming weights that are missing, too many or other."""
+        """Restores the state that `state` returned.  Raises: EngineError naming missing, unknown and differing
+        weights."""
         own = self._checkpointed()
         if not all(map(torch.is_tensor, state["model"].values())):
             raise TypeError("not all weights are tensors")
@@ -126,7 +127,7 @@ class SingleEngine(Engine):
         super().offload(weights)
 
     def _sum_gradients(self) -> None:
-        """Over the ranks, in one flat message. A rank without rows sends zeros."""
+        """Sums gradients over the ranks in one flat message. A rank without rows sends zeros."""
         if self.process_group is None:
             return
         parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -138,6 +139,6 @@ class SingleEngine(Engine):
             parameter.grad = grad.view_as(parameter)
 
     def _clip(self) -> torch.Tensor:
-        """The norm of the gradient before it is clipped."""
+        """Clips the gradient.  Returns its norm before."""
         with_grad = [p for p in self.model.parameters() if p.grad is not None]
         return torch.nn.utils.clip_grad_norm_(with_grad, self.grad_clip if self.grad_clip is not None else float("inf"))

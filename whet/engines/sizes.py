@@ -26,7 +26,7 @@ def uneven_sizes(use: EngineUse, key: str, given: Mapping[str, int]) -> Iterator
 
 
 def uneven_experts(key: str, size: int, holders: int, product: str) -> Iterator[ConfigError]:
-    """Yields an error where `holders` ranks, the `product` in words, do not share out the experts."""
+    """Yields an error if the experts do not divide over `holders` ranks, the `product` in words."""
     if holders % size:
         near = " or ".join(str(each) for each in nearest_divisors(holders, size))
         yield ConfigError(f"{key}.expert", size, f"a divisor of {product}", f"try {near}")

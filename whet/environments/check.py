@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet env check`: plays an environment in processes of its own and looks for faults, each call with a deadline.
+"""`whet env check`: plays an environment in separate processes and looks for faults, each call with a deadline.
 
 The probes run in children (`prepare`), the conclusions are drawn here. Two templates of children have different hash
-seeds, so that an order of sets or a hash of text that decides shows.
-"""
+seeds, which reveals results that depend on the order of a set or on a hash."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ STRANGE: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A check, whether the environment passed it (None: it does not apply), and why."""
+    """A check, its result (None: it does not apply), and the reason."""
 
     name: str
     is_ok: bool | None
@@ -61,7 +60,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings of a check. `answers` are played in place of general ones; an environment with `choices()` has its
+    """The settings of a check. `answers` replace the general answers; an environment with `choices()` supplies its
     own."""
 
     prompt: Prompt
@@ -74,17 +73,17 @@ class Plan:
 
 @runtime_checkable
 class Offers(Protocol):
-    """An environment that knows its answers, for tools that play it."""
+    """An environment that lists its valid answers, for tools that play it."""
 
     def choices(self) -> Sequence[str]:
-        """Returns answers that its state allows."""
+        """Returns the answers that its state allows."""
         ...
 
 
 def check(environment: str, options: Mapping[str, object], plan: Plan) -> Iterator[Finding]:
     """Yields the results, in a fixed order, each as soon as it is known.
 
-    Raises: RegistryError, ConfigError for an option that it does not have, any error of the import."""
+    Raises: RegistryError, ConfigError for an option that the environment does not have, any error of the import."""
     entry = ENVIRONMENTS[environment]
     resolved = entry.resolve_options(options, "--option")
     target = environment if ":" in environment else entry.function or environment
@@ -94,7 +93,7 @@ def check(environment: str, options: Mapping[str, object], plan: Plan) -> Iterat
 
 
 class _Children:
-    """Children of one template; `ask` runs a probe, a function of this module, in a new one or in one that is kept."""
+    """Children of one template; `ask` runs a probe, a function of this module, in a new child or in a kept one."""
 
     def __init__(self, code: bytes, plan: Plan) -> None:
         self._children = Children("whet.environments.check:prepare", pickle.dumps((code, plan)), replies=(dict,))
@@ -108,7 +107,7 @@ class _Children:
         self._children.close()
 
     def ask(self, probe: Probe, *arguments: object, child: Callee | None = None, seconds: float | None = None) -> Found:
-        """The result of a probe; `ended` in it is why the process ended without one."""
+        """The result of a probe; its field `ended` is the reason why the process ended without a result."""
         used, seconds = child or self._children.start(), seconds or self._seconds
         self._children.call(used, None, pickle.dumps((probe, arguments)), seconds)
         while True:
@@ -131,7 +130,7 @@ class _Check:
         self.plan, self.first, self.second = plan, first, second
 
     def run(self) -> Iterator[Finding]:
-        """Yields the results. An environment that does not get through an episode is not checked further."""
+        """Yields the results. If the environment does not finish an episode, it is not checked further."""
         seed = self.plan.seed
         alone = self.first.ask(_play, [seed])
         if "ended" in alone:
@@ -240,7 +239,7 @@ async def _serve(caller: Caller, make: Make, plan: Plan) -> None:
 
 @dataclass
 class _Played:
-    """An episode while it is played."""
+    """An episode that is being played."""
 
     make: Make
     plan: Plan
@@ -264,11 +263,11 @@ class _Played:
         return self.environment
 
     async def begin(self) -> None:
-        """Resets."""
+        """Resets the environment."""
         await self.call("starts", "reset", self.prompt, self.seed)
 
     async def turn(self) -> None:
-        """Plays an answer, drawn by seed and number of the turn."""
+        """Plays an answer, drawn by seed and turn number."""
         if self.is_over:
             return
         offered = self.plan.answers or (
@@ -278,7 +277,7 @@ class _Played:
         await self.call("answers", "step", Answer(draws.choice(list(offered))))
 
     async def call(self, name: str, *arguments: Any) -> Observation | Failure:
-        """Notes what a call returns, for the check of that name; tasks for sub-agents get a result at once."""
+        """Calls the environment and records the outcome for its check; tasks for sub-agents get a result at once."""
         outcome, rounds = await self.running.call(*arguments), 0
         while isinstance(outcome, Observation) and outcome.tasks and rounds < self.plan.max_turns:
             self.asked += [str(task) for task in outcome.tasks]
@@ -292,7 +291,7 @@ class _Played:
         return outcome
 
     async def end(self) -> None:
-        """Closes."""
+        """Closes the environment."""
         await self.running.call("close")
 
     def _note(self, name: str, outcome: Observation | Failure) -> None:
@@ -325,7 +324,7 @@ def _parts(seen: Observation, asked: Sequence[str]) -> Parts:
 
 
 def _plain(value: object) -> object:
-    """The value without an order of keys or sets; other objects as texts without their addresses."""
+    """The value with keys and sets in sorted order; other objects as texts without addresses."""
     match value:
         case Mapping():
             return {str(name): _plain(each) for name, each in sorted(value.items(), key=lambda item: str(item[0]))}
@@ -349,7 +348,7 @@ async def _load(make: Make, plan: Plan) -> Found:
 
 
 async def _play(make: Make, plan: Plan, seeds: Sequence[int]) -> Found:
-    """Plays episodes of several seeds in turn; those after the first begin first."""
+    """Plays episodes of several seeds in turn; later seeds start first."""
     start, played = time.perf_counter(), [_Played(make, plan, seed) for seed in seeds]
     for each in reversed(played):
         await each.begin()
@@ -431,7 +430,7 @@ async def _close(make: Make, plan: Plan) -> Found:
 
 
 async def _answer(make: Make, plan: Plan, text: str) -> Found:
-    """Gives an answer twice, if the first does not end the episode."""
+    """Plays an answer twice, if the first does not end the episode."""
     played = _Played(make, plan, plan.seed)
     await played.begin()
     for _ in range(2):

@@ -55,7 +55,7 @@ class Deadlines:
 
 
 class EnvironmentHost(ABC):
-    """A host of the environments of many episodes. The id of an episode may be reused after `close`."""
+    """Runs the environments of many episodes. The id of an episode may be reused after `close`."""
 
     def __init__(self) -> None:
         self._results: list[Result] = []
@@ -71,25 +71,25 @@ class EnvironmentHost(ABC):
 
     @abstractmethod
     def close(self, uid: str) -> None:
-        """Ends an episode, at any time; no result follows. Call it for every episode that was started."""
+        """Ends an episode at any time; no result follows. Must be called for every started episode."""
 
     @abstractmethod
     def shutdown(self) -> None:
         """Closes all episodes and ends their processes."""
 
     def poll(self, timeout_seconds: float) -> list[Result]:
-        """Waits for results, up to `timeout_seconds`.  Returns those since the last call."""
+        """Waits for results, up to `timeout_seconds`.  Returns the results since the last call."""
         results, self._results = self._results, []
         return results
 
     def begun(self) -> list[str]:
-        """Ids of the episodes whose reset began since the last call, in that order; a replayed one comes again."""
+        """Ids of the episodes whose reset began since the last call, in that order; a replayed one appears again."""
         begun, self._begun = self._begun, {}
         return [*begun]
 
     def refusal(self) -> ConfigError | None:
-        """Makes an environment once.  Returns the error by which it refuses its options; None where it does not, or
-        fails otherwise, as it may for one prompt."""
+        """Creates an environment once.  Returns the error with which it refuses its options; None if it accepts them,
+        or fails for another reason, which may depend on the prompt."""
         self.start(PROBE.uid, PROBE, 0)
         while not (results := self.poll(POLL_SECONDS)):
             pass
@@ -109,10 +109,10 @@ def open_host(
     deadlines: Deadlines | None = None,
     max_episodes: int | None = None,
 ) -> EnvironmentHost:
-    """Opens the host of one environment, a registered name or a path, with tools around it. Open it before a model is
-    loaded. At most `max_episodes` run at a time; None: `MAX_PROCESSES` with a process of their own, others unlimited.
+    """Opens the host of one environment, a registered name or a path, wrapped in tools. Open it before a model is
+    loaded. At most `max_episodes` run at a time; None: `MAX_PROCESSES` if each has a process, else unlimited.
 
-    Raises: RegistryError, ConfigError for an option that it does not have, any error of the import."""
+    Raises: RegistryError, ConfigError for an option that the environment does not have, any error of the import."""
     entry = ENVIRONMENTS[environment]
     resolved = entry.resolve_options(options or {}, "environment.options")
     target = environment if ":" in environment else entry.function or environment
@@ -138,7 +138,7 @@ def open_host(
 
 
 class InlineHost(EnvironmentHost):
-    """A host in the caller's thread: each result is ready when the call returns, or a place is free."""
+    """A host in the caller's thread: each result is ready when the call returns, or when a place is free."""
 
     def __init__(
         self, spec: EnvironmentSpec | ToolSpec, run: Callable[[Coroutine[Any, Any, Outcome]], Outcome], most: int | None
@@ -195,10 +195,10 @@ class _Call:
 
 
 class ProcessHost(EnvironmentHost):
-    """A host with a process for each episode, or with one for all, and at most `max_episodes` at a time, of which
-    `max_starts` are in their reset: later ones wait. When a shared process ends, the episode whose call was running
-    fails; the others are replayed. A process that is forked where an episode closes waits for a later episode: on a
-    busy machine 32 forks take seconds, which the resets would wait for.
+    """A host with a process for each episode, or one for all, and at most `max_episodes` at a time, of which
+    `max_starts` may be in their reset; later ones wait. When a shared process ends, the episode whose call was running
+    fails; the others are replayed. When an episode closes, a process is forked for a later episode: on a busy machine
+    32 forks take seconds, and resets would wait for them.
 
     One thread owns it. Waits: only in `poll`."""
 

@@ -7,9 +7,9 @@
         async def step(self, answer) -> Observation: ...          def step(self, answer: str) -> Observation: ...
         async def close(self): ...
 
-On the right is the short form: the constructor gets the prompt, and `step` gets the text of the turn without special
-tokens. Methods of either form may be `async`. Options are keyword-only. `whet.environments.running` has other forms.
-"""
+The right column is the short form: the constructor gets the prompt, and `step` gets the text of the turn without
+special tokens. Methods of either form may be `async`. Options are keyword-only. `whet.environments.running` has other
+forms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from whet.types import FinishReason, Media, Message, Prompt
 
 @dataclass(frozen=True)
 class Answer:
-    """A turn of the model, the argument of `step`."""
+    """A turn of the model; the argument of `step`."""
 
     text: str  # special tokens removed
     tool_calls: tuple[Mapping[str, Any], ...] = ()
@@ -37,7 +37,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Task:
-    """A task for a sub-agent: a conversation that it begins with, in an environment of its own."""
+    """A task for a sub-agent: the conversation with which it begins, in its own environment."""
 
     agent: str  # of `environment.agents`
     messages: tuple[Message, ...]
@@ -47,7 +47,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Result:
-    """The end of a task."""
+    """The result of a task of a sub-agent."""
 
     text: str  # of its last turn
     reward: float  # the sum of its environment's rewards
@@ -82,7 +82,7 @@ class Environment(Protocol):
     """An environment of either form. An exception or an invalid observation fails only its own episode."""
 
     def step(self, answer: Any) -> Any:
-        """Gets an `Answer`, in the short form only its text.  Returns an Observation; may be async."""
+        """Takes an `Answer`, in the short form only its text.  Returns an Observation; may be async."""
         ...
 
 
@@ -91,7 +91,7 @@ class Resets(Protocol):
     """The long form of an environment."""
 
     def reset(self, prompt: Prompt, seed: int) -> Any:
-        """Begins the episode.  Returns the first Observation. The episodes of a prompt get the same seed."""
+        """Starts the episode.  Returns the first Observation. The episodes of a prompt get the same seed."""
         ...
 
 
@@ -100,7 +100,7 @@ class Closes(Protocol):
     """An environment with resources to release."""
 
     def close(self) -> Any:
-        """Releases them. Called exactly once, also after a failure, unless the process itself has died."""
+        """Releases the resources. Called exactly once, also after a failure, unless the process itself has died."""
         ...
 
 
@@ -152,10 +152,10 @@ def read_observation(raw: object) -> Observation:
 
 
 def unpaid(seen: Observation, moved: Sequence[str]) -> TextError | None:
-    """Returns the error of a reward in `rewards` that is for nobody. `moved` has the player of each turn so far.
+    """Returns the error of a reward in `rewards` for an unknown player. `moved` has the player of each turn so far.
 
-    Players are known by their observations. Another name is a player who has not moved yet where all that have moved
-    are paid too, or after the first turn, unless players have no names at all."""
+    Players are known by their observations. Another name counts as a player who has not moved yet if all players who
+    have moved are paid too, or after the first turn, unless players have no names at all."""
     known = [*dict.fromkeys(moved)] if seen.done or seen.truncated else [*dict.fromkeys((*moved, seen.player))]
     unknown = [name for name, reward in seen.rewards.items() if reward and name not in known]
     paid = {*seen.rewards, moved[-1]} if moved and seen.reward else {*seen.rewards}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running environments: one method for all forms, and the main function of environment processes.
 
-The forms in which people write environments are each called by `reset`, `step` and `close` of the long form:
+Every form of environment is called through `reset`, `step` and `close` of the long form:
 
 | form | reset | step |
 |---|---|---|
@@ -62,7 +62,8 @@ class EnvironmentSpec:
     options: Mapping[str, object]
 
     def load(self) -> Callable[[Prompt], Environment]:
-        """Returns a function that makes the object of one episode.  Raises: RegistryError, any error of the import."""
+        """Returns a function that creates the object of one episode.  Raises: RegistryError, any error of the
+        import."""
         entry = ENVIRONMENTS[self.target]
         make, options, parameters = entry.load(), dict(self.options), entry.parameters
         if inspect.isfunction(make) and parameters and parameters[0] != "prompt":
@@ -72,13 +73,13 @@ class EnvironmentSpec:
 
 @dataclass(frozen=True)
 class Refusal(Failure):
-    """The failure of an environment that refuses its options: the outcome of "reset" for `PROBE`, and of that alone."""
+    """The failure of an environment that refuses its options; only the outcome of "reset" for `PROBE`."""
 
     error: ConfigError = field(kw_only=True)
 
 
 class FailedError(Exception):
-    """Carries the failure of an environment through another one that has it inside."""
+    """Carries the failure of an inner environment through an outer one."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
@@ -123,12 +124,12 @@ class Running:
             return Failure("environment", describe(error))
 
     def take(self, environment: Environment) -> None:
-        """Goes on with an environment that was reset elsewhere."""
+        """Continues with an environment that was reset elsewhere."""
         self._environment = environment
 
     @property
     def needs_close(self) -> bool:
-        """Tells whether "close" does something: the environment was made, and has a method of that name."""
+        """Tells whether "close" has an effect: the environment was created, and has a method of that name."""
         return self._environment is not None and _form(self._environment).has_close
 
     def _reset(self, prompt: Prompt, seed: int) -> Any:
@@ -254,7 +255,7 @@ def _pickled(outcome: Outcome) -> bytes:
 
 
 def _seed_generators(seed: int) -> None:
-    """Seeds the process's random generators: forks of one template would all draw the same numbers."""
+    """Seeds the process's random generators, as forks of one template would all draw the same numbers."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
@@ -273,7 +274,7 @@ class Context:
 
     async def run(self, task: str | Sequence[Message], agent: str, **given: Any) -> Result:
         """Runs an episode of `agent`, one of `environment.agents`: `task` is its conversation, or the user's message in
-        it; `given` may have ground_truth and extra_info. Tasks that are awaited together run side by side."""
+        it; `given` may have ground_truth and extra_info. Tasks awaited together run concurrently."""
         messages = (Message("user", task),) if isinstance(task, str) else tuple(task)
         future = asyncio.get_running_loop().create_future()
         self._asked.append((Task(agent, messages, **given), future))
@@ -281,7 +282,7 @@ class Context:
         return await future
 
     async def until_asked(self, call: asyncio.Future[Any]) -> Any:
-        """The result of a call, or an Observation with the tasks that it waits for."""
+        """The result of a call, or an Observation with the tasks that the call waits for."""
         asked = asyncio.ensure_future(self._is_asked.wait())
         try:
             await asyncio.wait({call, asked}, return_when=asyncio.FIRST_COMPLETED)
@@ -295,7 +296,7 @@ class Context:
         return Observation(done=False, tasks=tuple(task for task, _ in tasks))
 
     def give(self, results: Sequence[Result]) -> None:
-        """Gives the results of the tasks in the last observation."""
+        """Passes on the results of the tasks in the last observation."""
         for future, result in zip(self._running, results, strict=True):
             if not future.done():
                 future.set_result(result)
@@ -303,7 +304,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a class, which is found once: its methods are called for every turn."""
+    """The form of a class, found once: its methods are called for every turn."""
 
     resets: Callable[..., Any] | None  # called with the environment, the prompt and the seed
     reads: Callable[[Answer], object]  # the argument of `step`
@@ -328,7 +329,7 @@ class Form:
 
 @dataclass(frozen=True)
 class StepFunction:
-    """An environment of which every step is a call of one function."""
+    """An environment whose every step calls one function."""
 
     function: Callable[..., Any]
     options: Mapping[str, object]
@@ -340,7 +341,7 @@ class StepFunction:
 
 def read_tuple(raw: object) -> Observation:
     """Reads (text, info) of a gymnasium reset or (text, reward, terminated, truncated, info) of a step; numbers in
-    `info["metrics"]` become fields. A text that is empty is no message.  Raises: TypeError."""
+    `info["metrics"]` become fields. An empty text gives no message.  Raises: TypeError."""
     match raw:
         case tuple((seen, info)):
             reward, terminated, truncated = 0.0, False, False
@@ -362,7 +363,7 @@ def read_tuple(raw: object) -> Observation:
 
 
 def read_reply(raw: object) -> Observation:
-    """Reads what a step function returned: an Observation, a reply, None for the end, or (reply or None, reward)."""
+    """Converts the return value of a step function: an Observation, a reply, None (the end), or (reply, reward)."""
     match raw:
         case Observation():
             return raw
@@ -383,7 +384,7 @@ def _messages(text: object) -> tuple[Message, ...]:
 
 
 def same(value: T) -> T:
-    """Returns the value."""
+    """Returns the value unchanged."""
     return value
 
 
@@ -395,7 +396,7 @@ def _parameters(method: Callable[..., object] | None) -> Mapping[str, inspect.Pa
 
 
 def _is_gymnasium(reset: Callable[..., object]) -> bool:
-    """Tells whether `reset(seed=0)` is a possible call, and nothing stands where the long form has its prompt."""
+    """Tells whether `reset(seed=0)` is a valid call, and the method has no prompt parameter of the long form."""
     try:
         signature = inspect.signature(reset)
         signature.bind(seed=0)
@@ -406,6 +407,6 @@ def _is_gymnasium(reset: Callable[..., object]) -> bool:
 
 
 async def awaited(result: Any) -> Any:
-    """The result of a method that may be async."""
+    """The result of a method that may be async, awaited."""
     is_async = not isinstance(result, Observation) and inspect.isawaitable(result)  # the second test is the slow one
     return await result if is_async else result

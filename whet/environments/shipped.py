@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments that ship: of tasks with one turn, a prompt and a response; a calculator, a minimal tool; and those of
-gymnasium, with actions and observations as text."""
+"""Shipped environments: tasks of one turn, a prompt and a response; a calculator, a minimal tool; and gymnasium's
+environments, with actions and observations as text."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _value(node: ast.expr) -> Number:
 
 @register_environment("single_turn", pure=True, max_turns=1, silent=True)
 class SingleTurn:
-    """An environment whose episode ends after the first turn. It is `silent`: as it says nothing, nobody runs it."""
+    """An environment whose episode ends after the first turn. It is `silent`: without a text, no host runs it."""
 
     def __init__(self, prompt: Prompt) -> None:
         pass
@@ -90,11 +90,11 @@ NUMBER = r"(?<![\w.-])-?[0-9]+(?:\.[0-9]+)?(?!\w|\.[0-9])"
 @register_environment("gymnasium")
 class Gymnasium:
     """An environment of gymnasium with discrete actions. The action of a turn is the last of the words `actions` in it
-    (without them its last number, if that is an action); a turn without an action is no step, is answered with
+    (without them its last number, if that is an action); a turn without an action takes no step, gets the reply
     `invalid_text` and pays `invalid_reward`. An observation is its value as text; with `render=true` the environment's
-    own text (ansi), or else that of the function `render` (`package.module:name`) of the environment. `success` is 1
-    where the episode terminated with a reward of at least `success_reward` (CliffWalking: -1). Without that option it
-    is 1 for one above 0, and left out where a step before the end pays above 0 too (CartPole)."""
+    own text (ansi), or the text of the function `render` (`package.module:name`). `success` is 1 if the episode
+    terminated with a reward of at least `success_reward` (CliffWalking: -1). By default it is 1 for a reward above 0,
+    and left out if a step before the end pays above 0 too (CartPole)."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Gymnasium:
         self.pattern = re.compile(rf"(?<!\w)({'|'.join(longest_first)})(?!\w)" if actions else NUMBER, re.IGNORECASE)
 
     def reset(self, prompt: Prompt, seed: int) -> Observation:
-        """Begins; the seed is that of the map and of all draws."""
+        """Resets the environment; the seed determines the map and all draws."""
         seen, _ = self.env.reset(seed=seed % 2**31)
         self.is_over = self.pays_before_the_end = False
         return Observation(done=False, **self._shown(seen))

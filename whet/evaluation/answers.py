@@ -36,7 +36,7 @@ FIELDS = {"index", "data_source", "prompt", "ground_truth", "reward", "accuracy"
 
 
 def read_answers(path: Path) -> list[Record]:
-    """Reads an answers.jsonl, or that in the folder of an evaluation.  Raises: DataError."""
+    """Reads an answers.jsonl, given as the file or the folder of an evaluation.  Raises: DataError."""
     if path.is_dir():
         if not (path / NAME).exists():
             change = f"run `whet eval` with output={path}, which writes it"
@@ -58,7 +58,7 @@ def read_answers(path: Path) -> list[Record]:
 
 
 def readable(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Record:
-    """The record of a trajectory for answers.jsonl: texts, reward, and the failure if there was one."""
+    """The record of a trajectory for answers.jsonl: texts, reward, and the failure, if any."""
     sampled = [token for turn in trajectory.turns for token in turn.token_ids]
     log_probs = [value for turn in trajectory.turns for value in turn.log_probs]
     last = trajectory.turns[-1] if trajectory.turns else None
@@ -91,7 +91,7 @@ def readable(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Reco
 
 
 def _shown(media: Media) -> Record:
-    """A media by its digest and its path, or those of its frames; bytes in memory have none."""
+    """The record of a media: its digest and path, or the paths of its frames; None as path for bytes in memory."""
     sources = media.source if isinstance(media.source, tuple) else (media.source,)
     paths = [each if isinstance(each, str) else None for each in sources]
     source = paths if isinstance(media.source, tuple) else paths[0]
@@ -99,7 +99,7 @@ def _shown(media: Media) -> Record:
 
 
 def _steps(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[Record]:
-    """The turns of an episode: what was read, what was written, the reward and the state."""
+    """The records of an episode's turns: observation, action, reward and state."""
     steps = []
     for turn in trajectory.turns:
         step: Record = {
@@ -124,7 +124,7 @@ def by_prompt(rows: Iterable[Record]) -> dict[int, list[Record]]:
 
 
 class Journal:
-    """The records of a running evaluation, written after every chunk, so that an interrupted evaluation can continue.
+    """The records of a running evaluation, written after every chunk, so that an interrupted evaluation can resume.
 
     With `resume`, `rows` begins with the records that an earlier evaluation with the same `settings` (config.yaml)
     wrote for the same prompts. An older answers.jsonl stays until `finish`.

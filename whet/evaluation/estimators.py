@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates from n responses to each of P prompts: mean@n, best@k, pass@k, maj@k, with intervals; and the comparison of
-two models on the same prompts: whether a gain is real or chance.
+"""Estimates from n responses to each of P prompts: mean@n, best@k, pass@k, maj@k, with intervals; and a comparison of
+two models on the same prompts, with a test whether their difference is chance.
 
 Every metric is one number per prompt [P]; its estimate is the mean over prompts. Intervals describe the variation
 between sets of prompts: they resample prompts, each with all of its responses.
@@ -48,7 +48,7 @@ def mean_at_n(scores: Array) -> Array:
 
 
 def best_at_k(scores: Array, k: int) -> Array:
-    """The expected best of k responses drawn from a prompt's n without replacement.   [P, n] -> [P]
+    """The expected score of the best of k responses, drawn from the n of a prompt without replacement.   [P, n] -> [P]
 
     sum_j s_(j) C(j-1, k-1) / C(n, k) over the scores in ascending order: s_(j) is the best of C(j-1, k-1) subsets.
     """
@@ -105,8 +105,8 @@ def estimate(values: Array, *, bounds: tuple[float, float] | None = None, seed: 
 
 
 def sign_flip_p(differences: Array, *, seed: int = 0) -> float:
-    """Two-sided p-value of the hypothesis that both models are equally good: the fraction of random swaps of the two
-    models' results within prompts with a mean difference at least as large as the observed one.   [P] -> [0, 1]
+    """Two-sided p-value of the hypothesis that both models are equally good: the share of random swaps of the two
+    models' results within prompts whose mean difference is at least the observed one.   [P] -> [0, 1]
 
     All 2^P swaps for up to EXACT_FLIPS prompts that differ, else FLIPS random ones (with a fixed key) and the observed.
     """
@@ -126,10 +126,9 @@ def sign_flip_p(differences: Array, *, seed: int = 0) -> float:
 
 
 def prompts_needed(differences: Array) -> int | None:
-    """Number of such prompts with which a difference of this size is significant with probability 0.8 (the power).
+    """Number of prompts at which a difference of this size is significant with probability 0.8 (the power).
 
-    ((z_0.975 + z_0.8) sd / mean)^2; None where there is no difference.
-    """
+    ((z_0.975 + z_0.8) sd / mean)^2; None without a difference."""
     mean = float(differences.mean())
     if len(differences) < 2 or mean == 0:
         return None
@@ -167,8 +166,8 @@ def _widened_tail(num_prompts: int) -> float:
 
 @dataclass(frozen=True)
 class ScoreComparison:
-    """B compared with A. `difference` is the mean over prompts of B's mean score minus A's, with an interval by
-    resampling prompts; `p_value` is from random swaps of A and B within prompts."""
+    """The comparison of model B with model A. `difference` is the mean over prompts of B's mean score minus A's, with
+    an interval by resampling prompts; `p_value` comes from random swaps of A and B within prompts."""
 
     metric: str
     num_prompts: int
@@ -217,18 +216,17 @@ def shown(value: float, metric: str) -> str:
 
 
 def shown_p(p_value: float) -> str:
-    """Formats a p-value; random swaps cannot distinguish values below 0.001."""
+    """Formats a p-value; random swaps cannot resolve values below 0.001."""
     return "< 0.001" if p_value < 0.001 else f"= {p_value:.2g}"
 
 
 def compare(
     a: Sequence[Record], b: Sequence[Record], *, metric: str = "accuracy", other_prompts: bool = False, seed: int = 0
 ) -> dict[str, ScoreComparison]:
-    """Compares two models over all prompts (key `all`), and over those of each data source if there are several.
+    """Compares two models over all prompts (key `all`), and over each data source if there are several.
 
     `metric` is accuracy, reward, or the name of a part of the reward; a failed trajectory scores 0. With
-    `other_prompts` the prompts' texts may differ.  Raises: DataError that names the difference of the data.
-    """
+    `other_prompts` the prompts' texts may differ.  Raises: DataError naming the difference of the data."""
     one, other = by_prompt(a), by_prompt(b)
     _check_same_prompts(one, other, other_prompts)
     sources = {index: rows[0]["data_source"] for index, rows in one.items()}

@@ -50,7 +50,7 @@ BATCHES_PER_CHUNK = 2  # more use the engine better, fewer lose less
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """The metrics of a model; every prompt has the same weight. A failed trajectory counts as wrong.
+    """The metrics of a model; all prompts weigh the same. A failed trajectory counts as wrong.
 
     `metrics` are `mean@n`, `best@n`, `pass@k` and, where the reward function returns the extracted answer, `maj@k`, all
     of the accuracy, and `reward`; `by_data_source` has the same for the prompts of each source.
@@ -75,15 +75,15 @@ class Evaluation:
         return self.metrics[f"mean@{self.n}"].value
 
     def summary(self) -> dict[str, object]:
-        """Fields except `answers`, as plain values."""
+        """The fields except `answers`, as plain values."""
         return {name: value for name, value in asdict(self).items() if name != "answers"}
 
 
 def evaluate(
     config: EvalConfig, *, reward: Callable[..., Any] | None = None, data: Sequence[Mapping[str, Any]] | None = None
 ) -> Evaluation:
-    """Evaluates a model, a checkpoint or a run's newest one. Where `output` is set, writes answers.jsonl, summary.json
-    and config.yaml there, and continues an interrupted evaluation.
+    """Evaluates a model, a checkpoint or a run's newest checkpoint. If `output` is set, writes answers.jsonl,
+    summary.json and config.yaml there, and continues an interrupted evaluation.
 
     Raises: WhetError for every error that a user can correct, such as a reward that fails on every response.
     """
@@ -151,8 +151,8 @@ def _write_pass_rates(key: str, rows: Sequence[tuple[int, DataRow]], folder: Pat
 
 
 def open_engine(rollout: RolloutConfig, model: ModelConfig, model_path: str, *, version: int = 0) -> RolloutEngine:
-    """Opens an engine that samples from the model in the folder `model_path`, as `version`. One that can be lost is
-    started again then."""
+    """Opens an engine that samples with the model in the folder `model_path`, as `version`. An engine whose server can
+    be lost is then restarted."""
     own, tokenizer, device = model.model_copy(update={"path": model_path}), model.tokenizer_path, devices.here()
     rollout = chosen_engine(rollout, own)
     check_sampling(rollout, {"rollout": rollout})

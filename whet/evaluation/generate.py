@@ -55,11 +55,10 @@ class Generated:
 
 
 def generate(config: GenerateConfig, *, data: Sequence[Mapping[str, Any]] | None = None) -> Generated:
-    """Samples `rollout.n` responses to every prompt, except those that an earlier run has written. `data` stands in for
-    `input`.
+    """Samples `rollout.n` responses to every prompt, except responses that an earlier run has written. `data` stands in
+    for `input`.
 
-    Raises: ConfigError where the file was written with other settings; any WhetError that a user can correct.
-    """
+    Raises: ConfigError if the file was written with other settings; other WhetErrors that a user can correct."""
     config = with_dtypes(config)
     assert config.model.path is not None and config.output is not None
     started, output, n = time.monotonic(), Path(config.output), config.rollout.n
@@ -94,7 +93,7 @@ def generate(config: GenerateConfig, *, data: Sequence[Mapping[str, Any]] | None
 
 
 class LineSampler(ExitStack):
-    """Samples completions as JSON lines. The model is loaded for the first prompts, and released with the block."""
+    """Samples completions as JSON lines. The model is loaded at the first prompts, and released after the block."""
 
     def __init__(self, config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, model_path: str) -> None:
         super().__init__()
@@ -144,7 +143,7 @@ class LineSampler(ExitStack):
 
 
 def _origin(config: GenerateConfig, prompts: Sequence[Prompt]) -> Record:
-    """The content of FILE.run.json: everything that the responses depend on."""
+    """The content of FILE.run.json: all inputs that the responses depend on."""
     values = dict(flatten(config.model_dump(mode="json")))
     deciding = {name for name in values if name.startswith(DECIDING) and name not in FREE}
     digest = hashlib.blake2b(digest_size=16)
@@ -159,7 +158,7 @@ def _origin(config: GenerateConfig, prompts: Sequence[Prompt]) -> Record:
 
 
 def _open_output(output: Path, origin: Record) -> None:
-    """Makes the file and its FILE.run.json.  Raises: ConfigError where the file exists with another origin."""
+    """Creates the file and its FILE.run.json.  Raises: ConfigError if the file exists with another origin."""
     note = output.with_name(f"{output.name}.run.json")
     if output.exists() and output.stat().st_size:
         if not note.exists():

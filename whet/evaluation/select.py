@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet select`: scores the lines that `whet generate` wrote, and keeps the best as rows for `whet sft`."""
+"""`whet select`: scores the lines of a file of `whet generate`, and keeps the best as rows for `whet sft`."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def select(
     reward: Callable[..., Any] | None = None,
     data: Sequence[Mapping[str, Any]] | None = None,
 ) -> Selected:
-    """Keeps the best of each `best_of` samples of a prompt (unset: of all), where it has `min_score`; of equal ones the
-    first. Equal responses to a prompt become one row, whose weight is their number. A sample's score is its field
-    `score`, else that of the reward function. `data` stands in for `data.val_files`.
+    """Keeps the best of each `best_of` samples of a prompt (by default of all), if it has at least `min_score`; of
+    equal ones the first. Equal responses to a prompt become one row, weighted by their number. The score of a sample is
+    its field `score`, else the reward function's. `data` stands in for `data.val_files`.
 
-    Raises: ConfigError; DataError for samples of other prompts, or not of all; RewardError."""
+    Raises: ConfigError; DataError for samples of other prompts, or of some prompts only; RewardError."""
     if config.model.path is None:
         raise ConfigError("model.path", None, "the model that sampled", "set it")
     if math.isnan(min_score):
@@ -98,7 +98,7 @@ def select(
 
 
 def _best(scored: Sequence[tuple[float | None, Record]], size: int, least: float) -> list[tuple[float, str]]:
-    """The best score and response of each `size` samples that has at least `least`."""
+    """The best score and its response among each `size` samples, if it is at least `least`."""
     best = list[tuple[float, str]]()
     for start in range(0, len(scored), size):
         block = [(score, each) for score, each in scored[start : start + size] if not _is_cut(each)]
@@ -108,7 +108,7 @@ def _best(scored: Sequence[tuple[float | None, Record]], size: int, least: float
 
 
 def _is_cut(sample: Record) -> bool:
-    """Tells whether the limit of tokens ended it, behind which no model would end."""
+    """Tells whether the token limit ended the sample, where no model would stop."""
     return bool(sample["finish_reason"] != "stop")
 
 
@@ -137,7 +137,7 @@ def _read(samples: Path, prompts: Mapping[int, Prompt], tokenizer: PreTrainedTok
 def _scores(
     config: EvalConfig, found: Sequence[tuple[Prompt, Record]], reward: Callable[..., Any] | None
 ) -> list[float | None]:
-    """The score of each sample, None where the reward failed.  Raises: RewardError where it failed on all."""
+    """The score of each sample; None if the reward failed.  Raises: RewardError where it failed on all."""
     given = [each.get("score") for _, each in found]
     if all(is_number(each) and math.isfinite(each) for each in given):
         return given

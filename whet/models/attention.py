@@ -3,36 +3,32 @@
 
 A model loaded with `attn_implementation="whet"` gets no mask from transformers. A keyword of the model's forward
 selects the form: `packed=Layout` (concatenated rows), `paged=PagedContext` (a block KV cache), or neither (each row
-from the left edge, padding on its right). All three are causal, but for runs of a packed layout, and without dropout.
+from the left edge, padding on its right). All three are causal, except in runs of a packed layout, and without dropout.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from whet.kernels.attention import Scores, causal, widened
+from whet.kernels.varlen_attention import Stretches, has_kernel, varlen_attention
 from whet.models.caches import head_size
 from whet.models.latent import absorbed, take_latents
 from whet.models.linear_attention import Flow
-from whet.models.packing import Bunch, Layout, SpreadTokens, Stretches
+from whet.models.packing import Layout, SpreadTokens
 from whet.models.sequence_parallel import TokenShare
-from whet.models.varlen import has_kernel, varlen_attention
 
 NAME = "whet"
-# Rows of at most SHORT * head_dim tokens are short: their attention weights take at most SHORT times the memory of the
-# queries.
-SHORT = 8
 LONGEST_HEAD = 256  # numbers of a head that FlashAttention takes
-HOPPER = 9  # of NVIDIA's compute capabilities, the number before the point
 
 
 def implementation(config: Any) -> str | dict[str, str]:
-    """The argument `attn_implementation` for a model with this transformers config: whet's attention for the text, and
+    """The value of `attn_implementation` for a model with this transformers config: whet's attention for the text, and
     torch's for a vision tower, whose tokens attend in both directions."""
     if config.get_text_config() is config:
         return NAME
@@ -40,24 +36,15 @@ def implementation(config: Any) -> str | dict[str, str]:
 
 
 def takes_one_call(config: Any, device: torch.device, dtype: torch.dtype) -> bool:
-    """True where one call of FlashAttention computes a layer's attention over packed rows of a model with this text
+    """True if one call of FlashAttention computes a layer's attention over packed rows of a model with this text
     config."""
     return fits_one_call(config, dtype) and has_kernel(device)
 
 
 def fits_one_call(config: Any, dtype: torch.dtype) -> bool:
-    """True where FlashAttention takes a model: bfloat16, heads of at most 256 numbers, no cap on scores."""
+    """True if FlashAttention supports a model: bfloat16, heads of at most 256 numbers, no cap on scores."""
     size, cap = head_size(config), config.to_dict().get("attn_logit_softcapping")
     return dtype == torch.bfloat16 and not cap and size <= LONGEST_HEAD and size % 8 == 0
-
-
-class Scores(NamedTuple):
-    """The form of attention: softmax(s) value, s = scale query key^T, or with a cap cap tanh(s / cap)."""
-
-    scale: float
-    window: int = 0  # newest keys that a query attends to, its own included; 0: all
-    cap: float = 0.0  # 0: none
-    sinks: torch.Tensor | None = None  # [H] one more score of each query, without a value (Xiao et al. 2023)
 
 
 class PagedContext(Protocol):
@@ -67,11 +54,11 @@ class PagedContext(Protocol):
 
     @property
     def compiles(self) -> bool:
-        """True where `layer` gives what a compiled layer can read."""
+        """True if `layer` returns an object that a compiled layer can read."""
         ...
 
     def layer(self, number: int) -> PagedContext:
-        """The part for one layer."""
+        """The context for one layer."""
         ...
 
     def attend(
@@ -107,7 +94,7 @@ def attention(
         out = paged.attend(module, query, key, value, scores)
         return torch.einsum("thr,hvr->thv", out, to_value)[None], None
     if packed is None:
-        return _causal(query, key, value, scores, None).transpose(1, 2).contiguous(), None
+        return causal(query, key, value, scores, None).transpose(1, 2).contiguous(), None
     device = query.device.type
     if torch.is_autocast_enabled(device):  # once, instead of in every grid
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
@@ -132,7 +119,7 @@ def _in_one_call(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, where: Stretches
 ) -> torch.Tensor:
     """[T, H, D], [K, KV, D], [K, KV, V] -> [T, H, V]."""
-    size, wide = value.shape[2], _widened(value, key.shape[2])
+    size, wide = value.shape[2], widened(value, key.shape[2])
     return varlen_attention(query, key, wide, where, scores.scale, scores.window, scores.sinks)[..., :size]
 
 
@@ -140,14 +127,14 @@ def _in_one_call(
 def _bunches(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores, packed: Layout
 ) -> torch.Tensor:
-    """[n, H, D], [K, KV, D], [K, KV, V] -> [n, H, V], of the n tokens of the bunches."""
+    """[n, H, D], [K, KV, D], [K, KV, D] -> [n, H, V], for the n tokens of the bunches."""
     parts = ((queries, False), (keys, True), (values, True))
     spread = [SpreadTokens.apply(flat, packed.bunches, with_prompts) for flat, with_prompts in parts]
     grids = zip(packed.bunches, *spread, strict=True)
     outs = []
     for bunch, *heads in grids:
         q, k, v = (x.transpose(1, 2) for x in heads)
-        outs.append(bunch.unpad(_causal(q, k, v, scores, bunch).transpose(1, 2)))
+        outs.append(bunch.unpad(causal(q, k, v, scores, bunch).transpose(1, 2)))
     return torch.cat(outs) if outs else values.new_zeros(0, queries.shape[1], values.shape[2]) + queries.sum() * 0.0
 
 
@@ -172,91 +159,6 @@ def _in_ring(
         mine = F.pad(q[own], (0, 0, 0, 0, 0, at.size - len(own)))
         out = _in_one_call(mine, keys[source], values[source], scores, plain)[: len(own)]
     return out.new_zeros(len(q), *out.shape[1:]).index_copy(0, own, out)[None]
-
-
-def _causal(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, bunch: Bunch | None
-) -> torch.Tensor:
-    """[b, H, Q, D], [b, KV, K, D], [b, KV, K, V] -> [b, H, Q, V]; the queries are the last Q of the keys' tokens."""
-    length, head_dim = query.shape[2:]
-    scale, window, cap, sinks = scores
-    window = window if window < key.shape[2] else 0
-    # torch's fused kernel has no cap on scores, and no sinks
-    if cap or sinks is not None or (query.device.type == "cpu" and length <= SHORT * head_dim):
-        return _unfused(query, key, value, scores, _hidden(query, key, window, bunch))
-    is_whole = not window and length == key.shape[2] and (bunch is None or bunch.key_runs is None)
-    return _fused(query, key, value, scale, None if is_whole else ~_hidden(query, key, window, bunch)[:, None])
-
-
-def _fused(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, seen: torch.Tensor | None
-) -> torch.Tensor:
-    """The kernel of torch, causal where no mask says which keys are `seen`."""
-    grouped = query.shape[1] != key.shape[1]
-    if grouped and _writes_scores(query, is_masked=seen is not None):
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-        grouped = False
-    is_causal, size = seen is None, value.shape[-1]
-    value, attend = _widened(value, key.shape[-1]), F.scaled_dot_product_attention
-    return attend(query, key, value, seen, is_causal=is_causal, scale=scale, enable_gqa=grouped)[..., :size]
-
-
-def _widened(value: torch.Tensor, size: int) -> torch.Tensor:
-    """Values with heads of the size of the keys', as torch's kernels need them, with zeros."""
-    return value if value.shape[-1] == size else F.pad(value, (0, size - value.shape[-1]))
-
-
-def _writes_scores(query: torch.Tensor, *, is_masked: bool) -> bool:
-    """True where torch would take the kernel that writes all scores for heads in groups: on an accelerator its others
-    know none in float32, nor with a mask before Hopper, from which on it prefers cuDNN's (its sdp_utils.cpp, 2.11)."""
-    if query.device.type == "cpu":  # its fused kernel knows groups; a plan for an accelerator has SHORT at 0
-        return not SHORT and (query.dtype == torch.float32 or is_masked)
-    return query.dtype == torch.float32 or (is_masked and _generation(query.device) < HOPPER)
-
-
-@cache
-def _generation(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
-
-
-def _unfused(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: Scores, hidden: torch.Tensor
-) -> torch.Tensor:
-    """softmax(query key^T) value, one product for the heads of a key: for short rows on a CPU faster than fused."""
-    (rows, heads, length, dim), kv_heads, sinks = query.shape, key.shape[1], form.sinks
-    group = heads // kv_heads
-    bias = query.new_zeros(hidden.shape).masked_fill(hidden, float("-inf"))[:, None, None]
-    # The matrix product itself broadcasts a mask that all rows share.
-    alike = (1, 1) if len(hidden) == 1 else (rows, kv_heads)
-    bias = bias.expand(*alike, group, -1, -1).reshape(alike[0] * alike[1], group * length, -1)
-    query, key = (x.reshape(rows * kv_heads, -1, dim) for x in (query, key))
-    value = value.reshape(rows * kv_heads, -1, value.shape[-1])
-    if not form.cap:
-        scores = torch.baddbmm(bias, query, key.transpose(1, 2), alpha=form.scale)
-    else:
-        scores = torch.bmm(query, key.transpose(1, 2)).mul(form.scale / form.cap).tanh().mul(form.cap) + bias
-    if sinks is not None:
-        sinks = sinks.view(kv_heads, group, 1, 1).expand(rows, -1, -1, length, 1).reshape(rows * kv_heads, -1, 1)
-    return torch.bmm(softmax(scores, sinks), value).view(rows, heads, length, -1)
-
-
-def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """exp(s) / (sum of exp(s) + exp(sink)) over the last dimension; `sinks` are broadcast to [..., 1]."""
-    if sinks is None:
-        return scores.softmax(-1)
-    both = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], -1)
-    return both.softmax(-1)[..., :-1]
-
-
-def _hidden(query: torch.Tensor, key: torch.Tensor, window: int, bunch: Bunch | None) -> torch.Tensor:
-    """[b or 1, Q, K]: True where the key is padding, or after the query, or before its `window`."""
-    if bunch is not None and not window:
-        return bunch.hidden
-    length, seen = query.shape[2], key.shape[2]
-    at = torch.arange(seen, device=query.device)
-    back = at[seen - length :, None] - at
-    hidden = (back < 0)[None] if bunch is None else bunch.hidden
-    return hidden | (back >= window) if window else hidden
 
 
 AttentionInterface.register(NAME, attention)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""whet's mixture of experts for transformers models: on a CPU a token's result does not depend on the other tokens.
+"""whet's mixture of experts for transformers models: on a CPU, a token's result does not depend on other tokens.
 
-Kernels for few rows round differently from those for many, and the other tokens decide how many rows an expert gets.
+Kernels for few rows round differently from kernels for many rows, and other tokens decide how many rows an expert gets.
 So an expert's rows are padded to at least `MIN_ROWS`. Experts may lie on several ranks (`ExpertShare`): tokens travel
-to them and back.
-"""
+to them and back."""
 
 from __future__ import annotations
 
@@ -14,20 +13,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from whet.kernels.grouped_mm import grouped, one_by_one, same_for_each
+
 NAME = "whet"
-MIN_ROWS = 16
 SHARE = "whet_share"  # the attribute of a module whose experts lie on several ranks
 
 
 @dataclass(frozen=True)
 class ExpertShare:
-    """The split of E experts over ranks: first over those of `group`, which have other tokens, then over those of
-    `tensor_group`, which have the same tokens."""
+    """The split of E experts over ranks: first over the ranks of `group`, which have other tokens, then over the ranks
+    of `tensor_group`, which have the same tokens."""
 
     group: dist.ProcessGroup
     tensor_group: dist.ProcessGroup | None
@@ -47,10 +46,10 @@ def experts(
     order = chosen.argsort(stable=True)  # (token, choice) pairs, sorted by expert
     rows = hidden_states[order // k]
     if isinstance(chosen, FakeTensor):
-        out = _same_for_each(module, rows)
+        out = same_for_each(module, rows)
     else:
         counts = chosen.bincount(minlength=module.num_experts)
-        out = _one_by_one(module, rows, counts, module.gate_up_proj, module.down_proj)
+        out = one_by_one(module, rows, counts, module.gate_up_proj, module.down_proj)
     weighted = out[order.argsort()] * top_k_weights.flatten()[:, None]
     return weighted.view(-1, k, hidden_states.shape[1]).sum(1).to(hidden_states.dtype)
 
@@ -67,40 +66,6 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
             module, "num_experts"
         ):  # transformers' decorator sets it
             yield name, module
-
-
-def _one_by_one(
-    module: Any, rows: torch.Tensor, counts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
-    """Rows [n, H] sorted by expert, and the number of each -> [n, H]."""
-    outs, none = [], [None] * len(gate_up)
-    gate_up, down = (gate_up.mT, down.mT) if module.is_transposed else (gate_up, down)
-    biases = [module.gate_up_proj_bias.unbind(), module.down_proj_bias.unbind()] if module.has_bias else [none, none]
-    # One unbind for all experts: the gradient is then one tensor instead of a sum over experts.
-    layers = zip(gate_up.unbind(), biases[0], down.unbind(), biases[1], strict=True)
-    for part, (first, first_bias, second, bias) in zip(rows.split(counts.tolist()), layers, strict=True):
-        if len(part):
-            whole = F.pad(part, (0, 0, 0, -len(part) % MIN_ROWS))
-            outs.append(F.linear(module._apply_gate(F.linear(whole, first, first_bias)), second, bias)[: len(part)])
-    return torch.cat(outs) if outs else rows + 0.0 * (gate_up.sum() + down.sum())
-
-
-def _grouped(
-    module: Any, rows: torch.Tensor, counts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
-    """`_one_by_one` in two products for all experts."""
-    ends = counts.cumsum(0).int()
-    inner = module._apply_gate(F.grouped_mm(rows.to(gate_up.dtype), gate_up.mT, offs=ends))
-    return F.grouped_mm(inner, down.mT, offs=ends)
-
-
-def _same_for_each(module: Any, rows: torch.Tensor) -> torch.Tensor:
-    """The shapes alone, for tensors without values: each expert gets the same number of rows."""
-    each = -(-len(rows) // (module.num_experts * MIN_ROWS)) * MIN_ROWS
-    whole = F.pad(rows, (0, 0, 0, module.num_experts * each - len(rows)))
-    up, down = module.gate_up_proj, module.down_proj
-    up, down = (up, down) if module.is_transposed else (up.mT, down.mT)
-    return (module._apply_gate(whole.view(module.num_experts, each, -1) @ up) @ down).flatten(0, 1)[: len(rows)]
 
 
 def _shared(
@@ -125,7 +90,7 @@ def _shared(
     rows = _Rows.apply(hidden[order // k], to, back, share.group)
     kind = torch.arange(n, device=rows.device).repeat(size).repeat_interleave(coming.flatten())
     by_expert = kind.argsort(stable=True)
-    compute = _one_by_one if rows.device.type == "cpu" else _grouped
+    compute = one_by_one if rows.device.type == "cpu" else grouped
     out = compute(module, rows[by_expert], coming.sum(0), gate_up, down)[by_expert.argsort()]
     returned = _Rows.apply(out, back, to, share.group)
     whole = returned.new_zeros(chosen.numel(), hidden.shape[1]).index_copy(0, order, returned)
@@ -134,7 +99,8 @@ def _shared(
 
 
 class _Rows(torch.autograd.Function):
-    """Exchanges rows [n, H] by all-to-all: `to` says how many go to each rank, `back` how many come from each."""
+    """Exchanges rows [n, H] by all-to-all: `to` has the number of rows sent to each rank, `back` the number
+    received."""
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
@@ -151,7 +117,7 @@ class _Rows(torch.autograd.Function):
 
 
 class _SummedGradient(torch.autograd.Function):
-    """The tensor itself; its gradient is summed over ranks, each of which has read it for a part of the result."""
+    """The tensor itself; its gradient is summed over ranks, as each computes a part of the result from it."""
 
     @staticmethod
     def forward(ctx, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -166,7 +132,7 @@ class _SummedGradient(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks, from which all compute the same."""
+    """The sum over ranks, from which all ranks compute the same results."""
 
     @staticmethod
     def forward(ctx, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]

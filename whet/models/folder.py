@@ -24,8 +24,8 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @functools.cache
 def require_model(path: str | Path) -> None:
-    """Asks the hub once whether it has a model that is no folder here and in no cache: to fetch its files, the hub's
-    client would try for minutes.  Raises: ModelError."""
+    """Asks the hub once whether it has a model that is neither a local folder nor cached, since the hub's client would
+    retry for minutes.  Raises: ModelError."""
     name, why = str(path), ""
     if Path(name).is_dir() or constants.HF_HUB_OFFLINE:
         return

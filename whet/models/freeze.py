@@ -18,12 +18,11 @@ TOWER = "vision"
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Switches off the gradient of every weight whose name matches a pattern (`*`, `?` and `[0-3]`, as in a shell);
-    the pattern `vision` is the towers of a model that reads media, with what joins it to the text.
+    """Freezes every weight whose name matches a pattern (`*`, `?` and `[0-3]`, as in a shell); the pattern `vision`
+    stands for the towers of a model with media, including the layers that join them to the text.
 
-    A tied weight has two names; a match of either freezes it.  Raises: ModelError for a pattern without a match, and
-    where no trainable weight would remain.
-    """
+    A tied weight has two names; a match of either freezes it.  Raises: ModelError for a pattern without a match, and if
+    no trainable weight would remain."""
     if not patterns:
         return
     named = dict(model.named_parameters(remove_duplicate=False))

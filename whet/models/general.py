@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The general way to compute a model: transformers' own forward and cache, over padded rows.
+"""The general way to run a model: transformers' own forward and cache, over padded rows.
 
-Rows begin at the left edge and are padded on their right. A causal model reads its tokens in order, so that padding
-behind a row changes none of its states, be they from attention, a convolution or a recurrence. A model is tried on a
-few tokens when it is loaded: each row must be as it is alone.
-"""
+Rows begin at the left edge and are padded on their right. A causal model reads its tokens in order, so padding after a
+row changes none of its states, whether from attention, a convolution or a recurrence. Loading a model tries it on a few
+tokens: each row must give the same result as alone."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ import torch
 from torch import nn
 
 from whet.errors import ModelError
+from whet.kernels.log_probs import LogitForm
 from whet.models.encoders.base import body_of
 from whet.models.folder import reading
-from whet.models.log_probs import LogitForm
 from whet.models.supported import Support
 
 log = logging.getLogger(__name__)
@@ -40,19 +39,19 @@ def forward(module: nn.Module, **arguments: Any) -> Any:
 
 
 def cache_argument(module: nn.Module) -> str:
-    """The name by which a language model takes its cache."""
+    """The parameter name for the cache in a language model's forward."""
     return "cache_params" if "cache_params" in inspect.signature(type(module).forward).parameters else "past_key_values"
 
 
 def _taken(kind: Any) -> frozenset[str] | None:
-    """The names of a forward's arguments; None where it takes any."""
+    """The parameter names of a forward; None if it takes any keyword."""
     parameters = inspect.signature(kind.forward).parameters.values()
     is_open = any(each.kind == inspect.Parameter.VAR_KEYWORD for each in parameters)
     return None if is_open else frozenset(each.name for each in parameters)
 
 
 def use_own_attention(model: Any) -> None:
-    """Replaces whet's attention in a model by attention of transformers."""
+    """Replaces whet's attention in a model by transformers' attention."""
     text = model.config.get_text_config()
     if text._attn_implementation not in (own := ("sdpa", "eager")):
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
@@ -61,8 +60,8 @@ def use_own_attention(model: Any) -> None:
 
 
 def checked_small(model: Any, path: str | Path, lacks: str) -> Support:
-    """The same of a model on meta, by a copy with numbers, few layers and few rows of the embedding; a copy that cannot
-    be made, or would be large, is not tried, as the log says."""
+    """Does `checked` for a model on meta, with a copy that has random weights, few layers and few embedding rows; a
+    copy that cannot be made, or would be large, is not tried, with a line in the log."""
     kind = type(model), model.config.to_json_string(), lacks
     if kind not in _TRIED:
         copy = None
@@ -96,9 +95,9 @@ def _small(config: Any) -> Any:
 
 @torch.no_grad()
 def checked(model: Any, path: str | Path, lacks: str) -> Support:
-    """The way of a model that `lacks` a part of the own one, after a few tokens through its forward.
+    """The general way for a model that `lacks` a part of whet's own way, after a try with a few tokens.
 
-    Raises: ModelError where padding or later tokens change a row, or where the logits are not those of the head."""
+    Raises: ModelError if padding or later tokens change a row, or if the head does not give the logits."""
     training, body, config = model.training, body_of(model), model.config.get_text_config()
     model.eval()
     with reading(path, f"has {lacks}, and transformers' own forward, which would compute it, fails"):
@@ -135,7 +134,7 @@ def _states(body: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = None
 
 
 def _decoded(body: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """The states of the last tokens, one at a time, after the others went into a cache."""
+    """The states of the last tokens, computed one at a time after the others filled a cache."""
     name, states, cache = cache_argument(body), list[torch.Tensor](), None
     for start, stop in pairwise([0, *range(TOKENS - DECODED, TOKENS + 1)]):
         seen = None if mask is None else mask[:, :stop]
@@ -145,7 +144,7 @@ def _decoded(body: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = Non
 
 
 def _forward(body: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None, start: int = 0, **options: Any) -> Any:
-    """The forward of the tokens from `start` on."""
+    """Runs the forward for the tokens from `start` on."""
     positions = ((torch.ones_like(ids) if mask is None else mask).cumsum(1) - 1).clamp(min=0)
     read = {"input_ids": ids[:, start:], "attention_mask": mask, "position_ids": positions[:, start:]}
     return forward(body, **read, **options)

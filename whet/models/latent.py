@@ -2,9 +2,8 @@
 """Multi-head latent attention over a cache of latents (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1).
 
 A module makes keys and values of all heads from one latent c of a token: k_h = [A_h c | r], v_h = B_h c, with a rotated
-part r that all heads share. So q_h k_h = (A_h^T q_h) c + q_h r, and the weighted sum of values is B_h of that of
-latents: attention with one head of keys [c | r] and values c, whatever the number of heads.
-"""
+part r that all heads share. So q_h k_h = (A_h^T q_h) c + q_h r, and the weighted sum of values is B_h times the
+weighted sum of latents: attention with one head of keys [c | r] and values c for any number of heads."""
 
 from __future__ import annotations
 
@@ -13,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from whet.models.linear import FastLinear
+from whet.kernels.linear import FastLinear
 
 
 class LatentProjection(FastLinear):
-    """The layer from latents to keys and values. In a pass without gradient its input waits for `take_latents`."""
+    """The layer from latents to keys and values. In a pass without gradient it keeps its input for `take_latents`."""
 
     latents: torch.Tensor | None = None
 
@@ -29,14 +28,14 @@ class LatentProjection(FastLinear):
 
 
 def keep_latents(model: nn.Module) -> None:
-    """Gives the model's projections of latents their counterpart here; weights and names stay."""
+    """Replaces the model's projections of latents by `LatentProjection`; weights and names stay."""
     for module in model.modules():
         if type(linear := getattr(module, "kv_b_proj", None)) is FastLinear:
             linear.__class__ = LatentProjection
 
 
 def take_latents(module: Any) -> torch.Tensor | None:
-    """The latents [T, rank] that the attention of `module` was just made from; None for another kind, and in a pass
+    """The latents [T, rank] from which `module` has just computed its attention; None for other modules, and in a pass
     with gradient."""
     linear = getattr(module, "kv_b_proj", None)
     linear = getattr(linear, "base_layer", linear)  # under an adapter
@@ -50,7 +49,7 @@ def absorbed(
     module: Any, latents: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query and key [T, H, D], value [T, H, V] -> query [T, H, rank + rotary], key [T, 1, rank + rotary], value [T, 1,
-    rank], and the weight [H, V, rank] that takes a sum of these values to V numbers."""
+    rank], and the weight [H, V, rank] that maps a sum of these values to V numbers."""
     rank, plain = latents.shape[1], key.shape[2] - module.qk_rope_head_dim
     weight = _weight(module.kv_b_proj, latents).view(query.shape[1], -1, rank)
     to_key, to_value = weight.split([plain, value.shape[2]], 1)
@@ -60,7 +59,7 @@ def absorbed(
 
 
 def _weight(linear: Any, latents: torch.Tensor) -> torch.Tensor:
-    """[heads (D - rotary + V), rank], an adapter's part included."""
+    """[heads (D - rotary + V), rank], with an adapter merged."""
     if isinstance(linear, LatentProjection):
         return linear.weight
     whole: torch.Tensor = linear(torch.eye(latents.shape[1], dtype=latents.dtype, device=latents.device)).mT

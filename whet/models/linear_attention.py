@@ -2,53 +2,46 @@
 """Linear attention (the gated delta rule, https://arxiv.org/abs/2412.06464) over packed rows and over requests.
 
 transformers' module computes everything but the two operations that mix tokens, a short causal convolution and the
-delta rule. These follow a `Flow`, which tells the token before each, and the state that each sequence begins with.
+delta rule. A `Flow` computes these two: it knows each token's predecessor, and the state at the start of each sequence.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property, partial, reduce, wraps
-from importlib import import_module
-from importlib.util import find_spec
+from functools import cache, wraps
 from types import FunctionType
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
-from whet.devices import runs_triton
+from whet.kernels.delta_rule import Rule
 
 CONVOLUTION, RULE, STEPS = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
-CHUNK = 64  # tokens that the rule computes together
 OURS = set[Any]()  # classes of modules that follow a flow
-Rule = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class Flow(Protocol):
-    """Sequences of T tokens, their inputs one after the other."""
+    """Sequences of T tokens, stored one after the other."""
 
     def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The sum of weight [C, K] times each token's input and the K - 1 before it: [T, C] -> [T, C]."""
+        """The sum of weight [C, K] times the inputs of each token and the K - 1 tokens before it: [T, C] -> [T, C]."""
         ...
 
     def scan(self, layer: int, rule: Rule, steps: Rule, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The delta rule, by chunks or step by step, of query and key [T, KH, K], value [T, VH, V], the log of the
+        """The delta rule, by chunks or step by step, on query and key [T, KH, K], value [T, VH, V], the log of the
         decay and the rate [T, VH] -> [T, VH, V]."""
         ...
 
 
 def is_followed(module: nn.Module) -> bool:
-    """True for a module of transformers whose tokens are mixed by nothing else than the two operations."""
+    """True for a module of transformers whose tokens are mixed only by the two operations."""
     return {CONVOLUTION, RULE} <= {*inspect.unwrap(type(module).forward).__code__.co_names}
 
 
 def follow_rows(model: nn.Module) -> None:
-    """Makes the model's linear attention follow the argument `packed` or `paged` of a pass; weights and names stay."""
+    """Makes the model's linear attention use the argument `packed` or `paged` of a pass; weights and names stay."""
     for module in model.modules():
         kind: Any = type(module)
         if is_followed(module) and kind not in OURS:
@@ -57,7 +50,7 @@ def follow_rows(model: nn.Module) -> None:
 
 @cache
 def _following(kind: Any) -> Any:
-    """Returns a subclass whose forward pass calls the two operations of this file."""
+    """Returns a subclass whose forward calls the two operations of this file."""
     plain: Any = inspect.unwrap(kind.forward)
     rule, steps = plain.__globals__[RULE], plain.__globals__[STEPS]
 
@@ -87,129 +80,3 @@ def _following(kind: Any) -> Any:
     found = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     OURS.add(found)
     return found
-
-
-def weighted(inputs: Iterable[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
-    """The sum of weight [C, K] times K inputs [N, C], the newest first.   -> [N, C]"""
-    products = (each * tap for each, tap in zip(inputs, weight.unbind(1)[::-1], strict=False))
-    return reduce(torch.add, products)
-
-
-def back(x: torch.Tensor, before: torch.Tensor, at: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields rows `at` of x [N, C], their predecessors, and so on; `before` [N] is the predecessor of each row."""
-    while True:
-        yield x.index_select(0, at)
-        at = before[at]
-
-
-def delta_rule(rule: Rule, inputs: tuple[torch.Tensor, ...], start: torch.Tensor | None) -> tuple[Any, Any]:
-    """Query, key, value, log of the decay and rate [n, w, ...] and states at the start [n, VH, K, V] -> [n, w, VH, V]
-    and states at the end. Zeros behind a sequence leave its state as it is."""
-    query, key, value, decay, rate = inputs
-    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    return rule(query, key, value, g=decay, beta=rate, initial_state=start, **options)
-
-
-def with_zero(inputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Adds a row of zeros behind each [T, ...]."""
-    return [F.pad(each, [*[0] * (2 * each.dim() - 1), 1]) for each in inputs]
-
-
-def in_grid(flat: Sequence[torch.Tensor], index: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The rows [n, w] of each, [T + 1, ...] -> [n, w, ...]."""
-    return tuple(each.index_select(0, index.flatten()).unflatten(0, index.shape) for each in flat)
-
-
-@dataclass(frozen=True)
-class PackedFlow:
-    """The flow of packed rows: what begins at zero first, shared prompts among it, then what goes on from these."""
-
-    before: torch.Tensor  # [S + 1] the token before each, S where there is none
-    grids: tuple[tuple[torch.Tensor, torch.Tensor | None], ...]  # [n, w] tokens, S as padding; [n] numbers of pieces
-    places: torch.Tensor  # [S] each token's place in the flattened grids; behind them that of padding
-
-    @classmethod
-    def of(cls, before: torch.Tensor, size: int) -> PackedFlow:
-        """before [T] the token before each, -1 where there is none; `size` S is T with padding."""
-        device, before = before.device, before.cpu()
-        begins = before != torch.arange(len(before)) - 1
-        begins[:1] = True
-        begins[before[begins & (before >= 0)] + 1] = True  # behind a prompt that another row goes on from
-        firsts = begins.nonzero()[:, 0]
-        lengths = firsts.diff(append=firsts.new_tensor([len(before)]))
-        source = torch.where(before[firsts] < 0, -1, (begins.cumsum(0) - 1)[before[firsts]])
-        order = [piece for _, pieces in _alike(lengths, source < 0) for piece in pieces]
-        number = torch.empty_like(firsts)
-        number[order] = torch.arange(len(order))
-        grids, places, total = [], torch.full((size + 1,), -1), 0
-        for is_late in (False, True):
-            for width, pieces in _alike(lengths, (source >= 0) == is_late):
-                at = torch.arange(width)
-                index = torch.where(at < lengths[pieces, None], firsts[pieces, None] + at, size)
-                places[index.flatten()] = total + torch.arange(index.numel())
-                total += index.numel()
-                grids.append((index.to(device), number[source[pieces]].to(device) if is_late else None))
-        places = torch.where(places < 0, total, places)[:size]
-        chain = F.pad(torch.where(before < 0, size, before), (0, size + 1 - len(before)), value=size)
-        return cls(chain.to(device), tuple(grids), places.to(device))
-
-    def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Finds inputs by the chain of tokens before.   [S, C] -> [S, C]"""
-        at = torch.arange(len(x), device=x.device)
-        return weighted(back(F.pad(x, (0, 0, 0, 1)), self.before, at), weight)
-
-    def scan(self, layer: int, rule: Rule, steps: Rule, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Scans grid by grid, or all sequences in a call.   [S, ...] -> [S, VH, V]"""
-        if (packed := packed_rule(inputs[0].device)) is not None and inputs[0].dtype != torch.float32:
-            return self._in_calls(packed, inputs)
-        flat = with_zero(inputs)
-        outs, ends, known = list[torch.Tensor](), list[torch.Tensor](), None
-        for index, source in self.grids:
-            known = torch.cat(ends) if source is not None and known is None else known
-            start = None if source is None or known is None else known.index_select(0, source)
-            out, end = delta_rule(rule, in_grid(flat, index), start)
-            outs.append(out.flatten(0, 1))
-            ends.append(end)
-        return torch.cat([*outs, flat[2][-1:]]).index_select(0, self.places)  # of padding a zero
-
-    @cached_property
-    def calls(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """Tokens of sequences one after the other, the start of each, and the piece that it continues: first the pieces
-        that begin at zero, then the others."""
-        found, size = [], len(self.places)
-        for is_late in (False, True):
-            if grids := [grid for grid in self.grids if (grid[1] is not None) == is_late]:
-                tokens = torch.cat([index[index < size] for index, _ in grids])
-                lengths = torch.cat([(index < size).sum(1) for index, _ in grids])
-                source = torch.cat([number for _, number in grids if number is not None]) if is_late else None
-                found.append((tokens, F.pad(lengths.cumsum(0), (1, 0)), source))
-        return found
-
-    def _in_calls(self, packed: Rule, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        out, ends = torch.zeros_like(inputs[2]), inputs[2].new_zeros(0)
-        for tokens, begins, source in self.calls:
-            start = None if source is None else ends.index_select(0, source)
-            one = tuple(each.index_select(0, tokens)[None] for each in inputs)
-            found, ends = delta_rule(partial(packed, cu_seqlens=begins), one, start)
-            out = out.index_copy(0, tokens, found[0].to(out.dtype))
-        return out
-
-
-@cache
-def packed_rule(device: torch.device) -> Rule | None:
-    """flash-linear-attention's rule for sequences of any lengths in a row, where it is installed and the device runs
-    Triton. Called as it is documented; not run on a card yet."""
-    if not runs_triton(device, "linear attention is torch's") or find_spec("fla") is None:
-        return None
-    found: Rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    return found
-
-
-def _alike(lengths: torch.Tensor, chosen: torch.Tensor) -> Iterator[tuple[int, list[int]]]:
-    """Chosen pieces whose numbers of chunks have the same next power of two, with the longest length of them."""
-    chunks = ((lengths + CHUNK - 1) // CHUNK).tolist()
-    groups: dict[int, list[int]] = {}
-    for piece in chosen.nonzero()[:, 0].tolist():
-        groups.setdefault((chunks[piece] - 1).bit_length(), []).append(piece)
-    for pieces in groups.values():
-        yield int(lengths[pieces].max()), pieces

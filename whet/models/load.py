@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading of models and tokenizers from Hugging Face folders."""
+"""Loads models and tokenizers from Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from transformers.utils.logging import set_tqdm_hook
 
 from whet.data.written import end_of_turn
 from whet.errors import ModelError, WeightSyncError
+from whet.kernels.fused import fuse
 from whet.keyed import key
 from whet.models import attention, experts, general
 from whet.models.encoders.base import Encoders, body_of as language_body
 from whet.models.encoders.load import attach, load_encoders, names_of
 from whet.models.folder import check_weights, reading, require_model, split_adapters
-from whet.models.fused import fuse
 from whet.models.latent import keep_latents
 from whet.models.linear_attention import follow_rows
 from whet.models.lora import HEAD, merge_adapter
@@ -53,14 +53,13 @@ LARGEST = {"num_hidden_layers": 2**10, **dict.fromkeys((*SIZES, "max_position_em
 def load_policy(
     path: str | Path, *, adapter_path: str | None = None, allow_pickle: bool = False, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Loads the causal language model at `path` in float32, with whet's attention, or for another kind of layers
-    transformers' own (`support_of`), and without dropout. One that reads images knows how (`encoders_of`), and its
-    vision tower has torch's attention.
+    """Loads the causal language model at `path` in float32 and without dropout, with whet's attention or, for other
+    kinds of layers, transformers' own (`support_of`). A model that reads images gets its encoders (`encoders_of`), and
+    its vision tower torch's attention.
 
-    Adapters are merged into the weights: those of `path`, where it is an adapter's folder, and that at `adapter_path`.
-    With dropout the updated policy would differ from the one that sampled, by random numbers without a seed.
-    Raises: ModelError.
-    """
+    Adapters are merged into the weights: the adapters of `path`, if it is an adapter's folder, and the adapter at
+    `adapter_path`. Dropout would make the updated policy differ from the sampling policy, by random numbers without a
+    seed.  Raises: ModelError."""
     base, adapters = split_adapters(path)
     config = load_config(base, trust_remote_code=trust_remote_code)
     encoders = load_encoders(base, config, trust_remote_code=trust_remote_code)
@@ -82,7 +81,7 @@ def _class_of(encoders: Encoders | None) -> Any:
 
 @torch.no_grad()
 def check_finite(model: torch.nn.Module, path: str | Path) -> None:
-    """Checks the local weights of a model.  Raises: ModelError for NaN or infinity."""
+    """Raises: ModelError for NaN or infinity in the local weights of a model."""
     for name, weight in model.named_parameters():
         here = weight.to_local() if isinstance(weight, DTensor) else weight
         # The sum is several times faster than a check of each number; it is finite if all are, unless it overflows.
@@ -95,7 +94,7 @@ def check_finite(model: torch.nn.Module, path: str | Path) -> None:
 def _load_whole(
     kind: Any, path: str, config: Any, allow_pickle: bool, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, set[str]]:
-    """The model of an auto class, and the names of the weights that its files lack."""
+    """The model of an auto class, and the names of weights that its files lack."""
     options = {
         "use_safetensors": None if allow_pickle else True,
         "trust_remote_code": trust_remote_code,
@@ -114,7 +113,7 @@ def _from_config(kind: Any, *, config: Any, **options: Any) -> Any:
 
 
 def _with_attention(make: Callable[..., Any], config: Any) -> Any:
-    """Calls `make` for a model with whet's attention; with its own where transformers cannot replace it."""
+    """Calls `make` for a model with whet's attention; with the model's own if transformers cannot replace it."""
     try:
         return make(config=copy.deepcopy(config), attn_implementation=attention.implementation(config))
     except KeyError as error:
@@ -132,14 +131,14 @@ def check_complete(model: PreTrainedModel, path: str | Path, missing: Collection
 
 
 class MisfitError(WeightSyncError):
-    """Weights of another model."""
+    """Raised for weights that belong to another model."""
 
 
 def fitting(weights: Iterable[tuple[str, torch.Tensor]], model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights for a rollout's model as they come; `model` may be on meta.
+    """Passes weights through as they come, checked against a rollout's model; `model` may be on meta.
 
-    Raises: MisfitError for one that the model lacks or has in another shape, and at the end where some did not come;
-    what `weights` raises."""
+    Raises: MisfitError for a weight that the model lacks or has in another shape, and at the end if some are missing;
+    the errors of `weights`."""
     own = dict(model.named_parameters())
     left = dict.fromkeys(own)
     for name, weight in weights:
@@ -165,8 +164,7 @@ def load_reward_model(
 ) -> PreTrainedModel:
     """Loads the sequence classifier with one label at `path` in float32, with whet's attention and without dropout.
 
-    With `new_head_seed` a causal language model gets a new head, which the seed determines. Raises: ModelError.
-    """
+    With `new_head_seed` a causal language model gets a new head from this seed.  Raises: ModelError."""
     config = reward_config(path, is_new=new_head_seed is not None, trust_remote_code=trust_remote_code)
     check_weights(path, allow_pickle=allow_pickle)
     with reading(path, NO_CLASSIFIER), _without_report():
@@ -185,7 +183,8 @@ def load_reward_model(
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Hides transformers' report of missing weights inside the block: a new head is made, and others are checked."""
+    """Hides transformers' report of missing weights inside the block: new heads are expected, and other weights are
+    checked here."""
     reports = logging.getLogger("transformers.modeling_utils")
 
     def is_shown(record: logging.LogRecord) -> bool:
@@ -204,7 +203,7 @@ def _check_causal(model: PreTrainedModel) -> None:
 
 
 def new_head(shape: torch.Size, seed: int) -> torch.Tensor:
-    """Initial weight of the head of a reward model: normal with deviation 1 / sqrt(H + 1), H the hidden size.   [1, H]
+    """Initial weight of a reward model's head: normal with deviation 1 / sqrt(H + 1), H the hidden size.   [1, H]
 
     Stiennon et al. 2020, https://arxiv.org/abs/2009.01325."""
     draw = torch.Generator().manual_seed(key(seed, "reward head"))
@@ -212,13 +211,13 @@ def new_head(shape: torch.Size, seed: int) -> torch.Tensor:
 
 
 def is_classifier(config: Any) -> bool:
-    """Tells whether a transformers config is that of a sequence classifier."""
+    """Tells whether a transformers config belongs to a sequence classifier."""
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 
 def reward_config(path: str | Path, *, is_new: bool = False, trust_remote_code: bool = False) -> Any:
-    """Loads the config of the reward model at `path`; with `is_new` that of one to be trained, which may start from a
-    causal language model.  Raises: ModelError for a model without a head, or with another number of labels than 1."""
+    """Loads the config of the reward model at `path`; with `is_new` a model still to be trained, which may be a causal
+    language model.  Raises: ModelError for a model without a head, or with another number of labels than 1."""
     base, adapters = split_adapters(path)
     if adapters:
         change = "export the merged model first (`whet export`), and name its folder"
@@ -240,8 +239,8 @@ def reward_config(path: str | Path, *, is_new: bool = False, trust_remote_code: 
 def outline(
     path: str | Path, *, is_value_model: bool = False, is_reward_model: bool = False, trust_remote_code: bool = False
 ) -> TrainedModel:
-    """Makes the module of `load_policy`, `load_value_model` or `load_reward_model` from the config alone. Call it under
-    `torch.device("meta")`, where it takes no memory.  Raises: ModelError."""
+    """Makes the module of `load_policy`, `load_value_model` or `load_reward_model` from the config alone, without
+    weights. Call it under `torch.device("meta")`, so that it takes no memory.  Raises: ModelError."""
     if is_reward_model:
         config, kind = reward_config(path, is_new=True, trust_remote_code=trust_remote_code), NO_CLASSIFIER
     else:
@@ -268,13 +267,13 @@ def body_of(model: torch.nn.Module) -> PreTrainedModel:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype for a dtype name of a config, in which `with_dtypes` has replaced `auto`."""
+    """The torch dtype of a config's dtype name; `with_dtypes` has replaced `auto` before."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def kept_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The buffers in a model's files, by name, such as the biases that balance a router (DeepSeek-V3). They are never
-    trained, and saved and exported as they are."""
+    trained, and are saved and exported unchanged."""
     return {
         f"{owner}.{name}": buffer
         for owner, module in model.named_modules()
@@ -284,7 +283,7 @@ def kept_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def cast_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Weights in `dtype`, and all else, such as the frequencies of rotary positions, as it was."""
+    """Casts weights to `dtype`; other tensors, such as rotary frequencies, stay."""
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
 
@@ -306,7 +305,7 @@ def layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _prepare(model: PreTrainedModel, path: str | Path) -> None:
-    """Chooses the way in which the model is computed, removes dropout and noise, and fuses modules."""
+    """Chooses the way to run the model, removes dropout and noise, and fuses modules."""
     _remove_noise(model)
     own = model.config.get_text_config()._attn_implementation == attention.NAME
     lacks = lack_of(model, path) if own else "attention that transformers cannot replace"
@@ -321,8 +320,8 @@ def _prepare(model: PreTrainedModel, path: str | Path) -> None:
 
 
 def _remove_noise(model: PreTrainedModel) -> None:
-    """Sets dropout and the noise of routers to 0. A router that draws experts at random in training (PhiMoE's) stays as
-    in sampling, which takes the best ones."""
+    """Sets dropout and router noise to 0. A router that draws experts at random in training (PhiMoE's) stays in
+    evaluation mode, which takes the best experts."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -334,7 +333,7 @@ def _remove_noise(model: PreTrainedModel) -> None:
 
 
 def _stay(mode: bool = True) -> None:
-    """Takes the place of a module's `train`."""
+    """Replaces a module's `train`, and does nothing."""
 
 
 def _value_model(model: PreTrainedModel) -> ValueModel:
@@ -344,11 +343,10 @@ def _value_model(model: PreTrainedModel) -> ValueModel:
 
 
 def load_tokenizer(path: str | Path, *models: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer at `path`, or of an adapter's base; one without a padding token pads with its end token.
+    """Loads the tokenizer at `path`, or of an adapter's base; without a padding token it pads with its end token.
 
-    It knows how the first of `models`, or the model at `path`, reads images (`encoders_of`).
-    Raises: ModelError, also where one of `models` has fewer embedding rows than the tokenizer has tokens.
-    """
+    It gets the encoders of the first of `models`, or of the model at `path` (`encoders_of`).  Raises: ModelError, also
+    where one of `models` has fewer embedding rows than the tokenizer has tokens."""
     base, adapters = split_adapters(path)
     require_model(base)
     own = [adapter for adapter in adapters if (Path(adapter) / "tokenizer_config.json").is_file()]
@@ -412,12 +410,12 @@ def context_length(path: str | Path, *, trust_remote_code: bool = False) -> int:
 
 
 def num_positions(config: Any) -> int:
-    """Maximum number of positions of a model with this transformers config; NO_LIMIT where it counts none."""
+    """Maximum number of positions of a model with this transformers config; NO_LIMIT if it has no maximum."""
     return int(getattr(config.get_text_config(), "max_position_embeddings", NO_LIMIT))
 
 
 def load_generation_config(path: str | Path) -> GenerationConfig | None:
-    """Loads the generation config at `path`, or of an adapter's base; None where there is none.
+    """Loads the generation config at `path`, or of an adapter's base; None without one.
 
     Raises: ModelError for one that cannot be read."""
     path, _ = split_adapters(path)
@@ -438,8 +436,8 @@ def load_generation_config(path: str | Path) -> GenerationConfig | None:
 def stop_token_ids(
     path: str | Path, tokenizer: PreTrainedTokenizerBase, chat: Mapping[str, Any] | None = None
 ) -> tuple[int, ...]:
-    """Token ids that end a response: the tokenizer's end token, those of the model's generation config, and that of the
-    chat template with the arguments `chat`."""
+    """Token ids that end a response: the end tokens of the tokenizer, of the model's generation config, and of the chat
+    template with the arguments `chat`."""
     found = {tokenizer.eos_token_id, end_of_turn(tokenizer, chat)}
     generation = load_generation_config(path)
     if generation is not None:
@@ -459,7 +457,7 @@ def without_weight_bars() -> Iterator[None]:
 
 
 class ValueModel(nn.Module):
-    """V(state) = head . hidden state. The head starts at 0: a new critic predicts 0 everywhere."""
+    """V(state) = head . hidden state. The head starts at 0, so that a new critic predicts 0 everywhere."""
 
     def __init__(self, body: PreTrainedModel) -> None:
         super().__init__()

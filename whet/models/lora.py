@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank adapters by peft, in place, so that other weights keep their names: W x + alpha / rank B A x.
+"""Low-rank adapters by peft, added in place, so that other weights keep their names: W x + alpha / rank B A x.
 
 Hu et al. 2021, https://arxiv.org/abs/2106.09685. B starts at 0, so a model with a new adapter, or with its adapter
 off, equals the base model.
@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from whet.errors import ModelError, pip_install
+from whet.kernels.linear import FastLinear
 from whet.keyed import key
 from whet.models.encoders.load import encoders_of
 from whet.models.folder import check_weights, reading
 from whet.models.latent import LatentProjection
-from whet.models.linear import FastLinear
 
 ADAPTER = "default"  # peft's name for the one adapter of a model
 HEAD = "score.weight"  # of a reward model; trained whole beside its adapter
@@ -54,8 +54,9 @@ def add_adapter(
     *,
     adapts_head: bool = False,
 ) -> None:
-    """Adds a new adapter to `model` and freezes all other weights but the head of a reward model; `dtype` is for the
-    adapted layers' base weights. A head that `adapts_head` adapts keeps its own, which may be those of the embedding.
+    """Adds a new adapter to `model` and freezes all other weights except a reward model's head; `dtype` is for the base
+    weights of adapted layers. A head adapted under `adapts_head` keeps its own weight, which may be shared with the
+    embedding.
 
     Raises: ModelError for a target that no layer has.
     """
@@ -77,16 +78,16 @@ def add_adapter(
 
 def new_adapter(layer: str, shape: Sequence[int], seed: int) -> torch.Tensor:
     """Initial A of a layer's adapter, distributed like the weight of a new torch linear layer. Each layer has its own
-    random key, so the values do not depend on how the model is sharded."""
+    random key, so that values do not depend on the sharding."""
     draw = torch.Generator().manual_seed(key(seed, "lora", layer))
     weight = torch.empty(*shape, device="cpu")
     return nn.init.kaiming_uniform_(weight, a=5**0.5, generator=draw)
 
 
 def peft_config(model: PreTrainedModel, settings: LoraSettings, *, adapts_head: bool = False) -> Any:
-    """Converts the settings to peft's. Targets are names of linear layers, by default all of the language model except
-    that of a reward model and, without `adapts_head`, its head; those of a vision tower are for a target that the
-    language model lacks."""
+    """Converts the settings to peft's. Targets are names of linear layers: by default all layers of the language model
+    except a reward model's head and, without `adapts_head`, the output layer; layers of a vision tower only if the
+    language model has no layer of that name."""
     head = model.get_output_embeddings()
     kinds = nn.Linear, FastLinear, LatentProjection
     layers = {name: module for name, module in model.named_modules() if type(module) in kinds}
@@ -121,14 +122,14 @@ def _has(layers: Iterable[str], target: str) -> bool:
 
 
 def _tower(model: PreTrainedModel) -> str | None:
-    """A pattern for the names of the modules of the model's vision tower."""
+    """A pattern for the module names in the model's vision tower."""
     encoders = encoders_of(model)
     return None if encoders is None else rf"(.*\.)?({'|'.join(encoders.towers)})\..*"
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A hash that identifies the weights that an adapter leaves as they are, from names, shapes and about 64 numbers of
-    each in bfloat16. With sharded weights every rank must call it."""
+    """A hash that identifies the weights below an adapter, from names, shapes and about 64 numbers of each in bfloat16.
+    With sharded weights every rank must call it."""
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
         if name == HEAD or any(f".{part}." in name for part in TRAINED_PARTS):
@@ -151,7 +152,7 @@ def merge_adapter(model: PreTrainedModel, path: str | Path, *, allow_pickle: boo
 
 
 def head_weight(head: Any) -> torch.Tensor:
-    """The weight of an output layer, an adapter that is on added in; differentiable."""
+    """The weight of an output layer, merged with its adapter if that is on; differentiable."""
     weight: torch.Tensor = head.weight
     if not hasattr(head, "lora_A") or head.disable_adapters:
         return weight
@@ -185,8 +186,8 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 def merged_weights(
     model: nn.Module, whole: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields all weights under their Hugging Face names, tied ones once, with adapters merged; `whole` makes a weight
-    whole."""
+    """Yields all weights under their Hugging Face names, tied weights once, adapters merged; `whole` gathers a sharded
+    weight."""
     layers = adapted_layers(model)
     for name, parameter in model.named_parameters():
         owner, _, rest = name.rpartition(".base_layer.")
@@ -201,14 +202,14 @@ def merged_weights(
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the weights of the model's adapter under the names that they have in an adapter's folder."""
+    """Yields the weights of the model's adapter under the names in an adapter's folder."""
     for name, weight in model.named_parameters():
         if any(f".{part}." in name for part in TRAINED_PARTS):
             yield _in_folder(name), weight.detach()
 
 
 def adapter_config(names: Iterable[str], settings: LoraSettings) -> dict[str, Any]:
-    """The config in the folder of an adapter with weights of these names, made by `settings`."""
+    """The config in the folder of an adapter with weights of these names and with `settings`."""
     targets = sorted({name.split(".")[-3] for name in names})
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "r": settings.rank}
     return config | {"lora_alpha": _alpha(settings), "target_modules": targets}
@@ -232,7 +233,7 @@ def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def save_adapter(weights: dict[str, torch.Tensor], config: Any, out: Path) -> None:
-    """Writes an adapter folder for `peft.PeftModel.from_pretrained`; `weights` are named as in the model."""
+    """Writes an adapter folder for `peft.PeftModel.from_pretrained`; `weights` have the names of the model."""
     from safetensors.torch import save_file
 
     out.mkdir(parents=True, exist_ok=True)

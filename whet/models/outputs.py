@@ -16,13 +16,14 @@ from transformers import PreTrainedModel
 
 from whet.columns import POLICY_OUTPUTS, SCORE_OUTPUTS, VALUE_OUTPUTS
 from whet.errors import EngineError
+from whet.kernels.log_probs import LogitForm, token_statistics, vocab_log_probs
+from whet.kernels.varlen_attention import TOKENS_STEP, rounded
 from whet.models import general
 from whet.models.encoders.base import body_of as language_body
 from whet.models.encoders.load import encoders_of
 from whet.models.load import RewardModel, ValueModel, body_of
-from whet.models.log_probs import LogitForm, token_statistics, vocab_log_probs
 from whet.models.lora import head_weight
-from whet.models.packing import LATER_MEDIA, MEDIA, ROUTED, TOKENS_STEP, Layout, layout, rounded, with_routed
+from whet.models.packing import LATER_MEDIA, MEDIA, ROUTED, Layout, layout, with_routed
 from whet.models.routers import (
     CHOICES,
     LOADS,
@@ -68,7 +69,7 @@ def model_outputs(
     differentiable.
 
     `batch` has the columns that `packing.layout` reads; `model` is a causal language model for `log_probs`, `entropy`,
-    `sum_pi_squared` and `vocab_log_probs`, a ValueModel for `values`, a RewardModel for `scores`, that of a row, at its
+    `sum_pi_squared` and `vocab_log_probs`, a ValueModel for `values`, a RewardModel for `scores`, one a row, at its
     last sampled token, or for `values`, before each token.  Raises: EngineError naming an output that the model lacks.
     """
     where = layout_of(batch, settings)
@@ -152,8 +153,8 @@ def statistics_of(
 
 @torch.no_grad()
 def prompt_log_probs(model: nn.Module, prompt: Sequence[int], count: int, settings: ForwardSettings) -> PromptLogProbs:
-    """Log-probs of the tokens behind the first of a prompt, and in their places the `count` likeliest tokens with
-    theirs, the likeliest first."""
+    """Log-probs of all tokens of a prompt except the first, and at each position the `count` most probable tokens with
+    their log-probs, most probable first."""
     if len(prompt) < 2:
         return [], []
     ids = torch.tensor([prompt])
@@ -169,14 +170,14 @@ def prompt_log_probs(model: nn.Module, prompt: Sequence[int], count: int, settin
 
 
 def states_of(model: nn.Module, where: Layout, settings: ForwardSettings) -> torch.Tensor:
-    """The hidden states after a model's layers, of the tokens that this rank has: [T, H]."""
+    """The hidden states after the model's layers, for the tokens of this rank: [T, H]."""
     body, is_narrow = body_of(model), settings.dtype == torch.bfloat16
     with torch.autocast(where.input_ids.device.type, dtype=torch.bfloat16, enabled=is_narrow), _wide_states(body):
         return hidden_states(body, where, settings)
 
 
 def tokens_of(where: Layout, settings: ForwardSettings) -> int:
-    """Number of packed tokens that a rank has, padding included."""
+    """The number of packed tokens of a rank, padding included."""
     share = settings.token_share
     return where.size if share is None else share.padded(where.size) // share.size
 
@@ -184,7 +185,7 @@ def tokens_of(where: Layout, settings: ForwardSettings) -> int:
 def _of_routers(
     found: Recorded, at: SampledPlaces, names: frozenset[str], settings: ForwardSettings
 ) -> dict[str, torch.Tensor]:
-    """`PROBS` and `CHOICES` [B, R, E], and `LOADS` [L, E + 2], the sum over the tokens that this rank has."""
+    """`PROBS` and `CHOICES` [B, R, E], and `LOADS` [L, E + 2], summed over the tokens of this rank."""
     tokens = at.states[: at.count]
     if not settings.packing:  # routers read the padded grid
         tokens = at.where.slots.index_select(0, tokens)
@@ -195,7 +196,8 @@ def _of_routers(
 
 @dataclass(frozen=True)
 class SampledPlaces:
-    """The sampled tokens that this rank computes: all, or with split tokens the ones whose preceding token it has."""
+    """The sampled tokens that this rank computes: all, or with split tokens the ones whose preceding token is on this
+    rank."""
 
     states: torch.Tensor  # [n] index into the tokens that this rank has, padded
     targets: torch.Tensor  # [n]
@@ -206,7 +208,8 @@ class SampledPlaces:
 
     @classmethod
     def of(cls, where: Layout, settings: ForwardSettings, total: int | None = None) -> SampledPlaces:
-        """Finds them in a batch; split tokens are `total` with padding, by default as many as `share.padded` gives."""
+        """Finds the sampled tokens of a batch; split tokens are `total` with padding, by default as many as
+        `share.padded` gives."""
         states, targets, share, owner = where.states, where.targets, settings.token_share, None
         if share is not None:
             total = total or share.padded(where.size)
@@ -227,7 +230,7 @@ class SampledPlaces:
 
 @contextmanager
 def _wide_states(model: PreTrainedModel) -> Iterator[None]:
-    """Makes embeddings return float32 even where their weights are narrower. The residual stream, and the positions,
+    """Makes embeddings return float32 even if their weights have fewer bits. The residual stream, and the positions,
     which take its dtype, are then the same as with float32 weights."""
 
     def widen(module: nn.Module, args: object, out: torch.Tensor) -> torch.Tensor:
@@ -274,8 +277,8 @@ def hidden_states(model: PreTrainedModel, where: Layout, settings: ForwardSettin
 def _media(
     body: PreTrainedModel, where: Layout, settings: ForwardSettings
 ) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """Arguments of the forward pass for the rows' media; without any, on a sharded model, a zero that the vision tower
-    has computed."""
+    """Arguments of the forward pass for the rows' media; a sharded model without media gets a zero computed by the
+    vision tower."""
     encoders = encoders_of(body)
     if where.media and encoders is None:
         found = f"reads text, and a row has {where.media[0].kind}s"

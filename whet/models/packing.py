@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of a batch for the model, and the only place where states and tokens are shifted by one.
+"""The layout of a batch for the model, and the only place that shifts states and tokens by one.
 
 A batch row is [left padding | prompt | response | right padding]. The model reads only its real tokens, either packed
 (rows concatenated, without padding) or padded (each row from the left edge, padding on its right). Both need only a
@@ -17,7 +17,8 @@ import torch
 
 from whet.devices import moved
 from whet.errors import DataError
-from whet.models.linear_attention import PackedFlow
+from whet.kernels.delta_rule import PackedFlow
+from whet.kernels.varlen_attention import TOKENS_STEP, Stretches, rounded
 from whet.types import Media
 
 # Attention runs on bunches of rows of similar length: the shortest row has at least MIN_FRACTION of the longest's
@@ -27,8 +28,7 @@ MIN_FRACTION, BUNCH_PAIRS = 0.8, 2**20
 FEW_PAIRS = 2**16
 # On a CPU each new shape of a bfloat16 product is compiled, which takes longer than a small product. Counts of tokens
 # and rows, and widths, are padded to multiples, so that shapes repeat.
-TOKENS_STEP, ROWS_STEP, WIDTH_STEP, STRETCHES_STEP = 64, 16, 16, 64
-TILE_ROWS = 64
+ROWS_STEP, WIDTH_STEP = 16, 16
 # Columns that must agree for two prompts to be the same, beside their media (a tuple for each row).
 PROMPT_COLUMNS, MEDIA, LATER_MEDIA = ("input_ids", "attention_mask", "position_ids"), "media", "response_media"
 ROUTED = "routed_experts"
@@ -46,7 +46,7 @@ class Grid:
     width: int
 
     def pad(self, flat: torch.Tensor) -> torch.Tensor:
-        """[T, ...] -> [num_rows, width, ...] with zeros in the padding; differentiable."""
+        """[T, ...] -> [num_rows, width, ...], with zeros in the padding; differentiable."""
         grid = padded(flat[self.tokens], self.slots, self.num_rows * self.width)
         return grid.unflatten(0, (self.num_rows, self.width))
 
@@ -90,57 +90,6 @@ class Bunch(Grid):
 
 
 @dataclass(frozen=True)
-class Stretches:
-    """The T tokens as S rows one after the other, the last of them padding, with K keys, for one call of attention."""
-
-    queries: torch.Tensor  # [S + 1] int32: where each row's own tokens begin, and T
-    keys: torch.Tensor  # [S + 1] int32: the same among the K keys
-    longest_query: int  # a bound, as the next
-    longest_key: int
-    size: int  # T, padding included
-    source: torch.Tensor | None = None  # [K] the token of each key; without it the keys are the T tokens
-    own: torch.Tensor | None = None  # [T] each token's key in its own row
-    shared: torch.Tensor | None = None  # [U] tokens of prompts that several rows share
-    users: torch.Tensor | None = None  # [U, n] their keys in the other rows; K where there are fewer
-    tiles: torch.Tensor | None = None  # [n, 4] of `tiles_of`, whose rows are the first keys; unset: a kernel's own
-
-    @classmethod
-    def of(
-        cls, own_lengths: torch.Tensor, prefix_lengths: torch.Tensor, in_order: torch.Tensor, tile: int = 0
-    ) -> Stretches:
-        """own_lengths and prefix_lengths [rows]; in_order [rows, L] index of each row's tokens among the T, its shared
-        prompt first, -1 behind them; `tile` tokens are attended together, 0: as many as a kernel takes."""
-        total, device = int(own_lengths.sum()), in_order.device
-        size = rounded(total, TOKENS_STEP)
-        lengths = torch.cat([own_lengths, own_lengths.new_tensor([size - total])])
-        depths = lengths + torch.nn.functional.pad(prefix_lengths, (0, 1))
-        empty = -len(lengths) % STRETCHES_STEP
-        found: dict[str, Any] = {
-            "queries": torch.nn.functional.pad(lengths, (1, empty)).cumsum(0).int(),
-            "keys": torch.nn.functional.pad(depths, (1, empty)).cumsum(0).int(),
-            "longest_query": _power_of_two(int(lengths.max())),
-            "longest_key": _power_of_two(int(depths.max())),
-            "size": size,
-            "tiles": tiles_of(lengths, depths.cumsum(0) - depths, depths - lengths, tile) if tile else None,
-        }
-        if not bool(prefix_lengths.any()):
-            return cls(**found)
-        is_key = in_order >= 0
-        is_own = is_key & (torch.arange(in_order.shape[1], device=device) >= prefix_lengths[:, None])
-        source = torch.cat([in_order[is_key], torch.arange(total, size, device=device)])
-        number = torch.full(in_order.shape, -1, device=device)
-        number[is_key] = torch.arange(len(source) - size + total, device=device)
-        own = torch.cat([number[is_own], torch.arange(len(source) - size + total, len(source), device=device)])
-        tokens, order = in_order[is_key & ~is_own].sort(stable=True)
-        shared, counts = torch.unique_consecutive(tokens, return_counts=True)
-        users = torch.full((len(shared), int(counts.max())), len(source), device=device)
-        rank = torch.arange(len(order), device=device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-        row = torch.arange(len(shared), device=device).repeat_interleave(counts)
-        users[row, rank] = number[is_key & ~is_own][order]
-        return cls(**found, source=source, own=own, shared=shared, users=users)
-
-
-@dataclass(frozen=True)
 class Layout(Grid):
     """T real tokens of the rows with at least one sampled token, the longest row first; N tokens were sampled.
 
@@ -162,7 +111,7 @@ class Layout(Grid):
 
     @property
     def size(self) -> int:
-        """T with padding, of packed rows."""
+        """T with the padding of packed rows."""
         return rounded(len(self.input_ids), TOKENS_STEP)
 
     def to(self, device: torch.device) -> Layout:
@@ -185,8 +134,8 @@ class Layout(Grid):
         return replace(whole, bunches=tuple(others), stretches=stretches)
 
     def with_runs(self, token_ids: Sequence[int]) -> Layout:
-        """The layout in which the tokens of each run of `token_ids`, which are a media's, attend to each other in both
-        directions; without `stretches`."""
+        """The layout in which the tokens of each run of `token_ids`, which belong to a media, attend to each other in
+        both directions; without `stretches`."""
         is_media = torch.isin(self.input_ids, self.input_ids.new_tensor(token_ids))
         begins = is_media & ~torch.nn.functional.pad(is_media, (1, -1))
         runs = begins.cumsum(0) * is_media  # 0 outside
@@ -198,17 +147,17 @@ class Layout(Grid):
 
     @cached_property
     def flow(self) -> PackedFlow:
-        """The order of the tokens for layers that hand on a state."""
+        """The order of the tokens for layers that pass on a state."""
         return PackedFlow.of(self.before, self.size)
 
     @cached_property
     def sampled_by_row(self) -> torch.Tensor:
-        """[num_rows] the number of sampled tokens of each row."""
+        """The number of sampled tokens of each row, [num_rows]."""
         return torch.unique_consecutive(self.places // self.shape[1], return_counts=True)[1]
 
     def at_ends(self, pad_token_id: int | None) -> Layout:
-        """The same rows with one place each, of its last sampled token; the state is that after its last token, as in
-        transformers the last one that is not `pad_token_id`."""
+        """The rows with one place each, at the last sampled token; its state is the one after the row's last token, in
+        transformers the last that is not `pad_token_id`."""
         index = torch.arange(len(self.input_ids), device=self.input_ids.device)
         if pad_token_id is not None:
             index = torch.where(self.input_ids == pad_token_id, -1, index)
@@ -230,9 +179,8 @@ def layout(
     on their device: the host, before anything is copied to another device.
 
     With `share_prompts` a prompt is computed once for all its rows, since later tokens do not change it. `in_stretches`
-    is for attention in one call over all rows, without grids, `tile` tokens at once. With `ring`, attention is that of
-    some of the tokens to all (`_in_ring`).  Raises: DataError when no token precedes a sampled one.
-    """
+    is for attention in one call over all rows, without grids, `tile` tokens at once. With `ring`, some of the tokens
+    attend to all (`_in_ring`).  Raises: DataError when no token precedes a sampled one."""
     response_mask = batch["response_mask"].bool()
     prompt_width = batch["input_ids"].shape[1] - response_mask.shape[1]
     kept = response_mask.any(1).nonzero()[:, 0]
@@ -282,20 +230,20 @@ def layout(
 
 
 def _before(in_order: torch.Tensor) -> torch.Tensor:
-    """The token before each in order, -1 before the first.   [rows, L] -> [rows, L]"""
+    """The token before each in order, -1 at the first.   [rows, L] -> [rows, L]"""
     return torch.nn.functional.pad(in_order, (1, -1), value=-1)
 
 
 def with_routed(where: Layout, routed: torch.Tensor) -> Layout:
-    """The layout with experts to replay: routed [B, R, layers, k] has in the place of each sampled token the experts of
-    the pass that it was sampled from, which is that of the token before it."""
+    """The layout with experts to replay: routed [B, R, layers, k] has at each sampled token the experts of the pass
+    that predicted it, at the token before it."""
     experts = routed.new_full((len(where.input_ids), *routed.shape[2:]), -1)
     experts[where.states] = routed.flatten(0, 1)[where.places]
     return replace(where, routed=experts)
 
 
 def _first_rows(batch: Mapping[str, Any], kept: torch.Tensor) -> torch.Tensor:
-    """The first of the rows `kept` that has the prompt of each: positions among them."""
+    """The first of the rows `kept` with the same prompt as each: indices into `kept`."""
     media = {MEDIA: [batch[MEDIA][row] for row in kept.tolist()]} if MEDIA in batch else {}
     return same_prompt({name: batch[name][kept] for name in ("response_mask", *PROMPT_COLUMNS)} | media)
 
@@ -309,8 +257,8 @@ def _in_ring(
     within: torch.Tensor,
     in_order: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Rows of attention made of pieces of the rows, the ones with `tokens` [n]; all that is before a piece
-    in its row is its prefix. Keys are the n tokens in the order that comes first, then the T in `places` [T].
+    """Rows of attention made of pieces of the rows, namely the pieces with `tokens` [n]; the prefix of a piece is all
+    text before it in its row. Keys are the n tokens in the returned order, then the T in `places` [T].
 
     rows [T] and within [T]: each token's row, and its index there.  Returns: the order of the n tokens, by piece;
     lengths, prefix_lengths, within and in_order of the pieces."""
@@ -338,7 +286,7 @@ def _in_ring(
 
 
 def _media(batch: Mapping[str, Any], rows: Sequence[int], has_prompt: Sequence[bool]) -> Iterator[Media]:
-    """Yields the media of rows in order, those of a prompt where the row has its tokens."""
+    """Yields the media of rows in order; media of a prompt only if the row has the prompt's tokens."""
     for row, has_own in zip(rows, has_prompt, strict=True):
         if has_own and MEDIA in batch:
             yield from batch[MEDIA][row]
@@ -347,7 +295,7 @@ def _media(batch: Mapping[str, Any], rows: Sequence[int], has_prompt: Sequence[b
 
 
 def same_prompt(batch: Mapping[str, Any]) -> torch.Tensor:
-    """[B] the first row with the same prompt as each row: the same tokens, media, positions and padding."""
+    """The first row with the same prompt (tokens, media, positions and padding) as each row, [B]."""
     rows, prompt_width = len(batch["input_ids"]), batch["input_ids"].shape[1] - batch["response_mask"].shape[1]
     prompts = [batch[name][..., :prompt_width].reshape(rows, -1) for name in PROMPT_COLUMNS]
     first: dict[tuple[bytes, object], int] = {}
@@ -359,7 +307,7 @@ def same_prompt(batch: Mapping[str, Any]) -> torch.Tensor:
 def _bunches(
     own_lengths: torch.Tensor, prefix_lengths: torch.Tensor, within: torch.Tensor, in_order: torch.Tensor
 ) -> Iterator[Bunch]:
-    """Yields bunches of rows, which are sorted by falling lengths; `within` [T] is each token's index in its row.
+    """Yields bunches of rows; the rows are sorted by falling lengths; `within` [T] is each token's index in its row.
 
     prefix_lengths [rows]; in_order [rows, L] index of each row's tokens among the T, its shared prompt first.
     """
@@ -396,38 +344,10 @@ def _bunches(
         row, token = end, tokens.stop
 
 
-def tile_tokens(heads: int, kv_heads: int) -> int:
-    """Tokens of a tile of attention, whose rows are tokens times heads of one head of keys."""
-    return max(1, TILE_ROWS // _power_of_two(heads // kv_heads))
-
-
-def tiles_of(
-    lengths: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, tokens: int, least: int = 0
-) -> torch.Tensor:
-    """[n, 4] first token, number of tokens, row, and position of the first token, of tiles of at most `tokens` tokens
-    of sequences that lie one after the other: their lengths, rows and first positions are [S]. Behind them come zeros,
-    up to `least` tiles."""
-    counts = (lengths + tokens - 1) // tokens
-    owner = torch.arange(len(lengths)).repeat_interleave(counts)
-    before = (torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]) * tokens
-    first, many = (lengths.cumsum(0) - lengths)[owner] + before, (lengths[owner] - before).clamp(max=tokens)
-    tiles = torch.stack([first, many, rows[owner], positions[owner] + before], 1)
-    return torch.nn.functional.pad(tiles, (0, 0, 0, max(0, least - len(tiles))))
-
-
-def rounded(count: int, step: int) -> int:
-    """`count`, rounded up to a multiple of `step` from 2 `step` on."""
-    return count if count < 2 * step else -(-count // step) * step
-
-
-def _power_of_two(length: int) -> int:
-    """The next one, so that what is compiled for a bound serves many batches."""
-    return 1 << max(0, length - 1).bit_length()
-
-
 class SpreadTokens(torch.autograd.Function):
     """Copies the tokens of each bunch into its grid, with or without shared prompts: [T, ...] -> for each bunch
-    [num_rows, (prefix_width +) width, ...]. One function handles all, so that the gradient is one tensor, no sum."""
+    [num_rows, (prefix_width +) width, ...]. One function for all bunches, so that the gradient is one tensor, not a
+    sum."""
 
     @staticmethod
     def forward(ctx, flat: torch.Tensor, bunches: tuple[Bunch, ...], with_prompts: bool):  # type: ignore[no-untyped-def]
@@ -461,7 +381,7 @@ def padded(flat: torch.Tensor, slots: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class Unpad(torch.autograd.Function):
-    """The inverse of `padded`. Slots differ, so the gradient is a copy, where that of `index_select` is a sum."""
+    """The inverse of `padded`. Slots differ, so the gradient is a copy, while `index_select` would sum."""
 
     @staticmethod
     def forward(ctx, padded: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]

@@ -34,7 +34,7 @@ def position_ids(attention_mask: torch.Tensor, rows: Sequence[torch.Tensor | Non
 
 
 def next_position(positions: torch.Tensor) -> int:
-    """Position of the first token after tokens with positions [n] or [3, n]."""
+    """Position of the first token after tokens at positions [n] or [3, n]."""
     return int(positions.max()) + 1 if positions.numel() else 0
 
 
@@ -42,10 +42,10 @@ def rotary_positions(
     token_ids: Sequence[int], media: Sequence[Media], opening: int | None = None
 ) -> torch.Tensor | None:
     """[3, T]: time, height and width of each token, as `get_rope_index` of transformers' Qwen models counts them. An
-    image of 4 x 6 patches takes 6 positions. None for media whose model counts tokens, and without media.
+    image of 4 x 6 patches takes 6 positions. None for models that only count tokens, and without media.
 
-    The first `opening` tokens (unset: all) are the prompt. What was sampled or read after it continues from the largest
-    position, also behind a video, as decoding does.  Raises: DataError where patch tokens and media do not agree."""
+    The first `opening` tokens (unset: all) are the prompt. Text after it continues from the largest position, also
+    behind a video, as decoding does.  Raises: DataError where patch tokens and media do not agree."""
     grids = [(grid, each.tokens.time_step) for each in media if each.tokens is not None for grid in each.tokens.grids]
     steps = [(grid, step) for grid, step in grids if step is not None]
     if not steps:
@@ -61,7 +61,7 @@ def rotary_positions(
 
 
 def patches(token_ids: Sequence[int], media: Sequence[Media]) -> list[list[int]]:
-    """Places of the patch tokens of each media.  Raises: DataError where tokens and media do not agree."""
+    """The indices of the patch tokens of each media.  Raises: DataError where tokens and media do not agree."""
     measured = [each.tokens for each in media if each.tokens is not None]
     known = {each.token_id for each in measured}
     found = [place for place, token in enumerate(token_ids) if token in known]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routers of a mixture of experts: what they choose for the sampled tokens, and the loss that keeps them even.
+"""The routers of a mixture of experts: their choices for the sampled tokens, and the loss that balances them.
 
-A router gives logits [tokens, E] and the experts that it chooses; both are read where the states are that predict a
-sampled token. A layer's tokens are those that the loss reads, so that neither packing, padding nor micro-batches change
-the numbers, as they would with all tokens of a forward pass."""
+A router computes logits [tokens, E] and chooses experts; both are read at the states that predict a sampled token. Only
+tokens that the loss reads count, so that packing, padding and micro-batches do not change the numbers, as they would
+with all tokens of a forward pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Recorded = list[tuple[torch.Tensor, torch.Tensor]]  # by layer with experts: log
 
 
 def auxiliary_coefficient(config: Any) -> float:
-    """The factor of the routers' auxiliary loss; 0 where the model's config does not ask for it, by
+    """The factor of the routers' auxiliary loss; 0 unless the model's config asks for it with
     `output_router_logits`."""
     values = config.get_text_config().to_dict()
     coefficient = values.get("router_aux_loss_coef") or values.get("aux_loss_alpha") or 0.0
@@ -31,7 +31,7 @@ def auxiliary_coefficient(config: Any) -> float:
 
 
 def routers_of(model: nn.Module) -> list[tuple[nn.Module, int]]:
-    """The routers of a model in the order of its layers, each with the place of the logits in its output."""
+    """The routers of a model in the order of its layers, each with the index of the logits in its output."""
     body = body_of(model)
     recorder: Any = getattr(body, "_can_record_outputs", None) or {}
     recorder = recorder.get("router_logits")
@@ -62,20 +62,20 @@ def _listener(found: Recorded, index: int) -> Callable[[nn.Module, object, Any],
 
 
 def mean_probs(found: Recorded, at: torch.Tensor) -> torch.Tensor:
-    """The mean over layers of the probabilities of the experts, of the tokens `at` [N] that routers read.  [N, E]"""
+    """The mean over layers of each expert's probability, at the tokens `at` [N] that routers read.  [N, E]"""
     return torch.stack([_rows(logits, at).float().softmax(-1) for logits, _ in found]).mean(0)
 
 
 @torch.no_grad()
 def mean_choices(found: Recorded, at: torch.Tensor) -> torch.Tensor:
-    """The mean over layers of how often each expert is chosen.  [N, E]"""
+    """The mean over layers of each expert's share of choices.  [N, E]"""
     return torch.stack([_counts(logits, chosen, at) for logits, chosen in found]).mean(0)
 
 
 @torch.no_grad()
 def loads(found: Recorded, at: torch.Tensor) -> torch.Tensor:
-    """Counts the choices of each expert by layer; behind them are the sum of the entropies of the probabilities, in
-    nats, and the number of tokens.  [L, E + 2]"""
+    """The number of choices of each expert by layer; then the sum of the entropies of the probabilities, in nats, and
+    the number of tokens.  [L, E + 2]"""
     by_layer = []
     for logits, chosen in found:
         log_probs = _rows(logits, at).float().log_softmax(-1)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routing of mixtures of experts: recorded while a rollout samples, and replayed by the routers of the trainer.
 
-Ma et al. 2025 (R3), https://arxiv.org/abs/2510.11370: an expert that is chosen by a hair in one engine is not chosen in
-another, which changes the token's probability by far more than rounding does.
-"""
+Ma et al. 2025 (R3), https://arxiv.org/abs/2510.11370: rounding may let two engines choose different experts, which
+changes the token's probability far more than rounding itself."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ DTYPE = torch.int16
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """A list to which every layer with experts adds the choice of its router [T, k] inside the block."""
+    """Yields a list to which every layer with experts adds its router's choices [T, k] inside the block."""
     chosen: list[torch.Tensor] = []
 
     def note(module: nn.Module, arguments: Any) -> None:
@@ -40,14 +39,14 @@ def recording(model: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 def as_bytes(chosen: list[torch.Tensor], keep: torch.Tensor | None) -> list[bytes]:
-    """Returns the choices of `recording` by token (of `keep`, where given): int16 k, then [layers, k] experts."""
+    """Returns the choices of `recording` for each token (of `keep`, if given): int16 k, then [layers, k] experts."""
     table = torch.stack(chosen, 1)
     table = (table if keep is None else table[keep]).flatten(1)
     return [row.tobytes() for row in F.pad(table, (1, 0), value=chosen[0].shape[1]).to(DTYPE).numpy()]
 
 
 def as_column(rows: Sequence[Sequence[bytes]], width: int) -> torch.Tensor | None:
-    """[B, width, layers, k] from rows of `as_bytes`, -1 where a token has none; None where all have none."""
+    """[B, width, layers, k] from rows of `as_bytes`, -1 where a token has no choices; None if no token has any."""
     some = next((np.frombuffer(each, np.int16) for row in rows for each in row if each), None)
     if some is None:
         return None
@@ -61,7 +60,7 @@ def as_column(rows: Sequence[Sequence[bytes]], width: int) -> torch.Tensor | Non
 
 
 class _Replayed(TorchFunctionMode):
-    """Makes `torch.topk` over the E experts return the given choices, with their values."""
+    """Makes `torch.topk` over the E experts return given choices, with their values."""
 
     def __init__(self, chosen: torch.Tensor, num_experts: int) -> None:
         super().__init__()
@@ -78,7 +77,7 @@ class _Replayed(TorchFunctionMode):
 
 
 def replay(layers: list[nn.Module]) -> None:
-    """Makes layers with experts read the argument `ARGUMENT`, with unmodified modules."""
+    """Makes layers with experts use the argument `ARGUMENT`, without changing their modules."""
     mixtures = [(layer, next(expert_modules(layer), None)) for layer in layers]
     for number, (layer, experts) in enumerate((layer, found[1]) for layer, found in mixtures if found is not None):
         _hook(layer, number, experts.num_experts)

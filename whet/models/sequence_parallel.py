@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context parallelism: each rank has a part of the tokens; in attention it has more tokens and a part of the heads.
+"""Context parallelism: each rank has a part of the tokens, and inside attention more tokens with a part of the heads.
 
 Jacobs et al. 2023 (Ulysses), https://arxiv.org/abs/2309.14509. A layer has two exchanges, before and after attention.
 With more ranks than heads, keys and values are gathered too, as in Llama 3 (2024), https://arxiv.org/abs/2407.21783.
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from whet.errors import ConfigError
-from whet.models.packing import TOKENS_STEP, rounded
+from whet.kernels.varlen_attention import TOKENS_STEP, rounded
 
 KEY = "engine.options.mesh.context"
 SUPPORTED = {"full_attention", "sliding_attention"}  # layer types in which only attention mixes tokens
@@ -36,43 +36,43 @@ class TokenShare:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return dist.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
-        """Number of this rank's part."""
+        """The number of this rank's part."""
         return dist.get_rank(self.group)
 
     @property
     def rings(self) -> int:
-        """Number of parts between which keys and values are gathered."""
+        """The number of parts between which keys and values are gathered."""
         return dist.get_world_size(self.ring_group)
 
     def padded(self, count: int) -> int:
-        """`count`, rounded up to tokens that all ranks divide."""
+        """`count`, rounded up so that all ranks get equal parts."""
         step = self.size if self.rings == 1 else 2 * self.size
         return -(-count // step) * step
 
     def order(self, total: int, device: torch.device) -> torch.Tensor:
-        """[size, total / size] the tokens of each rank."""
+        """The tokens of each rank, [size, total / size]."""
         halves = torch.arange(total, device=device).view(2 * self.rings, -1) if self.rings > 1 else None
         if halves is None:
             return torch.arange(total, device=device).view(self.size, -1)
         return torch.cat([halves[: self.rings], halves[self.rings :].flip(0)], 1).view(self.size, -1)
 
     def places(self, total: int, device: torch.device) -> torch.Tensor:
-        """[total] each token's index among the tokens of all ranks, one rank after the other."""
+        """The index of each token in the tokens of all ranks, one rank after the other, [total]."""
         return self.order(total, device).flatten().argsort()
 
     def ring(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the tokens of this row of ranks, of `count`, and the place of each where all rows are gathered."""
+        """Returns the tokens of this row of ranks, of `count`, and each one's index after gathering all rows."""
         total, host = self.padded(rounded(count, TOKENS_STEP)), torch.device("cpu")
         tokens = self.order(total, host).view(self.rings, -1)[dist.get_rank(self.ring_group)]
         return tokens[tokens < count], self.places(total, host)
 
     def own(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Part of this rank: [..., T] -> [..., T / size]."""
+        """The part of this rank: [..., T] -> [..., T / size]."""
         return tokens[..., self.order(tokens.shape[-1], tokens.device)[self.rank]]
 
     def gather_rings(self, states: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ class TokenShare:
         return _exchange(parts, self.heads_group).transpose(0, 1).flatten(1, 2)[None]
 
     def own_heads(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Part of the heads that this rank has in attention: [H] -> [H / heads]."""
+        """The part of the heads that this rank has in attention: [H] -> [H / heads]."""
         return numbers.chunk(dist.get_world_size(self.heads_group))[dist.get_rank(self.heads_group)]
 
     def to_tokens(self, states: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ class TokenShare:
 
     def gather(self, own: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
         """Gathers the values of N tokens from all ranks, [n, ...] -> [N, ...]; `owner` [N] is the rank of each token,
-        and a rank's values are in token order. Differentiable where all ranks compute the same from the result."""
+        and a rank's values are in token order. Differentiable if all ranks compute the same from the result."""
         counts = owner.bincount(minlength=self.size)
         most = int(counts.max()) if len(owner) else 0
         padding = [0, 0] * (own.dim() - 1) + [0, most - len(own)]
@@ -113,8 +113,8 @@ class TokenShare:
 
 
 def heads_ranks(config: Any, size: int, tensor: int = 1) -> int:
-    """The most of `size` ranks that can share a model's heads, of which each of `tensor` ranks has a part.  Raises:
-    ConfigError for layers in which tokens mix elsewhere too."""
+    """The largest number of `size` ranks that can share a model's heads, of which each of `tensor` ranks has a part.
+    Raises: ConfigError for layers that mix tokens outside of attention."""
     heads, kv_heads = config.num_attention_heads // tensor, config.num_key_value_heads // tensor
     if others := sorted(set(getattr(config, "layer_types", None) or ()) - SUPPORTED):
         expected = f"layers in which only attention mixes tokens, and this model has {', '.join(others)}"
@@ -159,7 +159,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _GatherParts(torch.autograd.Function):
-    """Gathers [...] -> [size, ...]; each rank's gradient is summed over all ranks, which compute different things."""
+    """Gathers [...] -> [size, ...]; each rank's gradient is summed over all ranks, as they compute different
+    results."""
 
     @staticmethod
     def forward(ctx, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]

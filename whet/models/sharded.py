@@ -34,8 +34,8 @@ from whet.models.lora import ADAPTER, HEAD, TRAINED_PARTS, adapted_layers, new_a
 
 
 def empty_model(path: str | Path, device: torch.device, **options: bool) -> TrainedModel:
-    """Makes the module of `outline`, which gets the `options`, with its weights on `meta` and its buffers, such as the
-    frequencies of rotary positions, on `device`.  Raises: ModelError."""
+    """Makes the module of `outline` (with `options`), with its weights on `meta` and its buffers, such as rotary
+    frequencies, on `device`.  Raises: ModelError."""
     with torch.device("meta"):
         model = outline(path, **options)
     for weight in model.parameters():
@@ -57,9 +57,9 @@ def fill(
     has_new_head: bool = False,
     allow_pickle: bool = False,
 ) -> None:
-    """Reads this rank's parts of the weights at `path` into a sharded `model` on `meta`. A value head starts at 0, a
-    new adapter with `new_adapter`; with `has_new_head` the head of a reward model, if the files lack it, with
-    `new_head`.  Raises: ModelError."""
+    """Reads this rank's parts of the weights at `path` into a sharded `model` on `meta`. A value head starts at 0;
+    `new_adapter` fills a new adapter; with `has_new_head`, `new_head` fills the head of a reward model that the files
+    lack.  Raises: ModelError."""
     body = body_of(model)
     layers = adapted_layers(body)
     with open_slices(path, allow_pickle) as files, without_weight_bars():
@@ -94,7 +94,7 @@ def fill(
 
 @torch.no_grad()
 def copy_part(weight: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copies `whole` into `weight`; where it is sharded, the local part."""
+    """Copies `whole` into `weight`, or the local part if it is sharded."""
     if not isinstance(weight, DTensor):
         weight.copy_(whole)
         return

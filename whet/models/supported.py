@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way in which whet computes a model: its own, with whet's attention on packed rows and a block cache; or the
-general one, transformers' own forward over padded rows (`models.general`), where layers mix tokens in other ways.
+"""The way in which whet runs a model: its own, with whet's attention on packed rows and a block cache; or the general
+one, transformers' own forward over padded rows (`models.general`), for layers that mix tokens in other ways.
 
-A model goes its own way where `_unsupported` finds nothing. To move a kind of layers there, whet's attention and caches
-learn it first; then `LAYER_TYPES`, `ARGUMENTS` or `_unsupported` take it."""
+A model runs in whet's own way if `_unsupported` finds nothing. To support a new kind of layers, extend whet's attention
+and caches first, then `LAYER_TYPES`, `ARGUMENTS` or `_unsupported`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch.func import functional_call
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
 from whet.errors import ModelError
-from whet.models.attention import Scores
+from whet.kernels.attention import Scores
 from whet.models.caches import LINEAR, Pages, layer_caches
 from whet.models.encoders.base import body_of
 from whet.models.linear_attention import is_followed
@@ -45,7 +45,7 @@ _FOUND: dict[tuple[type, str], str] = {}  # of models that this process has chec
 
 @dataclass(frozen=True)
 class Support:
-    """The way in which a model is computed."""
+    """The way in which a model runs."""
 
     lacks: str = ""  # the part of the model that the own way does not have; empty where it has all of them
     pads_left: bool = True  # padding on the left changes nothing: rows of any lengths are sampled together, by a mask
@@ -58,19 +58,19 @@ class Support:
 
 
 def support_of(model: Any) -> Support:
-    """The way in which a model from `load_policy` and its like is computed."""
+    """The way in which a model from `load_policy` and similar functions runs."""
     found = getattr(body_of(model), "support", None)
     return found if isinstance(found, Support) else Support()
 
 
 def set_support(model: Any, support: Support) -> None:
-    """Notes the way of a model where `support_of` finds it."""
+    """Stores the way of a model for `support_of`."""
     vars(body_of(model))["support"] = support
 
 
 def lack_of(model: Any, path: str | Path) -> str:
-    """Names the part of a transformers model, made with whet's attention, that the own way does not have; "" where it
-    has all.  Raises: ModelError for a model that is no language model."""
+    """Names the part of a transformers model, made with whet's attention, that whet's own way lacks; "" if it lacks
+    nothing.  Raises: ModelError for a model that is no language model."""
     config = model.config.get_text_config()
     if config.model_type in ENCODERS:
         found = f"is a {type(model).__name__} with attention in both directions (it is an encoder)"
@@ -86,7 +86,7 @@ def lack_of(model: Any, path: str | Path) -> str:
 
 
 def _unsupported(model: Any, config: Any) -> Iterator[str]:
-    """Descriptions of what is unsupported, the most telling one first."""
+    """Yields descriptions of unsupported parts, the most informative one first."""
     values = config.to_dict()
     if config.model_type in BY_TYPE:
         yield BY_TYPE[config.model_type]
@@ -121,11 +121,11 @@ def _unsupported(model: Any, config: Any) -> Iterator[str]:
 
 
 class _EnoughError(Exception):
-    """Ends a pass that has called attention often enough."""
+    """Ends a trial pass after enough calls of attention."""
 
 
 def _unsupported_calls(decoder: Any, config: Any) -> Iterator[str]:
-    """Runs a token through the model, as shapes without numbers, and checks that its calls of attention fit a cache."""
+    """Runs a token through the model, as shapes without values, and checks that its calls of attention fit a cache."""
     calls, is_counted = list[tuple[int, torch.Size, torch.Size, torch.Size]](), False
 
     def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Scores) -> torch.Tensor:

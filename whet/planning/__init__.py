@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory, disk and time of a run, before it starts."""
+"""Plans the memory, disk and time of a run before it starts."""

@@ -91,7 +91,7 @@ def _python() -> Iterator[Finding]:
 
 
 def _requirements() -> dict[str, list[Requirement]]:
-    """The requirements of whet by extra; those of every installation under ""."""
+    """The requirements of whet by extra; the ones of every installation under ""."""
     found: dict[str, list[Requirement]] = {"": []}
     try:
         texts = metadata.requires(DISTRIBUTION) or []
@@ -154,7 +154,7 @@ def _engines(requirements: dict[str, list[Requirement]]) -> Iterator[Finding]:
 
 
 def _problem(name: str) -> str:
-    """The error by which a rollout engine with its default options would refuse to start; "" without one."""
+    """The error with which a rollout engine with its default options would refuse to start; "" without one."""
     try:
         check_engine(TrainConfig.model_validate({"rollout": {"engine": {"name": name}}}))
     except ConfigError as error:
@@ -272,7 +272,7 @@ def examine_cluster(config: RunConfig, run_dir: Path) -> dict[str, list[Finding]
 
 
 def of_node(report: NodeReport, here: Mapping[str, str], paths: list[str]) -> Iterator[Finding]:
-    """Yields the findings of one node: its versions compared with those `here`, whether it has the files `paths`."""
+    """Yields the findings of one node: its versions compared with `here`, and whether it has the files `paths`."""
     if report.failure:
         is_alive = report.node.is_alive
         advice = "read the log of its raylet" if is_alive else "`ray status` may have the reason"

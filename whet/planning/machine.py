@@ -15,13 +15,15 @@ from pathlib import Path
 
 from whet.config.cluster import ClusterConfig
 from whet.errors import ConfigError
+from whet.planning.units import size
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+ANYWAY = "WHET_START_ANYWAY"  # environment variable: starts a run even if it does not fit by the estimate
 
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """The bytes that this process can still allocate, and the name of the limit."""
+    """The bytes that this process can still allocate, and the name of the limit that applies."""
 
     bytes: int
     bound: str
@@ -29,20 +31,20 @@ class FreeMemory:
 
 
 def free_memory() -> FreeMemory | None:
-    """The least free memory of the machine, its control groups and within `ulimit -v`; None if unknown."""
+    """The least free memory among machine, control groups and `ulimit -v`; None if unknown."""
     found = [*_machine(), *_control_groups(), *_address_space()]
     return min(found, key=lambda free: free.bytes, default=None)
 
 
 def uses_accelerators(cluster: ClusterConfig) -> bool:
-    """Tells whether a run computes on accelerators: those that Ray reserves, or enough of this machine's."""
+    """Tells whether a run computes on accelerators: reserved by Ray, or enough of them on this machine."""
     from whet import devices
 
     return any(cluster.gpus) if cluster.backend == "ray" else devices.count() >= cluster.devices
 
 
 def free_accelerator(cluster: ClusterConfig) -> FreeMemory | None:
-    """The free memory of the fullest accelerator that a run would use; None if the run computes on the host."""
+    """The free memory of the fullest accelerator that a run would use; None for a run on the host."""
     from whet import devices  # takes seconds, which the first answer of `whet plan` has not
 
     if not uses_accelerators(cluster):
@@ -58,7 +60,7 @@ def free_accelerator(cluster: ClusterConfig) -> FreeMemory | None:
 
 
 def stated(gib: float | None, name: str) -> FreeMemory | None:
-    """The memory of "an accelerator" or "a node", as a user states it; None where it is not stated.
+    """The memory of "an accelerator" or "a node" as the user gave it; None if not given.
 
     Raises: ConfigError."""
     if gib is None:
@@ -69,7 +71,7 @@ def stated(gib: float | None, name: str) -> FreeMemory | None:
 
 
 def total_memory() -> int | None:
-    """Returns the memory of the machine, without limits."""
+    """Returns the total memory of the machine, without limits."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
@@ -79,6 +81,15 @@ def total_memory() -> int | None:
 def free_disk(path: Path) -> int:
     """The free bytes of the disk at `path`, which need not exist yet."""
     return shutil.disk_usage(existing(path)).free
+
+
+def check_disk(needed: int, run_dir: Path, reclaimed_bytes: int = 0) -> None:
+    """Checks that a checkpoint of `needed` bytes fits onto the disk.  Raises: ConfigError."""
+    free = free_disk(run_dir) + reclaimed_bytes
+    if needed > free and os.environ.get(ANYWAY, "0") in ("", "0"):
+        found, expected = f"a checkpoint needs about {size(needed)}", f"at most {size(free)}, free in {run_dir}"
+        change = "free disk space, choose another trainer.run_dir"
+        raise ConfigError("disk", found, expected, f"{change}, or set {ANYWAY}=1 in the environment to go on anyway")
 
 
 def existing(path: Path) -> Path:
@@ -96,7 +107,7 @@ def _machine() -> Iterator[FreeMemory]:
 
 
 def _control_groups() -> Iterator[FreeMemory]:
-    """Yields the free memory of this process's control groups (both versions); inactive file pages count as free."""
+    """Yields the free memory of this process's control groups (both versions), counting inactive file pages as free."""
     for line in _lines(PROC / "self" / "cgroup"):
         _, controllers, group = line.split(":", 2)
         if controllers not in ("", "memory") and "memory" not in controllers.split(","):

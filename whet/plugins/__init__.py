@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plugins: parts that a run does without, a folder each, with a manifest of its names (`whet/manifests.py`)."""
+"""Plugins: optional parts, a folder each, with a manifest of the names that they add (`whet/manifests.py`)."""

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Mailbox:
-    """Calls that any thread makes, and the thread of an owner carries out."""
+    """Calls that any thread submits and the owner's thread runs."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None  # that broke it
@@ -29,7 +29,7 @@ class Mailbox:
         self._promises: set[Future[Any]] = set()
 
     def promise(self) -> Future[Any]:
-        """Returns a future that the owner fulfils, or `fail` does."""
+        """Returns a future that the owner fulfils, or that `fail` breaks."""
         future: Future[Any] = Future()
         self._promises.add(future)
         future.add_done_callback(self._promises.discard)
@@ -38,19 +38,19 @@ class Mailbox:
         return future
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Returns a future of the call's result. It can be cancelled before the call begins. SystemExit becomes a
-        RuntimeError."""
+        """Returns a future of the call's result. The future can be cancelled before the call begins. SystemExit becomes
+        a RuntimeError."""
         future = self.promise()
         self._calls.put((future, call))
         return future
 
     def serve(self, seconds: float) -> None:
-        """Carries out the calls that wait, in order; waits for the first one if there is none."""
+        """Runs the waiting calls in order; if there is none, waits for the first."""
         while self.take(seconds):
             seconds = 0.0
 
     def take(self, seconds: float | None = None) -> bool:
-        """Carries out the next call.  Returns False at the end, and if none comes within `seconds`."""
+        """Runs the next call.  Returns False at the end, and if no call comes within `seconds`."""
         with suppress(Empty):
             if (entry := self._calls.get(timeout=seconds)) is None:
                 return False
@@ -64,11 +64,11 @@ class Mailbox:
         return False
 
     def close(self) -> None:
-        """Ends one thread that takes, after the calls submitted so far."""
+        """Ends one serving thread after the calls submitted so far."""
         self._calls.put(None)
 
     def fail(self, error: BaseException) -> None:
-        """Breaks all promises, and all later ones, with the first error that is given."""
+        """Breaks all promises, present and later, with the error of the first call of `fail`."""
         self.error = self.error or error
         for future in list(self._promises):
             _fail(future, self.error)
@@ -117,7 +117,7 @@ def in_loop(work: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 def within(seconds: float, call: Callable[[], T], late: DeadlineError) -> T:
-    """Returns the result of a call; after `seconds` its thread is abandoned.  Raises: `late`; any error of the call."""
+    """Returns the result of a call, or abandons its thread after `seconds`.  Raises: `late`; any error of the call."""
     thread = Background("whet-within")
     future = thread.submit(call)
     thread.close()

@@ -36,7 +36,7 @@ class UnansweredCall:
 
 
 class Callee(Child):
-    """A child process with its pending calls and the bytes not sent or not complete yet."""
+    """A child process, with its pending calls and the bytes not yet sent or not yet complete."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -81,7 +81,7 @@ Event = Reply | Ended
 
 
 class Children:
-    """The children of one template. `target`, `argument` and `name` are those of a ForkServer.
+    """The children of one template. `target`, `argument` and `name` are the arguments of its ForkServer.
 
     Replies are pickled objects of the types `replies`; a child that sends anything else is killed. With `in_turn` a
     child serves its calls one after the other, and the time of each starts when the one before it ends. `in_turn` may
@@ -123,7 +123,7 @@ class Children:
         self._write(child)
 
     def kill(self, child: Callee) -> None:
-        """Ends a child and all that it started; no event follows."""
+        """Ends a child and all processes that it started; no event follows."""
         if self._running.pop(child.connection.fileno(), None) is not None:
             self._server.kill(child)
 
@@ -156,7 +156,7 @@ class Children:
         return events
 
     def close(self, idle: Collection[Callee] = ()) -> None:
-        """Ends all children; the idle ones may exit by themselves first."""
+        """Ends all children; the children in `idle` may exit by themselves first."""
         for child in idle:
             child.connection.close()
         until = time.monotonic() + LEAVE_SECONDS
@@ -177,7 +177,7 @@ class Children:
             child.unsent.clear()
 
     def _read(self, child: Callee, events: list[Event]) -> bool:
-        """Reads the messages of a child that have arrived.  Returns whether there may be more."""
+        """Reads the messages of a child that have arrived.  Returns True if more may follow."""
         try:
             data = child.connection.recv(READ_BYTES)
             for number, content in child.reader.feed(data):
@@ -195,7 +195,7 @@ class Children:
         return bool(data)
 
     def _reply(self, child: Callee, number: int, content: bytes) -> Reply:
-        """Raises: BrokenMessageError where the message is no reply to a pending call."""
+        """The reply in a message.  Raises: BrokenMessageError if the message is no reply to a pending call."""
         due = next(iter(child.calls), None) if self.in_turn else number
         try:
             value = pickle.loads(content)

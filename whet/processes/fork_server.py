@@ -50,9 +50,8 @@ class ForkServer:
 
     `target` is called once, in a new interpreter (the template), with `argument`: children share everything that it
     loads. Each child has a process group of its own, and its standard output is `stdout` (default: standard error). It
-    ends with all processes that it started, at the latest with this process, even after kill -9. `ps` shows template
-    and children as "whet NAME". Any thread may call; a forked copy of this process ends nothing.
-    """
+    ends with all processes that it started, at the latest when this process ends, even by kill -9. `ps` shows template
+    and children as "whet NAME". Any thread may call; a forked copy of this process ends no child."""
 
     def __init__(self, target: str, argument: bytes = b"", *, stdout: int | None = 2, name: str = "child") -> None:
         self._target, self._argument, self._stdout, self._name = target, argument, stdout, name
@@ -74,7 +73,7 @@ class ForkServer:
         return bool(self._ending)
 
     def spawn(self, kind: type[C]) -> C:
-        """Starts a child and returns it. A template that died is replaced first."""
+        """Starts a child and returns it; replaces a template that has died."""
         ours, theirs = socket.socketpair()
         with self._lock, theirs:
             child = kind(self._next, ours)
@@ -90,9 +89,9 @@ class ForkServer:
         return child
 
     def kill(self, child: Child) -> None:
-        """Ends a child and all that it started, without waiting; its exit code stays unset. `read` closes its
-        connection when it has ended: a child that sees this earlier begins to exit in the usual way, which takes
-        longer than its start."""
+        """Ends a child and all processes that it started, without waiting; its exit code stays unset. `read` closes its
+        connection after it has ended: a child that sees the connection close begins a normal exit, which takes longer
+        than its start."""
         with self._lock, contextlib.suppress(OSError):
             if self._running.pop(child.number, None) is None:
                 child.connection.close()
@@ -150,7 +149,7 @@ class ForkServer:
             )
 
     def _lose(self) -> list[Child]:
-        """Gives all children the exit code of their template, with which they end.  Returns them."""
+        """Marks all children as ended, with the exit code of their template.  Returns them."""
         code, lost = self._wait_for_template(), list(self._running.values())
         self._close_ending()
         self._running.clear()
@@ -164,7 +163,7 @@ class ForkServer:
         self._ending.clear()
 
     def _wait_for_template(self) -> int:
-        """Waits for the end of the template, and kills it when that takes too long.  Returns its exit code."""
+        """Waits for the end of the template, and kills it if that takes too long.  Returns its exit code."""
         try:
             return self._template.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:

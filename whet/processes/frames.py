@@ -5,8 +5,7 @@
     body      the size of each buffer, then the content
     buffers   raw bytes of tensors, neither copied nor checked
 
-The checksums detect other bytes that a process wrote into the connection, usually by accident.
-"""
+The checksums detect bytes that another writer put into the connection, usually by accident."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 
 
 class BrokenMessageError(Exception):
-    """Bytes on the connection are not a message."""
+    """Raised for bytes on the connection that are no message."""
 
 
 def send(connection: socket.socket, number: int, frames: Sequence[Frame]) -> None:
@@ -55,7 +54,7 @@ def pack(number: int, content: Frame, sizes: Sequence[int] = ()) -> bytes:
 
 
 class FrameReader:
-    """Splits a stream of bytes into messages without buffers."""
+    """Splits a stream of bytes into messages; these have no buffers."""
 
     def __init__(self) -> None:
         self._arrived = bytearray()

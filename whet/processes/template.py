@@ -75,7 +75,7 @@ class Caller:
         frames.send(self.connection, number, [content])
 
     def end_copy(self) -> None:
-        """Exits where this process is a forked copy of the child."""
+        """Exits if this process is a forked copy of the child."""
         if os.getpid() != self._pid:
             os._exit(0)
 
@@ -84,7 +84,7 @@ Serve = Callable[[Caller], None]
 
 
 def sendable(kind: type[E], error: WhetError) -> E:
-    """Returns an error of `kind` with the fields of `error`, none of a user's class: every process can read it."""
+    """Returns an error of `kind` with the fields of `error`, without a user's classes: every process can read it."""
 
     def plain(each: WhetError) -> E:
         found = each.found if type(each.found) in PLAIN else str(each.found)
@@ -94,7 +94,7 @@ def sendable(kind: type[E], error: WhetError) -> E:
 
 
 async def serve_tasks(caller: Caller, reply: Callable[[int, bytes], Coroutine[Any, Any, None]]) -> None:
-    """Runs `reply` as a task of its own for each call, until the caller closes the connection."""
+    """Runs `reply` as a separate task for each call, until the caller closes the connection."""
     import asyncio
 
     loop, tasks = asyncio.get_running_loop(), set[Any]()
@@ -115,7 +115,7 @@ async def serve_tasks(caller: Caller, reply: Callable[[int, bytes], Coroutine[An
 
 
 def main(control: int, owner: int, target: str, argument: bytes, name: str) -> None:
-    """Main function of the template, and after the fork of each child: it serves its caller, then exits normally.
+    """Main function of the template and, after the fork, of each child: serves the caller, then exits normally.
 
     A failure exits at once: otherwise the connection would close long before a large process has ended."""
     name_process(name)  # guards and children inherit it
@@ -139,7 +139,7 @@ def main(control: int, owner: int, target: str, argument: bytes, name: str) -> N
 
 
 def short_name(name: str) -> str:
-    """The part of a process's name that the kernel keeps: 15 bytes with those of "whet ", of a rank its number too."""
+    """A process's name, cut so that "whet " and it fit the 15 bytes that the kernel keeps; a rank keeps its number."""
     pool, _, rank = name.rpartition(" ")
     room = 15 - len(NAMED)
     return f"{pool[: room - len(rank) - 1]} {rank}" if pool and rank.isdecimal() else name[:room]
@@ -151,7 +151,7 @@ def name_process(name: str) -> None:
 
 
 def _fork_on_request(control: socket.socket, owner: int) -> socket.socket:
-    """Serves requests of the owner until the owner ends.  Returns in children only."""
+    """Serves requests of the owner until the owner ends.  Returns only in children."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     template, guards = os.getpid(), dict[int, int]()  # their process ids, by number
     while os.getppid() == owner:
@@ -185,7 +185,7 @@ def _fork_on_request(control: socket.socket, owner: int) -> socket.socket:
 
 
 def _guard(number: int, connection: socket.socket, control: socket.socket, template: int) -> socket.socket:
-    """Forks the child, reports its exit code, and kills the processes that it left.  Returns in the child only."""
+    """Forks the child, reports its exit code, and kills processes that it left behind.  Returns in the child only."""
     os.setpgrp()
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     _signal_on_death_of(template, signal.SIGTERM)
@@ -231,7 +231,7 @@ def _signal_on_death_of(parent: int, number: signal.Signals) -> None:
 
 
 def _end_children(spared: Collection[int] = ()) -> None:
-    """Kills the children of this process, and their children, which then become its own."""
+    """Kills the children of this process, and grandchildren, which then become its children."""
     while children := [pid for pid in _children() if pid not in spared]:
         for pid in children:
             with suppress(ProcessLookupError, PermissionError):

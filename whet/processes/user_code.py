@@ -16,10 +16,10 @@ import cloudpickle  # type: ignore[import-untyped]
 
 
 def pickle_code(value: Any, target: str | Callable[..., Any]) -> bytes:
-    """Pickles `value`, which holds `target`: by reference where other processes can import the target, else with its
+    """Pickles `value`, which contains `target`: by reference if other processes can import the target, else with its
     code.
 
-    Raises: any error of pickling an object that the target holds."""
+    Raises: errors of pickling an object that the target refers to."""
     module = None if isinstance(target, str) else sys.modules.get(target.__module__)
     top = "" if module is None else module.__name__.partition(".")[0]
     if module is None or any(finder.find_spec(top, None) is not None for finder in sys.meta_path):
@@ -32,8 +32,8 @@ def pickle_code(value: Any, target: str | Callable[..., Any]) -> bytes:
 
 
 def pin(sources: dict[str, bytes]) -> None:
-    """Makes the user's modules load from `sources` (path to content), not installed modules nor whet's own. A file that
-    `sources` lacks is read and added. Compiled files are ignored: they may be of another version."""
+    """Makes the user's modules load from `sources` (path to content), instead of installed modules or whet's own. Files
+    missing in `sources` are read and added. Compiled files are ignored: they may be of another version."""
     installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     installed = (*installed, f"{Path(__file__).parents[1]}{os.sep}")
     get_code = SourceFileLoader.get_code

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Untrusted programs, the limits of a run, and how it ended; the contract of sandboxes, and sandboxes by name, one of
-each in a process."""
+"""Untrusted programs, the limits of a run and the ways in which it ends; the contract of sandboxes, and sandboxes by
+name, one of each in a process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ End = Literal["ok", "failed", "compile", "timeout", "memory", "output", "process
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of one run of a program, with all processes that it starts."""
+    """The limits of one run of a program, including all processes that it starts."""
 
     seconds: float = 10.0  # wall-clock time
     cpu_seconds: float = 10.0  # of each process
@@ -53,8 +53,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Ran:
-    """The end of a run. `end` is "ok" for exit code 0, "failed" for another one, "compile" where it does not compile,
-    else the limit that ended it."""
+    """The end of a run. `end` is "ok" for exit code 0, "failed" for another code, "compile" if the program does not
+    compile, else the limit that ended it."""
 
     end: End
     code: int  # exit code, minus the signal for a killed program
@@ -66,7 +66,7 @@ class Ran:
 
 
 def until_late(run: Callable[[bytes], Ran], inputs: Sequence[bytes]) -> list[Ran]:
-    """Runs a program for each input. After one that took too long it is not run again: the others end so too."""
+    """Runs a program for each input. After one that took too long it is not run again: the others get the same end."""
     runs: list[Ran] = []
     for given in inputs:
         runs.append(runs[-1] if runs and runs[-1].end == "timeout" else run(given))
@@ -75,7 +75,7 @@ def until_late(run: Callable[[bytes], Ran], inputs: Sequence[bytes]) -> list[Ran
 
 @dataclass(frozen=True)
 class Language:
-    """A language: the file that its source is written into, the command that compiles it, the one that runs it."""
+    """A language: the file name of its source, the command that compiles it, and the command that runs it."""
 
     file: str
     run: Sequence[str]
@@ -85,7 +85,7 @@ class Language:
 
 @dataclass(frozen=True)
 class Program:
-    """A program in a language of the sandbox's `languages`."""
+    """A program in one of the sandbox's `languages`."""
 
     language: str
     source: str
@@ -105,22 +105,22 @@ class Sandbox(Protocol):
 
     @property
     def languages(self) -> Mapping[str, Language | str]:
-        """The languages of programs; for a service, its own names of them."""
+        """The languages of programs; a service has its own names for them."""
 
     def run(self, program: Program, inputs: Sequence[bytes]) -> list[Ran]:
-        """Compiles a program, and runs it for each standard input.  Raises: SandboxError where the sandbox fails."""
+        """Compiles a program, and runs it for each standard input.  Raises: SandboxError if the sandbox fails."""
 
     def close(self) -> None:
-        """Ends the programs that run."""
+        """Ends the running programs."""
 
 
 @cache
 def open_sandbox(name: str, python: str | None = None, languages: str = "{}", paths: tuple[str, ...] = ()) -> Sandbox:
     """The sandbox `bubblewrap`, `unisolated`, a service at http://HOST:PORT, or another registered one.
 
-    `python` is the interpreter of programs on this machine; `languages` further ones as JSON:
-    `{"lua": {"file": "a.lua", "run": ["lua", "a.lua"]}}`; `paths` are folders of toolchains on this machine.
-    Raises: SandboxError where it cannot hold programs."""
+    `python` is the interpreter of programs on this machine; `languages` has further languages as JSON: `{"lua":
+    {"file": "a.lua", "run": ["lua", "a.lua"]}}`; `paths` are folders of toolchains on this machine.  Raises:
+    SandboxError if it cannot isolate programs."""
     is_service = name.startswith(("http://", "https://"))
     is_known = name in SANDBOXES or ":" in name or missing_plugin("sandbox", name)
     if name == "service" or not is_known:

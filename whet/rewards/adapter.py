@@ -12,6 +12,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.errors import RewardError, SandboxError, describe, last_line
+from whet.registry import FOREIGN
 from whet.rewards.result import NOT_SCORED, as_number, failure, finite, read_result, split_rows
 from whet.types import Failure, Outcome, RewardItem
 
@@ -49,24 +51,24 @@ class RewardFunction:
 
     @property
     def takes_batch(self) -> bool:
-        """True where one call scores all items; they then fail together."""
+        """True if one call scores all items, which then fail together."""
         return self._form.takes_batch
 
     @property
     def is_concurrent(self) -> bool:
-        """True for an async function of one response: `score_one` calls may run at the same time."""
+        """True for an async function of one response: several `score_one` calls may run at the same time."""
         call = self._function if inspect.isroutine(self._function) else type(self._function).__call__
         return not self.takes_batch and any(map(inspect.iscoroutinefunction, (self._function, call)))
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         """Returns an outcome for each item, in order. An exception of the function becomes a Failure; its traceback is
-        logged once for each line that raises. Awaits one call after the other."""
+        logged once for each raising line. Awaits one call after the other."""
         score = self._score_logged if self._form.logs else self._score
         calls = split_calls(items, takes_batch=self.takes_batch)
         return [outcome for call in calls for outcome in score(call)]
 
     def _score_logged(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        """The outcomes of a call that gets functions to log by."""
+        """The outcomes of a call that passes logging functions."""
         logged, numbers = [dict[str, Any]() for _ in items], defaultdict[str, list[float]](list)
         logs = {
             "log_extra": partial(_log_extra, logged),
@@ -143,8 +145,8 @@ def adapt(
     runner: asyncio.Runner | None = None,
 ) -> RewardFunction:
     """Returns a RewardFunction that calls `function`, of any form, with `kwargs` on every call. The manager batch
-    requires a function of all responses, the others one of one response. `runner` is that of an async
-    method for a batch of one row, as verl's newer managers have it.
+    requires a function of all responses, others a function of one response. `runner` runs an async method for a batch
+    of one row, as in verl's newer managers.
 
     Raises: RewardError for a signature of no known form, a parameter without a value, an option not in the signature.
     """
@@ -166,6 +168,12 @@ def adapt(
     return RewardFunction(function, form, kwargs, correct_threshold, runner)
 
 
+def stand_ins() -> AbstractContextManager[None]:
+    """Makes modules of other systems importable in the block, for files of rewards, where a plugin offers `imports`."""
+    offered = FOREIGN.shipped.get("imports")
+    return nullcontext() if offered is None else offered.load()()
+
+
 def split_calls(items: Sequence[RewardItem], *, takes_batch: bool) -> list[Sequence[RewardItem]]:
     """The items that each call of a function scores: all of them, or one each."""
     return [items] if takes_batch and items else [[item] for item in items]
@@ -173,7 +181,7 @@ def split_calls(items: Sequence[RewardItem], *, takes_batch: bool) -> list[Seque
 
 @dataclass(frozen=True)
 class _Form:
-    """The form of a function: which parameters each call passes, and how to get their values from the items."""
+    """The form of a function: the parameters that each call passes, and the values that items supply for them."""
 
     values: Mapping[str, Callable[[RewardItem], Any]]  # by parameter; a list of them where the function takes a batch
     takes_batch: bool
@@ -197,7 +205,7 @@ class _Form:
 
 
 def _log_extra(logged: Sequence[dict[str, Any]], column: str, values: Any) -> None:
-    """TRL's function for a column of the table of completions: a value for each of them."""
+    """TRL's function for a column of the table of completions: `values` has a value for each completion."""
     for row, found in zip(logged, split_rows({column: values}, len(logged)), strict=True):
         value = found.get(column, values)  # one for all, where it is no list
         number = as_number(value)
@@ -211,7 +219,7 @@ def _trajectory(item: RewardItem) -> dict[str, Any]:
 
 
 def _conversation(item: RewardItem) -> list[Any]:
-    """The messages of the prompt, and after it."""
+    """The messages of the prompt, and the messages after it."""
     prompt = [message.to_dict() for message in item.messages] or [{"role": "user", "content": item.prompt_str}]
     return [*prompt, *_trajectory(item)["messages"]]
 
@@ -244,8 +252,8 @@ _EASYR1: Mapping[Any, str] = {"batch": "list[dict]", "sequential": "dict"}
 def _recognise(
     parameters: Sequence[inspect.Parameter], *, takes_batch: bool, options: Collection[str], annotation: str | None
 ) -> _Form | None:
-    """The form of a signature; `takes_batch` decides where it leaves both open, as `**kwargs` does. `annotation` takes
-    the place of that of the first parameter, unless that is a DataProto."""
+    """The form of a signature; `takes_batch` decides if the signature fits both, as with `**kwargs`. `annotation`
+    replaces the first parameter's annotation, unless that is DataProto."""
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     common = _COMMON_FIELDS if any(p.kind is p.VAR_KEYWORD for p in parameters) else set()
     names = {p.name for p in named}
@@ -269,11 +277,10 @@ def _recognise(
 
 
 def _recognise_whole(name: str, annotation: str, names: Collection[str]) -> _Form | None:
-    """The form of a function whose first parameter holds everything: a dict, a list of dicts, or a DataProto."""
+    """The form of a function whose first parameter holds all values: a dict, a list of dicts, or a DataProto."""
     form = next((usual for usual, pattern in _WHOLE.items() if pattern.match(annotation)), name)
     if form == "data":
-        from whet.rewards.data_proto import make_batch, split_batch_rows
-
+        make_batch, split_batch_rows = FOREIGN["data_proto"].load()()
         asks = {"return_dict": lambda items: True} if "return_dict" in names else {}  # of verl's managers
         return _Form({}, True, {name: make_batch, **asks}, split_batch_rows)
     return _Form({name: _as_dict}, form == "reward_inputs") if form in ("reward_input", "reward_inputs") else None
@@ -281,7 +288,7 @@ def _recognise_whole(name: str, annotation: str, names: Collection[str]) -> _For
 
 def _recognise_trl(named: Sequence[inspect.Parameter], *, has_keywords: bool, options: Collection[str]) -> _Form:
     """TRL's form. Completions and prompts are lists of messages if the annotation says dicts, texts if it says str, and
-    else what the prompts of the data are. A parameter that is not in `options` is a field of the rows."""
+    else they follow the prompts of the data. A parameter that is not in `options` is a field of the rows."""
     annotation = next((_annotation_text(p) for p in named if p.name == "completions"), "")
     as_chat = True if re.search("dict", annotation, re.IGNORECASE) else False if "str" in annotation else None
 
@@ -307,18 +314,18 @@ def _recognise_trl(named: Sequence[inspect.Parameter], *, has_keywords: bool, op
 
 
 def _split_scored(raw: object, count: int) -> list[object]:
-    """`split_rows`, with None as the result of a row that the function does not score."""
+    """`split_rows`, with None for a row that the function does not score."""
     return [NOT_SCORED if row is None else row for row in split_rows(raw, count)]
 
 
 def _row(item: RewardItem) -> dict[str, Any]:
-    """The fields of the row by their names in TRL, the ground truth under each of its usual names."""
+    """The fields of the row under their names in TRL, the ground truth under each of its usual names."""
     answers = {} if item.ground_truth is None else dict.fromkeys(_ANSWERS, item.ground_truth)
     return {**answers, "data_source": item.data_source, **item.extra_info}
 
 
 def _plural(name: str) -> str:
-    """The parameter of the values of all responses, from that of one."""
+    """The parameter name for the values of all responses, from the name for one response."""
     return f"{name[:-1]}ies" if name.endswith("y") else f"{name}s"
 
 
@@ -340,7 +347,7 @@ def check_options(
     supplied: Collection[str],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Checks that each of `kwargs` is an option, and that all parameters get a value.  Raises: RewardError."""
+    """Checks that each of `kwargs` is an option, and that every parameter has a value.  Raises: RewardError."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     own = {p.name: p for p in parameters if p.kind not in variadic}
     options = [name for name in own if name not in supplied]

@@ -23,15 +23,14 @@ def exact_match(
     ignore_punctuation: bool = False,
     ignore_articles: bool = False,
 ) -> dict[str, float | str | None]:
-    """1 where the answer equals the ground truth, or one of the list of ground truths, else 0.
+    """1 if the answer equals the ground truth, or one of a list of ground truths, else 0.
 
-    Before the comparison both are normalised to Unicode NFKC, with each run of white space as one space. Where `after`
-    (`</think>`, `Answer:`) is set, the answer is the text after its last occurrence; without one the reward is 0.
-    Where `before` (`</answer>`) is set too, the answer ends at its first occurrence, and the reward is 0 without one:
-    `<answer>London</answer>` has the answer London.
-    `ignore_articles` is for English; text of only articles or punctuation keeps them. `pred` is the normalised answer.
-    Raises: ValueError for an empty list of ground truths, and where one is None.
-    """
+    Before the comparison both are normalised to Unicode NFKC, with each run of white space as one space. If `after`
+    (`</think>`, `Answer:`) is set, the answer is the text after its last occurrence; without one the reward is 0. If
+    `before` (`</answer>`) is set too, the answer ends at its first occurrence, and the reward is 0 without one:
+    `<answer>London</answer>` has the answer London. `ignore_articles` is for English; text of only articles or
+    punctuation keeps them. `pred` is the normalised answer.  Raises: ValueError for an empty list of ground truths, and
+    if one is None."""
     listed = entries(ground_truth)
     truths = [ground_truth] if listed is None else listed
     if not truths or None in truths:

@@ -32,14 +32,13 @@ def compute_score(
     method: Literal["flexible", "strict"] = "flexible",
     format_score: Share = 0.0,
 ) -> dict[str, float | str | None]:
-    """1 where the answer is the number of the ground truth, `format_score` where it is another number, else 0.
+    """1 if the answer is the number of the ground truth, `format_score` if it is another number, else 0.
 
     `strict` reads the number after the last `####`, `flexible` the last number, both in the text after the last
     `</think>`. Commas, `$` and a trailing dot do not matter, and 72.0 equals 72. A number inside a fraction, power or
-    root does not count, nor the first of several after `####`, nor one of the prompt, repeated. `ground_truth` is the
-    number, or a solution as published, which ends in `#### n`. `pred` is the number found.
-    Raises: ValueError for a ground truth without a number, and for an unknown method.
-    """
+    root does not count, nor the first of several after `####`, nor a number in a repeated prompt. `ground_truth` is the
+    number, or a solution as published, which ends in `#### n`. `pred` is the number found.  Raises: ValueError for a
+    ground truth without a number, and for an unknown method."""
     if method not in ("flexible", "strict"):
         raise ConfigError("method", method, "'flexible' or 'strict'")
     truth = read_truth(ground_truth)
@@ -65,8 +64,8 @@ def _number_after_mark(text: str) -> Decimal | None:
 
 
 def last_number(text: str, prompt: str = "") -> Decimal | None:
-    """The last number of a text; None where there is none, or where it is part of a fraction, power or root, or of the
-    repeated prompt."""
+    """The last number of a text; None without one, or if it is part of a fraction, power or root, or of the repeated
+    prompt."""
     matches = list(_NUMBER.finditer(text))
     if not matches:
         return None

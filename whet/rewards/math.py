@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Competition mathematics: the answer is an expression, correct if mathematically equal to the ground truth.
 
-Expressions in running text are extracted whole: from "is 2/3" comes 2/3, not 3. Other rewards pay
-the verdict of `math` as +1 and -1, or in a sum with the format, or that of math-verify alone."""
+Expressions in running text are extracted whole: from "is 2/3" comes 2/3, not 3. Other rewards here pay the verdict of
+`math` as +1 and -1 or in a sum with the format, or the verdict of math-verify alone."""
 
 from __future__ import annotations
 
@@ -73,15 +73,14 @@ _INTERVAL = re.compile(r"[(\[].+,.+[)\]]")
 def compute_score(
     solution_str: str, ground_truth: str | int | float | list[str], prompt_str: str = ""
 ) -> dict[str, float | str | None]:
-    """1 where the answer equals the ground truth, else 0: as text, or in value or symbolically by math-verify.
+    """1 if the answer equals the ground truth, else 0: as text, or in value or symbolically by math-verify.
 
     The answer is searched in the text after the last `</think>`: the last closed `\\boxed{}` or `\\fbox{}`, else the
     content of the last `<answer>` tag or the text after the last "answer is" or "answer:", else the last expression,
-    unless it belongs to the prompt, repeated. An expression is read whole: "2/3" is not 3, and "5 or 6" is the set of
+    unless it belongs to a repeated prompt. An expression is read whole: "2/3" is not 3, and "5 or 6" is the set of
     both. Adjacent boxes are joined where the truth has several values. Both are normalised first (docs/rewards.md has
     the list). `ground_truth` may be boxed; a list of texts, also as JSON, has truths of which one is enough
-    (Skywork-OR1's data). `pred` is the answer's `vote`.
-    """
+    (Skywork-OR1's data). `pred` is the answer's `vote`."""
     if truths := _truths(ground_truth):
         found = [compute_score(solution_str, each, prompt_str) for each in truths]
         return max(found, key=lambda each: each["reward"] or 0.0)
@@ -104,11 +103,10 @@ def _truths(ground_truth: object) -> list[str]:
 
 @register_reward("math_verify")
 def by_math_verify(solution_str: str, ground_truth: str | int | float) -> dict[str, float | str | None]:
-    """1 where math-verify by itself, called as verl's `math_verify` calls it, finds the answer in a response equal to
-    the ground truth, else 0: the boxed truth read as LaTeX, the response as an expression or LaTeX, six places.
+    """1 if math-verify alone finds the answer in a response equal to the ground truth, else 0. Called as in verl's
+    `math_verify`: the boxed truth read as LaTeX, the response as an expression or LaTeX, six decimal places.
 
-    `math` is stricter, and reads more notations. `pred` is that of `math`.
-    """
+    `math` is stricter, and reads more notations. `pred` comes from `math`."""
     seconds = 5 if threading.current_thread() is threading.main_thread() else None  # it needs signals
     math_verify.grader.TIMEOUT_WARNING_SHOWN = True  # without a deadline it would say so
     truth = parse(rf"\boxed{{{ground_truth}}}", [LatexExtractionConfig()], parsing_timeout=seconds)
@@ -122,7 +120,7 @@ def by_math_verify(solution_str: str, ground_truth: str | int | float) -> dict[s
 def math_dapo(
     solution_str: str, ground_truth: str | int | float, prompt_str: str = ""
 ) -> dict[str, float | str | None]:
-    """1 where `math` finds the answer correct, else -1; the accuracy stays 1 and 0. `pred` is that of `math`.
+    """1 if `math` finds the answer correct, else -1; the accuracy stays 1 and 0. `pred` comes from `math`.
 
     DAPO (arXiv:2503.14476) adds a penalty for length, which is `algorithm.overlong`.
     """
@@ -151,7 +149,7 @@ def geo3k(
 
 
 def extract_answer(text: str, truth: str = "", prompt: str = "") -> str | None:
-    """Returns the answer as written, without its box; None where the text has none.
+    """Returns the answer as written, without its box; None if the text has none.
 
     Adjacent boxes are one answer where the truth has several values and the last box has one."""
     text = re.sub(r"(?<=[a-z])\$\^\{?([23])\}?\$", r"^\1", after_thought(text))  # "5 cm$^2$"
@@ -178,8 +176,8 @@ def extract_answer(text: str, truth: str = "", prompt: str = "") -> str | None:
 
 
 def _stated(text: str, end: int, truth: str) -> str:
-    """The answer in the sentence up to `end`, behind "answer is": its first expression, unless the sentence speaks of
-    that one and says then what it is: "The largest $n$ is 34"."""
+    """The answer in the sentence up to `end`, after "answer is": its first expression, unless the sentence goes on to
+    give the value of that expression: "The largest $n$ is 34"."""
     because = _BECAUSE.search(text, 0, end)
     last = because.start() if because else end
     found = list(find_expressions(text))
@@ -199,12 +197,12 @@ def _stated(text: str, end: int, truth: str) -> str:
 
 
 def _with_unit(text: str, start: int, found: str, truth: str) -> str:
-    """The expression `found`, with the unit behind it where the truth has one."""
+    """The expression `found`, with the unit after it if the truth has a unit."""
     return found + (unit_after(text[start + len(found) :]) if read(truth).unit and start >= 0 else "")
 
 
 def extract_boxes(text: str, *, joined: bool = False) -> str | None:
-    """Returns the content of the last closed box; with `joined` also of the boxes that math-verify joins with it."""
+    """Returns the content of the last closed box; with `joined` also of the boxes that math-verify joins to it."""
     boxes, opened = [], []
     for brace in _BRACES.finditer(text):
         if brace[0][-1] == "{" and brace[0] != "\\{":
@@ -218,11 +216,12 @@ def extract_boxes(text: str, *, joined: bool = False) -> str | None:
 
 
 def is_equal(answer: str, truth: str) -> bool:
-    """Returns whether two answers, as LaTeX or plain text, are equal: as text, or according to math-verify, and their
-    units where both have one. A sum, difference or product that is not worked out is not equal to a number, nor is a
-    list, or an equation of others.
+    """Returns whether two answers, as LaTeX or plain text, are equal, as text or according to math-verify; if both have
+    units, these must be equal too. A sum, difference or product that is not worked out is not equal to a number, nor is
+    a list, nor an equation of other expressions.
 
-    There is no deadline: long, deep and huge expressions are not parsed, but simplifying others may still never end."""
+    There is no deadline: long, deep and huge expressions are not parsed, but simplifying other ones may still never
+    end."""
     one, other = read(answer), read(truth)
     has_units = bool(one.unit and other.unit)
     if has_units and one.unit != other.unit:
@@ -238,7 +237,7 @@ def is_equal(answer: str, truth: str) -> bool:
 
 
 def _is_same(answer: str, truth: str) -> bool:
-    """`is_equal` of the mathematics of two answers."""
+    """`is_equal` for the mathematics of two answers, without units."""
     one, other = key_of(answer), key_of(truth)
     if one == other or (len(one) > 1 and one.isalpha() and one.casefold() == other.casefold()):
         return one != ""
@@ -259,8 +258,8 @@ def _is_same(answer: str, truth: str) -> bool:
 
 
 def _may_be_number(answer: str, key: str, truth: Decimal) -> bool:
-    """Tells whether an answer that is no number as it stands may have the value `truth`: 42.0 cm, 84/2, x = 42, but not
-    the question again (17 + 25), an equation of other numbers (43 = 42), or a list (42, 42)."""
+    """Tells whether an answer that is not a plain number may have the value `truth`: 42.0 cm, 84/2, x = 42, but not the
+    question again (17 + 25), an equation of other numbers (43 = 42), or a list (42, 42)."""
     sides = [key_of(normalise(side)) for side in _SIDES.split(answer) if side.strip()]
     numbers = [found for side in sides if (found := number(side)) is not None] if len(sides) > 1 else []
     if numbers:
@@ -285,7 +284,7 @@ def vote(answer: str) -> str:
 
 @lru_cache(maxsize=256)
 def _parse(text: str) -> Expression | None:
-    """The expression as math-verify parses it; None for one that it cannot parse, misreads, or might never finish."""
+    """The expression as math-verify parses it; None if it cannot parse it, misreads it, or might never finish."""
     text = normalise(text)
     depths = open_brackets(text)
     if len(text) > MAX_CHARS or max(depths, default=0) > MAX_DEPTH or _MISREAD.search(text):
@@ -301,11 +300,11 @@ def _parse(text: str) -> Expression | None:
 
 
 class TwoStageParser(latex2sympy2.PSParser):  # type: ignore[misc]
-    """latex2sympy2's parser, with SLL prediction first, which costs less and gives the tree of LL or a syntax error;
-    after an error with LL.  Source: https://www.antlr.org/papers/allstar-techreport.pdf"""
+    """latex2sympy2's parser, first with SLL prediction, which is cheaper and gives the same tree as LL or a syntax
+    error; after an error with LL.  Source: https://www.antlr.org/papers/allstar-techreport.pdf"""
 
     def math(self) -> Any:
-        """The tree of the whole text.  Raises: Exception for a syntax error."""
+        """The syntax tree of the whole text.  Raises: Exception for a syntax error."""
         self._interp.predictionMode = PredictionMode.SLL
         try:
             return super().math()
@@ -321,7 +320,8 @@ latex2sympy2.PSParser = TwoStageParser  # the name that it looks up for each tex
 
 
 def _is_feasible(expression: Expression) -> bool:
-    """True where the numbers have at most `MAX_DIGITS` digits and there is no sum, product, integral or limit."""
+    """True if the numbers have at most `MAX_DIGITS` digits and the expression has no sum, product, integral or
+    limit."""
     for node in sympy.postorder_traversal(expression):
         if isinstance(node, (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)):
             return False
@@ -383,7 +383,7 @@ def find_expressions(text: str) -> Iterator[tuple[int, str]]:
 
 
 def last_expression(text: str) -> str | None:
-    """Returns the last expression of a text, None where it has none."""
+    """Returns the last expression of a text; None if it has none."""
     for size in (MAX_CHARS, 8 * MAX_CHARS):  # it is nearly always in the last lines
         if len(text) > size and (found := list(find_expressions(text[-size:].partition("\n")[2]))):
             return found[-1][1]
@@ -391,12 +391,12 @@ def last_expression(text: str) -> str | None:
 
 
 def open_brackets(text: str) -> list[int]:
-    """Returns how many brackets are open after each character."""
+    """Returns the number of open brackets after each character."""
     return list(accumulate((each in "([{") - (each in ")]}") for each in text))
 
 
 def _first_word(text: str, last: int) -> int | None:
-    """Start of the arithmetic in words whose last number is at `last`; None where there is none."""
+    """Start of the arithmetic in words whose last number is at `last`; None without one."""
     words = text[max(0, last - 24) : last].split()
     while words and words[-1] in _DETERMINERS:
         words.pop()
@@ -408,7 +408,7 @@ def _first_word(text: str, last: int) -> int | None:
 
 
 def _trim(text: str) -> str:
-    """`text` without the punctuation around it and without unmatched brackets at its ends."""
+    """Strips punctuation around `text`, and unmatched brackets at its ends."""
     before = None
     while text != before and len(text) <= MAX_CHARS:
         before = text

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Reads an answer for `math`: its mathematics apart from a unit, a condition, and words before it; and compares what
-math-verify parses, with numbers compared exactly, and notations that parsing loses.
+r"""Reads an answer for `math`: separates its mathematics from a unit, a condition, and words before it; and compares
+expressions parsed by math-verify, with exact numbers, and with notations that parsing loses.
 
-`\text{The answer is } 60\text{ km/h}` is 60, of km/h, as is `60 kilometers per hour`;
-`x = 2\pi k \quad (k \in \mathbb{Z})` is `x = 2\pi k`. math-verify rounds numbers to six places, so tiny ones are all
-equal to it, and it reads neither the base of a number nor the difference of a set and a tuple. Its grader is loaded a
-second time here: others get it as it comes."""
+`\text{The answer is } 60\text{ km/h}` is 60, of km/h, as is `60 kilometers per hour`; `x = 2\pi k \quad (k \in
+\mathbb{Z})` is `x = 2\pi k`. math-verify rounds numbers to six places, so all tiny numbers are equal to it, and it
+reads neither the base of a number nor the difference of a set and a tuple. Its grader is loaded a second time here:
+other users get it unchanged."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ WHOLE = r"\in\mathbb{Z}"
 
 
 class Reading(NamedTuple):
-    """An answer as it is compared. `text`: its mathematics without unit and condition; `condition`: a name and what
-    holds for it; `is_remark`: it ends with a text that is no unit."""
+    """An answer in the form that is compared. `text`: its mathematics without unit and condition; `condition`: a name
+    and the condition on it; `is_remark`: it ends with a text that is no unit."""
 
     text: str
     unit: frozenset[tuple[str, int]]
@@ -79,7 +79,7 @@ def read(answer: str) -> Reading:
 
 @lru_cache(maxsize=1024)
 def normalise(text: str) -> str:
-    """Returns `text` on one line as `math_tex.clean` writes it, with `NORMALISATIONS` applied."""
+    """Returns `text` on one line as cleaned by `math_tex.clean`, with `NORMALISATIONS` applied."""
     if len(text) > MAX_CHARS:
         return " ".join(text.split())
     text = _without_words_before(clean(text))
@@ -89,20 +89,20 @@ def normalise(text: str) -> str:
 
 
 def key_of(text: str) -> str:
-    """A number as its value, anything else as its text without layout."""
+    """The value of a number, or any other text without its layout."""
     if _NUMBER.fullmatch(text):
         return number_text(Decimal(text.replace(",", "")))
     return _LAYOUT.sub("", text)
 
 
 def number(key: str) -> Decimal | None:
-    """The number that the key of an answer is, where its length is quick to read; None for anything else."""
+    """The number in the key of an answer, if it is short enough to read quickly; None for any other text."""
     return Decimal(key.replace(",", "")) if len(key) < 100 and _NUMBER.fullmatch(key) else None
 
 
 def renamed(one: Reading, other: Reading) -> str | None:
-    """The text of `one` with the name for which its condition holds as in `other`; None where conditions differ. That a
-    name is a whole number goes without saying."""
+    """The text of `one`, with its condition's name replaced by the name in `other`; None if the conditions differ. A
+    condition that a name is a whole number is ignored."""
     if one.condition is None or other.condition is None:
         said = one.condition or other.condition
         return one.text if said is None or said[1] == WHOLE else None
@@ -114,7 +114,7 @@ def renamed(one: Reading, other: Reading) -> str | None:
 
 
 def _split_condition(text: str) -> tuple[str, tuple[str, str] | None]:
-    """An answer without the condition behind it, and the condition."""
+    """Splits an answer into the text before its condition, and the condition."""
     text = _INTEGERS.sub(lambda each: rf", {each[1] or each[2] or each[3] or ''}{WHOLE}", text)
     for separator in re.finditer(r"[\s,;(]+|\\quad|\\text", text):
         head, found = text[: separator.start()], _CONDITION.fullmatch(text, separator.start())
@@ -126,7 +126,7 @@ def _split_condition(text: str) -> tuple[str, tuple[str, str] | None]:
 
 
 def _without_words_before(text: str) -> str:
-    """`text` without "The answer is" and the like before it, and out of the \\text{} that holds all of it."""
+    """`text` without "The answer is" and similar words before it, and taken out of a \\text{} that holds all of it."""
     text = re.sub(r"^(?:\\(?:approx|Rightarrow|implies|to)(?![a-zA-Z])\s?)+", "", text)
     if whole := re.fullmatch(r"\\text\{((?:[^{}]|\^\{[^{}]*\})*)\}(\^\{\d\})?", text):
         text = whole[1] + (whole[2] or "")
@@ -174,8 +174,8 @@ UNITS = _table()
 
 
 class Amount(NamedTuple):
-    """An answer without its unit: base units with powers, none for words such as "apples". `scale` is the power of ten
-    of "million", `is_sure` False for letters that may be variables: `5m`."""
+    """An answer without its unit: base units with powers, empty for words such as "apples". `scale` is the power of ten
+    of "million", `is_sure` is False for letters that may be variables: `5m`."""
 
     text: str
     unit: frozenset[tuple[str, int]] = frozenset()
@@ -184,7 +184,7 @@ class Amount(NamedTuple):
 
 
 def split_unit(text: str) -> Amount | None:
-    """An answer, as `math_tex.clean` writes it, without the unit behind it; None where there is a remark instead."""
+    """Splits the unit off an answer that `math_tex.clean` has cleaned; None if a remark follows instead."""
     for start in [each.start() for each in _START.finditer(text)]:
         head, tail = text[:start].rstrip(" ~\\,;-"), text[start:]
         is_whole = head.count("{") == head.count("}") and head.strip("-+ ") and r"\text" not in head
@@ -203,7 +203,7 @@ def split_unit(text: str) -> Amount | None:
 
 
 def unit_after(text: str) -> str:
-    """The unit in words with which a text begins, behind a number: " square feet" of " square feet, so"."""
+    """The unit in words at the beginning of a text that follows a number: " square feet" of " square feet, so"."""
     text = re.sub(r"\\(?:text|mbox|math)[a-z]*\s?\{([^{}]*)\}", r" \1", text[:200])
     end = start = re.match(r"(?:[ ~$*}]|\\[,;:! ])*", text).end()  # type: ignore[union-attr]
     for found in _AFTER.finditer(text, start):
@@ -216,7 +216,8 @@ def unit_after(text: str) -> str:
 
 
 def _is_unit(word: str, words: list[str], before: str) -> bool:
-    """Tells a word of those behind a number from variables: `5 km`, `5 apples`, but not `5ab`, `5abc`, `5x`."""
+    """Tells whether a word after a number is part of a unit and not a variable: `5 km`, `5 apples`, but not `5ab`,
+    `5abc`, `5x`."""
     if len(word) == 1 or not word.isascii() or not word.isalpha():
         return not (word.isascii() and word.isalpha()) or word in _LONE or (word in "CF" and "°" in words)
     is_text = len(word) > 2 and before == " " and not _REMARK.search(word)
@@ -230,7 +231,7 @@ def _find(word: str) -> str | None:
 
 
 def _read(words: list[str]) -> tuple[frozenset[tuple[str, int]], int]:
-    """The unit of words, and the power of ten of a number word among them."""
+    """The unit in a list of words, and the power of ten of a number word among them."""
     found, sign, power, last, scale = Counter[str](), 1, 1, list[tuple[str, int]](), 0
     for place, word in enumerate(words):
         if word[:2] in ("平方", "立方"):
@@ -284,8 +285,8 @@ _OR = re.compile(r"\s?,?\s?(?:\\(?:text|mbox|mathrm)\s?\{\s?or\s?\}|(?<![a-zA-Z\
 
 
 def verify(truth: Expression, answer: Expression) -> bool:
-    """Returns whether math-verify finds two parsed expressions equal, with `numbers_equal` and `identical` in the place
-    of its own comparisons. An `i` is the imaginary unit, and equal names are one symbol, in both."""
+    """Returns whether math-verify finds two parsed expressions equal, with `numbers_equal` and `identical` in place of
+    its own comparisons. In both, `i` is the imaginary unit, and equal names are one symbol."""
     return bool(_grader.verify(*_united(truth, answer), timeout_seconds=None))
 
 
@@ -302,8 +303,8 @@ def _united(*expressions: Expression) -> list[Expression]:
 
 
 def identical(one: Expression, other: Expression) -> bool:
-    """Returns whether two expressions have the same value at every one of `POINTS` where both are real (any value where
-    an imaginary unit is in them); where too few points say so, whether their difference simplifies to 0."""
+    """Returns whether two expressions have the same value at every one of `POINTS` where both are real (at all points
+    if an imaginary unit is in them); with too few such points, whether their difference simplifies to 0."""
     is_plain = isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)
     both = sympy.Tuple(one, other) if is_plain else sympy.Tuple()
     symbols = [] if both.has(AppliedUndef) else sorted(both.free_symbols, key=str)
@@ -323,8 +324,8 @@ def identical(one: Expression, other: Expression) -> bool:
 
 
 def numbers_equal(one: Expression, other: Expression, *_: object) -> bool:
-    """Returns whether two expressions or matrices are equal without simplification. Constants are equal where 100
-    digits show no difference; a decimal also equals a number without a finite decimal that `_stands_for` allows."""
+    """Returns whether two expressions or matrices are equal without simplification. Constants are equal if 100 digits
+    show no difference; a decimal also equals a number without a finite decimal if `_stands_for` allows it."""
     if isinstance(one, sympy.MatrixBase | sympy.MatrixExpr) and isinstance(other, sympy.MatrixBase | sympy.MatrixExpr):
         one, other = one.doit(), other.doit()
         return one.shape == other.shape and all(map(numbers_equal, one.flat(), other.flat()))
@@ -351,8 +352,9 @@ def numbers_equal(one: Expression, other: Expression, *_: object) -> bool:
 
 
 def solutions(*equation: Expression) -> Any:
-    """The solutions of an equation for its symbols. Without one, as of `AB = BA`, whose letters commute for the parser,
-    it is equal to no other by its solutions.  Raises: ValueError then, which the grader reads so."""
+    """The solutions of an equation for its symbols. An equation without a solution, such as `AB = BA`, whose letters
+    commute for the parser, equals no other by its solutions.  Raises: ValueError then, which the grader takes as not
+    equal."""
     found = sympy.solve(*equation)
     if not found:
         raise ValueError(f"{equation[0]} has no solutions to compare")
@@ -364,13 +366,13 @@ _grader.sympy_numeric_eq, _grader.sympy_symbolic_eq, _grader.solve = numbers_equ
 
 
 def _exact(expression: Expression) -> Expression:
-    """The expression with fractions for its decimals."""
+    """The expression with its decimals as fractions."""
     return expression.xreplace({each: sympy.Rational(str(each)) for each in expression.atoms(sympy.Float)})
 
 
 def _stands_for(decimal: Expression, value: Expression) -> bool:
-    """Tells whether `decimal` is `value`, rounded or cut off at 6 to 12 digits and 6 places or more, and `value` has no
-    finite decimal, as 1/3 and pi."""
+    """Tells whether `decimal` is `value` rounded or cut off at 6 to 12 digits and at least 6 places, for a `value`
+    without a finite decimal, like 1/3 and pi."""
     if value.is_Rational and not re.sub("[25]", "", "".join(map(str, sympy.factorint(value.q)))):
         return False
     number = Context(prec=MAX_DIGITS).divide(Decimal(decimal.p), Decimal(decimal.q)).normalize()
@@ -386,8 +388,8 @@ def _stands_for(decimal: Expression, value: Expression) -> bool:
 
 
 def differs(one: str, other: str) -> bool:
-    """Tells whether two answers, as keys of a vote, differ in what parsing loses: the bases of numbers (`101_2`),
-    braces for parentheses, primes, dots, or a time of the day, which is no quotient."""
+    """Tells whether two answers, as keys of a vote, differ in notations that parsing loses: the bases of numbers
+    (`101_2`), braces for parentheses, primes, dots, or a time of the day, which is no quotient."""
     kinds = [(_SET.fullmatch(each) is not None, _TUPLE.fullmatch(each) is not None) for each in (one, other)]
     if any(r"\ldots" in each for each in (one, other)) or one.count("'") != other.count("'"):
         return True
@@ -397,7 +399,7 @@ def differs(one: str, other: str) -> bool:
 
 
 def as_interval(inequality: str) -> str | None:
-    r"""Returns the interval of an inequality or a chain, `(1, 2]` of `1 < x \le 2`, or the union of those joined by
+    r"""Returns the interval of an inequality or a chain, `(1, 2]` for `1 < x \le 2`, or the union of several joined by
     "or"; None for any other text."""
     found = [_interval(part) for part in _OR.split(inequality)]
     return " \\cup ".join(each for each in found if each) if all(found) else None

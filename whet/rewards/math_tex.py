@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Answers in TeX, read by its rules: what changes the look alone is left out, and every argument is put into braces.
+r"""Answers in TeX, read by its rules: pure layout is left out, and every argument is put into braces.
 
 `\left(3,\dfrac\pi2\right)` is `(3,\frac{\pi}{2})`, `{\Large\bf 42}` is `42`, `2½` is `2\frac{1}{2}`."""
 
@@ -26,8 +26,8 @@ _VARIABLES = "abdeiknpqrtuvwxyzABCDEFGP"  # letters in \text{} that are no units
 
 
 def clean(text: str) -> str:
-    """Returns an answer on one line by the rules above; as it is where its braces do not match, or are nested deeper
-    than `MAX_DEPTH`."""
+    """Returns an answer on one line by the rules above; unchanged if its braces do not match, or are nested deeper than
+    `MAX_DEPTH`."""
     given = " ".join(text.split())
     text = _RAISED[0].sub(lambda run: f"^{{{run[0].translate(_RAISED[1])}}}", given)
     text = re.sub("[¼½¾⅐-⅞]", _fraction, text)
@@ -47,7 +47,7 @@ def _fraction(sign: re.Match[str]) -> str:
 
 
 class _TexReader:
-    """Reads tokens from the left.  Raises: IndexError where a brace or an argument is missing."""
+    """Reads tokens from the left.  Raises: IndexError if a brace or an argument is missing."""
 
     def __init__(self, text: str) -> None:
         self.tokens: list[str] = _TOKEN.findall(text)
@@ -55,7 +55,7 @@ class _TexReader:
         self.has_rows = r"\begin" in text  # which `\\` ends
 
     def read(self, ends: Collection[str]) -> str:
-        """The text up to one of `ends`, which is passed over; where there are none, up to the end of all."""
+        """Reads text up to and including one of `ends`; without `ends`, up to the end."""
         self.enter()
         found = list[str]()
         while ends or self.place < len(self.tokens):
@@ -81,7 +81,7 @@ class _TexReader:
         return self.tokens[self.place - 1]
 
     def peek(self) -> str:
-        """The next token that is no space, "" at the end."""
+        """The next token that is not a space; "" at the end."""
         while self.place < len(self.tokens) and self.tokens[self.place] == " ":
             self.place += 1
         return self.tokens[self.place] if self.place < len(self.tokens) else ""
@@ -106,12 +106,12 @@ class _TexReader:
         return self.command(token[1:], before) if re.match(r"\\[a-zA-Z]", token) else token
 
     def group(self) -> str:
-        """The content of braces of which the first is read."""
+        """The content of braces whose opening brace has been read."""
         return self.read("}").strip()
 
     def argument(self, *, whole: bool = False) -> str:
-        """The next argument: a group, a command with its own, a digit or letter; with `whole` a number, or the content
-        of parentheses, as in plain text."""
+        """The next argument: a group, a command with its own arguments, a digit or letter; with `whole` a whole number,
+        or the content of parentheses, as in plain text."""
         token, self.place = self.peek(), self.place + 1
         if token == "{":
             return self.group()
@@ -172,7 +172,7 @@ class _TexReader:
         return known
 
     def words(self, inside: str, is_unit: bool) -> str:
-        """The content of a \\text{}; without words it is read as mathematics, but for letters behind a number."""
+        """The content of a \\text{}; without words it is read as mathematics, except letters after a number."""
         inside = re.sub(r"(?<!\\)\$|\\[,;: ]|~", lambda each: "" if each[0] == "$" else " ", inside).strip()
         if inside in _FUNCTIONS:
             return f"\\{inside} "

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools of reward processes: `with RewardPool("gsm8k", ...) as pool: outcomes = pool.score(items)`; a weighted sum of
-several score functions; rows of several domains, each scored in the pool of its own; and the pools of a run."""
+"""Pools of reward processes: `with RewardPool("gsm8k", ...) as pool: outcomes = pool.score(items)`; weighted sums of
+several score functions; rows of several domains, each scored in its own pool; and the pools of a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Domain:
-    """The pool of a domain, and the weight of its rewards."""
+    """The pool of a domain, with the weight of its rewards."""
 
     pool: Scorer
     weight: float
@@ -41,7 +41,7 @@ class Domain:
 
 @dataclass(frozen=True)
 class Combined:
-    """A pending result that is made of the outcomes of several pools."""
+    """A pending result that combines the outcomes of several pools."""
 
     pending: Sequence[Outcomes]  # by pool
     combine: Callable[[Sequence[list[Outcome]]], list[Outcome]]
@@ -64,7 +64,7 @@ class DomainRewards:
         self.scores_alone = all(domain.pool.scores_alone for domain in domains.values())
 
     def submit_batch(self, items: Sequence[RewardItem]) -> Combined:
-        """Starts all domains on their items.  Raises: DataError for an item of no domain."""
+        """Starts all domains on their items.  Raises: DataError for an item without a domain."""
         own = [(self._of(item), item) for item in items]
         names = dict.fromkeys(name for name, _ in own)
 
@@ -93,24 +93,24 @@ class RewardPool:
     """Scores items with one function: a name, `package.module:function`, `path/file.py:function`, or the function.
 
     The processes import the function and are ready when the constructor returns; make the pool before a model is
-    loaded. They are forks of a small process that has loaded neither the user's code nor torch. A process that
-    replaces another runs the same source files, as they were when the pool was made.
+    loaded. They are forks of a small process that has loaded neither the user's code nor torch. A replacement process
+    runs the same source files, as they were when the pool was created.
 
     Each item has `timeout_seconds` of wall-clock time: allow for a busy machine. A process that is late, dies or writes
-    into its own connection is killed with everything that it started, and replaced. Its item becomes a Failure with
-    source "reward", as after an exception; other items are not affected. An async function of one response scores
-    `concurrency` items at a time in each process. A process is killed where it and all that it started use more than
+    into its own connection is killed with all its children, and replaced. Its item becomes a Failure with source
+    "reward", as after an exception; other items are not affected. An async function of one response scores
+    `concurrency` items at a time in each process. A process is killed if it and its children use more than
     `memory_limit_mb`. A function that takes all items at once scores one `score` call in one process, with
     `timeout_seconds` times their number, and fails as a whole. Calls of all processes begin at least
-    `seconds_between_calls` apart. `manager` and `tokenizer` are those of WorkerSpec. Output that a function prints goes
-    to stderr. Processes that it started end with its process, and all of them with this process, even after kill -9.
+    `seconds_between_calls` apart. `manager` and `tokenizer` are fields of WorkerSpec. Output that a function prints
+    goes to stderr. Processes that it started end with its process, and all of them with this process, even after kill
+    -9.
 
     `num_workers=0` scores in the calling thread, without a deadline. A function that cannot be pickled (it holds a
     lock, a client, a model) scores in one thread of this process, with a warning: there a late call becomes a Failure
     at its deadline but cannot be stopped.
 
-    Raises: RegistryError for an unknown name, RewardError where the function cannot be loaded, with the traceback.
-    """
+    Raises: RegistryError for an unknown name, RewardError if the function cannot be loaded, with the traceback."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class RewardPool:
         return self._scorer.submit(items)
 
     def close(self) -> None:
-        """Ends the processes. Results that are not there yet raise RewardError."""
+        """Ends the processes. Results still pending raise RewardError."""
         self._finalizer()
 
     def __enter__(self) -> RewardPool:
@@ -154,10 +154,9 @@ class RewardPool:
 class WeightedRewards:
     """Weighted sum of several score functions: reward = sum_i weight_i * reward_i.
 
-    Accuracy and extracted answer are those of the first function; parts are named `<function>/<part>`. An item fails
-    where any function fails on it, or none scores it (TRL's functions return None for such an item). The functions
-    score at the same time, each in its own processes.
-    """
+    Accuracy and extracted answer come from the first function; parts are named `<function>/<part>`. An item fails if
+    any function fails on it, or none scores it (TRL's functions return None for such an item). The functions score at
+    the same time, each in its own processes."""
 
     def __init__(self, pools: Sequence[tuple[str, RewardPool, float]]) -> None:
         self._pools = pools
@@ -225,7 +224,7 @@ def _make_scorer(
 def _named(
     function: str | Callable[..., Any], kwargs: Mapping[str, Any]
 ) -> tuple[str | Callable[..., Any], dict[str, Any]]:
-    """The name of a function where other processes can import it, else the function; an alias adds its options."""
+    """The name of a function if other processes can import it, else the function; an alias adds its options."""
     if isinstance(function, str) and ":" not in function:
         entry = REWARDS[function]
         if entry.alias_of is not None:
@@ -250,7 +249,7 @@ class InlineScorer:
         return future
 
     def close(self) -> None:
-        """Does nothing: there are no processes."""
+        """Does nothing, as there are no processes."""
 
 
 class ThreadScorer:
@@ -299,13 +298,13 @@ class ThreadScorer:
 
 
 def scorer_of(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> Scorer | None:
-    """The reward pool of a run; None where no function is named, and an environment or a reward model gives the
+    """The reward pool of a run; None if no function is named, because an environment or a reward model gives the
     rewards."""
     return build_scorer(config.reward, function, config.model) if is_scored(config, function) else None
 
 
 def val_scorer_of(config: TrainConfig) -> Scorer | None:
-    """The pool of `reward.val_function`; None where none is named."""
+    """The pool of `reward.val_function`; None without one."""
     for name, options in config.reward.val_function.items():  # one at most
         changes = {"function": name, "kwargs": options, "domains": {}, "manager": None}
         return build_scorer(config.reward.model_copy(update=changes), model=config.model)
@@ -315,8 +314,8 @@ def val_scorer_of(config: TrainConfig) -> Scorer | None:
 def checked(
     loaded: Loaded[Prompt], config: RewardConfig, function: Callable[..., Any] | None = None
 ) -> tuple[Prompt, ...]:
-    """The prompts, each in its domain. Unless `function` scores them, the registered functions of `config` check the
-    ground truths that they will read; a file's function is loaded in its own process alone.
+    """The prompts with their domains. Unless `function` scores them, the registered functions of `config` check the
+    ground truths that they will read; a function from a file is loaded only in its own process.
 
     Raises: DataError naming file and row."""
     prompts = Domains.of_config(config, has_function=function is not None).assign(loaded.items)
@@ -352,7 +351,7 @@ def is_scored(config: TrainConfig | EvalConfig, function: Callable[..., Any] | N
 def build_scorer(
     config: RewardConfig, function: Callable[..., Any] | None = None, model: ModelConfig | None = None
 ) -> Scorer:
-    """The pool of one score function, or of several with weights or by domain. A manager class gets the tokenizer of
+    """The pool of one score function, or of several by weights or by domain. A manager class gets the tokenizer of
     `model`.  Raises: RewardError, RegistryError."""
     names = [config.function] if isinstance(config.function, str) else list(config.function or [])
     if function is None and not names and not config.domains:

@@ -43,7 +43,7 @@ MAX_DEATHS = 20  # in a row, of processes that were scoring, without a score in 
 
 
 class _Request:
-    """Items whose outcomes are awaited together, in order."""
+    """Items whose outcomes are awaited together, in order, with one future."""
 
     def __init__(self, count: int) -> None:
         self.future: Future[list[Outcome]] = Future()
@@ -68,7 +68,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Task:
-    """Items of one call of the function: `count` of a request, from `start` on, pickled."""
+    """The pickled items of one call of the function: `count` items of a request, from `start` on."""
 
     request: _Request
     start: int
@@ -78,7 +78,7 @@ class _Task:
 
     @property
     def shown(self) -> str:
-        """The beginning of its first response."""
+        """The beginning of its first response, for errors."""
         return reprlib.repr(pickle.loads(self.content)[0].solution_str)
 
     def put(self, outcomes: list[Outcome] | Outcome) -> None:
@@ -88,7 +88,7 @@ class _Task:
 
 @dataclass
 class _Worker:
-    """A process that has started: the id of its guard, below which all stays that it starts, and how many calls it has
+    """A started process: the id of its guard, above all processes that it starts, and the number of calls that it has
     served."""
 
     guard: int
@@ -98,15 +98,13 @@ class _Worker:
 class ProcessScorer:
     """Scores in `num_workers` processes, which are ready when the constructor returns. `spec` is a pickled WorkerSpec.
 
-    A process that ends or hangs with several calls may do so by any of them: each is scored again alone. A process
-    is killed where it and all that it started use more than `memory_limit_mb`; a call that is not the first of its
-    process is scored again, since the memory may be that of earlier ones. Memory in use is
-    measured from outside: a limit of addresses (RLIMIT_AS) counts what libraries reserve, and raises an error that the
-    function can catch.
+    If a process ends or hangs with several calls, any of them may be the cause: each is scored again alone. A process
+    is killed if it and its children use more than `memory_limit_mb`; a call that is not the first of its process is
+    scored again, since earlier calls may hold the memory. Memory in use is measured from outside: a limit of addresses
+    (RLIMIT_AS) also counts memory that libraries only reserve, and raises an error that the function can catch.
 
-    Raises: RewardError where the function cannot be loaded in a process. Where a replacement cannot load it, all
-    pending and later calls raise that error.
-    """
+    Raises: RewardError if a process cannot load the function. If a replacement cannot load it, all pending and later
+    calls raise that error."""
 
     def __init__(
         self,
@@ -200,7 +198,8 @@ class ProcessScorer:
         self._children.call(self._children.start(), None, pickle.dumps(self._sources), START_SECONDS)
 
     def _patience(self) -> float:
-        """The longest wait for events, in seconds: until memory is to be measured, or a limit allows the next call."""
+        """The longest wait for events, in seconds: until the next measurement of memory, or until a limit allows the
+        next call."""
         until_call = max(0.0, self._next_call - time.monotonic()) if self._waits_for_limit else math.inf
         return until_call if self._memory_limit_mb is None else min(until_call, MEMORY_CHECK_SECONDS)
 
@@ -228,7 +227,7 @@ class ProcessScorer:
                 self._children.call(worker, task, task.content, self._timeout_seconds * task.count)
 
     def _send_concurrently(self) -> None:
-        """Fills the workers evenly; a task that is to be scored alone waits for one without calls."""
+        """Fills the workers evenly; a task to be scored alone waits for a worker without calls."""
         while self._ready:
             free = [each for each in self._ready if not any(call.task.is_alone for call in each.calls.values())]
             worker = min(free, key=lambda each: len(each.calls), default=None)
@@ -273,7 +272,7 @@ class ProcessScorer:
             self._takes_batch.set_result(message.takes_batch)
 
     def _replace(self, ended: Ended) -> None:
-        """Fails the task that was running, puts the waiting ones back into the queue, and starts another process."""
+        """Fails the running task of an ended process, requeues its waiting tasks, and starts another process."""
         why = f"the reward process {ended.why}"
         if ended.child not in self._ready:
             self._killed_starts += 1
@@ -294,7 +293,7 @@ class ProcessScorer:
         self._start()
 
     def _fail(self, task: _Task, why: str, *, is_late: bool = False) -> None:
-        """Fails a task that ended its process.  Raises: RewardError where each process ends by its task."""
+        """Fails a task that ended its process.  Raises: RewardError if every process is ended by its task."""
         task.put(failure(why, timed_out=is_late))
         self._deaths += not is_late
         if self._deaths == MAX_DEATHS:
@@ -356,9 +355,9 @@ class ProcessScorer:
 
 
 def memory_below(pid: int, limit_bytes: float) -> int:
-    """Bytes of memory of the processes below `pid`: the sum of what is resident in each.
+    """Bytes of memory of the processes below `pid`: the sum of their resident memory.
 
-    Where that of several is over the limit, pages that they share count once, which takes longer to read."""
+    If the sum over several is above the limit, shared pages are counted once, which takes longer to read."""
     pids = [*_below(pid)]
     resident = sum(_kilobytes(each, "status", "VmRSS:") for each in pids) * 1024
     if resident <= limit_bytes or len(pids) == 1:
@@ -375,7 +374,7 @@ def _below(pid: int) -> Iterator[int]:
 
 
 def _kilobytes(pid: int, file: str, name: str) -> int:
-    """A number of a process; 0 where it has ended, or is of another user."""
+    """A number of a process in KiB; 0 if it has ended, or belongs to another user."""
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith(name)), 0)

@@ -34,7 +34,7 @@ class _Array(Protocol):
 
 
 def read_result(raw: object, *, correct_threshold: float, num_response_tokens: int) -> Outcome:
-    """Reads the return value `raw` of a score function.  Returns a RewardResult, or a Failure with the reason."""
+    """Converts the return value `raw` of a score function.  Returns a RewardResult, or a Failure with the reason."""
     try:
         if isinstance(raw, Mapping):
             return _read_mapping(raw, correct_threshold, num_response_tokens)
@@ -60,7 +60,7 @@ def split_rows(raw: object, count: int) -> list[Any]:
 
 
 def as_number(value: object) -> float | None:
-    """`value` as a float where it is one number of any library (0-dimensional tensors too), else None."""
+    """`value` as a float if it is one number of any library (0-dimensional tensors too), else None."""
     if type(value) is float:
         return value
     # isinstance of a protocol is a hundred times slower than a comparison of types.
@@ -79,13 +79,13 @@ def number_text(value: Decimal) -> str:
 
 
 def after_thought(text: str) -> str:
-    """The text after the last `</think>`, which is the answer; the whole text where there is none."""
+    """The text after the last `</think>`, which holds the answer; the whole text without one."""
     return text.rpartition("</think>")[2]
 
 
 def is_repeated(text: str, start: int, prompt: str) -> bool:
-    """Tells whether what begins at `start` belongs to a repetition of the prompt at the end of a text, which is no
-    answer: it stands behind `QUOTED` characters of the prompt, or in the whole prompt (of two words or more)."""
+    """Tells whether the text from `start` belongs to a repetition of the prompt at the end of a text, which is no
+    answer: it follows `QUOTED` characters of the prompt, or stands in the whole prompt (of two words or more)."""
     before, prompt = text[max(0, start - QUOTED) : start + 1], prompt.strip()
     is_whole = " " in prompt and text.rstrip().endswith(prompt) and start >= len(text.rstrip()) - len(prompt)
     return is_whole or (start >= QUOTED and before in prompt)
@@ -129,7 +129,7 @@ def _read_mapping(raw: Mapping[Any, Any], correct_threshold: float, num_response
 
 
 def _read_reward(what: str, value: object, num_response_tokens: int) -> tuple[float, tuple[float, ...] | None]:
-    """The total reward, and the rewards of the tokens where `value` is a list of them (it may cover the padding)."""
+    """The total reward, and the rewards of tokens if `value` is a list (which may cover the padding)."""
     if as_number(value) is not None or (listed := entries(value)) is None:
         return finite(what, value), None
     return _read_tokens(what, listed, num_response_tokens)
@@ -148,7 +148,7 @@ def _read_tokens(what: str, listed: list[object], num_response_tokens: int) -> t
 
 
 def finite(what: str, value: object) -> float:
-    """The number that `value` is.  Raises: RewardError where it is none, or not finite."""
+    """`value` as a finite number.  Raises: RewardError if it is no number, or not finite."""
     number = as_number(value)
     if number is None:
         raise RewardError(what, _show(value), "a number")
@@ -158,7 +158,7 @@ def finite(what: str, value: object) -> float:
 
 
 def entries(value: object) -> list[object] | None:
-    """The entries of a sequence or tensor; None where it is neither."""
+    """The entries of a sequence or tensor; None for other values."""
     found = value.tolist() if isinstance(value, _Array) else value
     return list(found) if isinstance(found, Sequence) and not isinstance(found, (str, bytes)) else None
 

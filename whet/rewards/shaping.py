@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a reward that look at the form of a response, to be listed beside a function that reads its answer:
+"""Parts of a reward that depend on the form of a response, to be listed beside a function that reads its answer:
 `reward.function=[math,format,ngram_repetition]`. `algorithm.overlong` is DAPO's penalty for length."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAMES = {"LATIN": {"LATIN", "FULLWIDTH"}, "HAN": {"CJK"}, "JAPANESE": {"CJK", "
 
 @register_reward("ngram_repetition")
 def ngram_repetition(solution_str: str, *, n: Count = 3) -> float:
-    """Minus the share of n-grams of words that repeat an earlier one; 0 where there are fewer than n words.
+    """Minus the share of word n-grams that repeat an earlier one; 0 for fewer than n words.
 
     Words are split at white space; each Chinese or Japanese character is a word. Yeo et al. 2025, arXiv:2502.03373.
     """
@@ -43,7 +43,7 @@ def length(reward_input: dict[str, Any], *, shortest: Number = 0, longest: Count
 def format_score(
     solution_str: str, *, style: Literal["answer", "boxed"] = "answer", opened: bool = False, pattern: str | None = None
 ) -> float:
-    """1 where the response has the format, else 0.
+    """1 if the response has the format, else 0.
 
     The format is `<think>...</think>`, then `<answer>...</answer>` and nothing else, or with `style=boxed` text with a
     `\\boxed{}`; each tag occurs once. With `opened`, the prompt ends in `<think>`. A `pattern`, a regular expression
@@ -66,7 +66,7 @@ def language(
         "latin", "cyrillic", "greek", "arabic", "hebrew", "devanagari", "thai", "hangul", "han", "japanese"
     ] = "latin",
 ) -> float:
-    """Share of the letters of a response that are of a script; 1 without letters, 0 for an empty response.
+    """Share of the letters of a response that belong to a script; 1 without letters, 0 for an empty response.
 
     LaTeX commands and tags do not count. DeepSeek-R1's language consistency, arXiv:2501.12948, by script.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward process: loads one score function, then scores items, in order, or several at a time if it is async.
+"""A reward process: it loads one score function, then scores items, in order, or several at a time if it is async.
 
 The first call carries source files; the reply is Started or a RewardError. Each later call carries items; the reply is
 Scored.
@@ -22,9 +22,8 @@ from typing import Any
 from whet.errors import RewardError, WhetError, describe
 from whet.processes.template import Caller, Serve, sendable, serve_tasks
 from whet.processes.user_code import pin
-from whet.registry import REWARDS, load_target
-from whet.rewards.adapter import RewardFunction, adapt
-from whet.rewards.managers import open_manager, stand_ins
+from whet.registry import FOREIGN, REWARDS, load_target
+from whet.rewards.adapter import RewardFunction, adapt, stand_ins
 from whet.rewards.result import failure
 from whet.types import Failure, Outcome, RewardItem
 
@@ -59,7 +58,7 @@ class ScorerSpec:
                 load_target(entry.marks["checked_by"])(**self.kwargs)
         kwargs, runner = self.kwargs, None
         if inspect.isclass(function):
-            (function, runner), kwargs = open_manager(function, self.kwargs, self.tokenizer), {}
+            (function, runner), kwargs = FOREIGN["manager"].load()(function, self.kwargs, self.tokenizer), {}
         return adapt(
             function, kwargs=kwargs, correct_threshold=self.correct_threshold, manager=self.manager, runner=runner
         )
@@ -77,16 +76,16 @@ class Started:
 
 @dataclass(frozen=True)
 class Scored:
-    """The outcomes of one call, or one Failure for all its items; and the time that the function took. None: the call
-    was late, but another call blocked the process at that time."""
+    """The outcomes of one call, or one Failure for all its items; and the time that the function took. An outcome of
+    None: the call was late, but another call blocked the process at that time."""
 
     outcomes: list[Outcome] | Outcome | None
     seconds: float
 
 
 def prepare(spec: bytes) -> Serve:
-    """Returns the main function of each worker. It loads the user's code in the worker, because the template must have
-    no threads."""
+    """Returns the main function of each worker. It loads the user's code in the worker, as the template must not have
+    threads."""
     return partial(_serve, spec)
 
 
@@ -116,7 +115,7 @@ def _serve(spec_bytes: bytes, caller: Caller) -> None:
 
 
 def _items(content: bytes) -> list[RewardItem] | Failure:
-    """The items of a call; the outcome of all of them where this process cannot import the class of an object."""
+    """The items of a call; a Failure for all of them if this process cannot import the class of an object."""
     try:
         items: list[RewardItem] = pickle.loads(content)
     except Exception as error:  # the pickle of a user's object may raise anything
@@ -125,7 +124,7 @@ def _items(content: bytes) -> list[RewardItem] | Failure:
 
 
 def _serve_concurrently(caller: Caller, function: RewardFunction, seconds: float) -> None:
-    """Scores the item of each call in a task of its own within `seconds`, until the caller closes the connection."""
+    """Scores the item of each call in its own task within `seconds`, until the caller closes the connection."""
 
     async def reply(number: int, content: bytes) -> None:
         start = time.perf_counter()
@@ -141,7 +140,7 @@ def _serve_concurrently(caller: Caller, function: RewardFunction, seconds: float
 
 async def _score_in_time(function: RewardFunction, content: bytes, seconds: float) -> Outcome | None:
     """Scores one item and cancels it at its deadline. None: it is late, but the event loop was blocked at the deadline,
-    so the delay may be that of another item."""
+    so another item may be the cause."""
     loop, items = asyncio.get_running_loop(), _items(content)
     if isinstance(items, Failure):
         return items

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of scored trajectories as the one batch that the loop trains on."""
+"""Converts groups of scored trajectories to the batch that the loop trains on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from whet.errors import DataError
 from whet.models.packing import LATER_MEDIA, MEDIA, ROUTED
 from whet.models.positions import position_ids, rotary_positions
 from whet.models.routing import as_column
-from whet.protocol import DataProto
 from whet.rollout.flow import by_player
 from whet.types import Failure, Group, Media, Trajectory, Turn
 
@@ -26,7 +25,7 @@ NOT_SAMPLED = -1  # turn id of text that the policy did not write
 
 @dataclass
 class Row:
-    """An append-only token sequence: a prompt, then sampled and read tokens in turn."""
+    """An append-only token sequence: a prompt, then sampled tokens and observation tokens in turn."""
 
     prompt_ids: tuple[int, ...]
     response_ids: list[int] = field(default_factory=list)
@@ -39,12 +38,12 @@ class Row:
     routed: list[bytes] = field(default_factory=list, compare=False)  # experts of each token, as `Turn.routed`
 
     def read(self, token_ids: Sequence[int]) -> None:
-        """Appends text that the policy did not write."""
+        """Appends text that the policy only reads."""
         self._append(token_ids, [0.0] * len(token_ids), [0] * len(token_ids), NOT_SAMPLED)
         self.routed += [b""] * len(token_ids)
 
     def write(self, turn: Turn, turn_id: int) -> None:
-        """Appends what the policy sampled."""
+        """Appends the tokens that the policy sampled in a turn."""
         versions = [version for version, tokens in turn.versions for _ in range(tokens)]
         self._append(turn.token_ids, turn.log_probs, versions, turn_id)
         self.routed += turn.routed or [b""] * len(turn.token_ids)
@@ -60,7 +59,7 @@ class Row:
 
 def rows_of(trajectory: Trajectory) -> list[Row]:
     """A trajectory's rows, in the order of their last turns: a turn whose context continues the last row of the same
-    player and sub-agent goes on in it, any other starts a row. Turns that are not trained on are text that was read."""
+    player and sub-agent is appended to it, any other turn starts a row. Untrained turns count as text that was read."""
     rows: list[Row] = []
     open_rows: dict[tuple[str, str], tuple[Row, tuple[int, ...]]] = {}  # with all tokens of the row
     for turn_id, turn in enumerate(trajectory.turns):
@@ -81,15 +80,15 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
     return [row for row in rows if row.turn_ids.count(NOT_SAMPLED) < len(row.turn_ids)]
 
 
-def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[str] = ()) -> DataProto:
+def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[str] = ()) -> Batch:
     """Returns the batch of scored groups: `unscored`, with the columns of `with_scores`."""
     return with_scores(unscored(groups, pad_token_id=pad_token_id), groups, columns=columns)
 
 
-def unscored(groups: Sequence[Group], *, pad_token_id: int) -> DataProto:
+def unscored(groups: Sequence[Group], *, pad_token_id: int) -> Batch:
     """Returns a row for each append-only token sequence of each trajectory, groups together, in order.
 
-    A trajectory that failed before its first token leaves one row of its prompt and a masked padding token."""
+    A trajectory that failed before its first token gives one row: its prompt and a masked padding token."""
     rows, owners = _rows_and_owners(groups, pad_token_id)
     real_prompts = _real([row.prompt_ids for row in rows]).flip(1)  # padded on the left
     real = _real([row.response_ids for row in rows])
@@ -123,11 +122,11 @@ def unscored(groups: Sequence[Group], *, pad_token_id: int) -> DataProto:
         tensors[ROUTED] = routed
     alive = torch.tensor([trajectory.failure is None for trajectory in owners])[:, None]
     tensors["response_mask"] = ((tensors["turn_ids"] != NOT_SAMPLED) & alive).long()
-    return DataProto.of(tensors, objects)
+    return Batch.of(tensors, objects)
 
 
 def _positions(rows: Sequence[Row]) -> list[torch.Tensor | None] | None:
-    """Positions of rows on three axes, those of a prompt computed once; None where no row needs them."""
+    """Positions of rows on three axes, computed once for equal prompts; None if no row needs them."""
     prompts: dict[tuple[object, ...], torch.Tensor | None] = {}
     found: list[torch.Tensor | None] = []
     for row in rows:
@@ -142,8 +141,8 @@ def _positions(rows: Sequence[Row]) -> list[torch.Tensor | None] | None:
 
 
 def with_scores(batch: B, groups: Sequence[Group], *, columns: Sequence[str] = (), is_dropped: bool = False) -> B:
-    """Adds the columns that follow from rewards and failures to a batch of the same groups, made before they were
-    scored; with `is_dropped` none of it is trained on.
+    """Adds the columns that follow from rewards and failures to the unscored batch of the same groups; with
+    `is_dropped` no token of it is trained on.
 
     `columns` names numbers of the reward or of the environment that become columns [B]; 0 where a trajectory has none.
     Raises: DataError for a name in `columns` that no trajectory reports."""
@@ -164,8 +163,8 @@ def with_scores(batch: B, groups: Sequence[Group], *, columns: Sequence[str] = (
 
 
 def with_failures(batch: B, failures: Mapping[str, Failure]) -> B:
-    """Masks the rows of failed trajectories, and sets their scores and the columns of providers to 0. `failures`, by
-    uid, are new ones."""
+    """Masks the rows of failed trajectories, and sets their scores and the columns of providers to 0. `failures` has
+    new failures by uid."""
     errors = [failures.get(uid, own) for uid, own in zip(batch["trajectory_uid_name"], batch["error"], strict=True)]
     failed = torch.tensor([error is not None for error in errors])
     given = [name for name in batch.columns() if name in COLUMNS and COLUMNS[name].has_provider]
@@ -189,9 +188,9 @@ def _rows_and_owners(groups: Sequence[Group], pad_token_id: int) -> tuple[list[R
 
 
 def _scores(batch: Batch, owners: Sequence[Trajectory]) -> torch.Tensor:
-    """[B, R]: the environment's reward of a turn on its last token, the reward of a trajectory on the last sampled
-    token of its last row. Rewards by token are for the tokens of that row; the reward of a token that was only read is
-    paid for the token sampled before it."""
+    """[B, R]: the environment's reward of a turn on the turn's last token, the reward of a trajectory on the last
+    sampled token of its last row. Token rewards belong to this row; the reward of an unsampled token moves to the
+    sampled token before it."""
     turn_ids, owner_of = batch["turn_ids"], dict(enumerate(owners))
     sampled, scores = turn_ids != NOT_SAMPLED, torch.zeros(turn_ids.shape, dtype=torch.float64)
     is_end = sampled & (turn_ids != torch.nn.functional.pad(turn_ids[:, 1:], (0, 1), value=NOT_SAMPLED))
@@ -207,7 +206,7 @@ def _scores(batch: Batch, owners: Sequence[Trajectory]) -> torch.Tensor:
 
 
 def _real(rows: Sequence[Sequence[float]]) -> torch.Tensor:
-    """[B, longest] bool: the first tokens of a row, as many as it has."""
+    """[B, longest] bool: True for the first tokens of each row, up to its length."""
     lengths = torch.tensor([len(row) for row in rows])
     return torch.arange(int(lengths.max())) < lengths[:, None]
 
@@ -221,7 +220,7 @@ def _filled(
 
 
 def _numbered(names: Sequence[str]) -> torch.Tensor:
-    """[B] int64: each name's number in the order of first appearance."""
+    """[B] int64: the number of each name, in the order of first appearance."""
     numbers: dict[str, int] = {}
     return torch.tensor([numbers.setdefault(name, len(numbers)) for name in names])
 

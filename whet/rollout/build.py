@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout engine and the episodes of a config."""
+"""Builds the rollout engine and the collector of episodes from a config."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -25,11 +25,11 @@ from whet.config.schema import (
     TrainConfig,
 )
 from whet.config.section import entry_at
-from whet.data.chat import template_text
+from whet.data.chat import encode_texts, template_text
 from whet.data.media import MediaLimits, MediaReader
 from whet.environments.host import Deadlines, EnvironmentHost
 from whet.environments.tools.toolbox import toolbox_of, with_parser, with_tools
-from whet.errors import ConfigError, EnvError
+from whet.errors import ConfigError, DataError, EnvError
 from whet.models.encoders.base import keep_prepared
 from whet.models.encoders.load import encoders_of
 from whet.models.folder import split_adapters
@@ -40,9 +40,8 @@ from whet.registry import ENGINES, ENVIRONMENTS, ROLLOUT_ENGINES
 from whet.rollout.collect import Collector, Stage
 from whet.rollout.driver import Driver
 from whet.rollout.episode import MAIN, EpisodeLimits
-from whet.rollout.planned import CacheRoom, ChecksAhead, ChecksMedia
 from whet.rollout.protocol import RolloutEngine, SamplingParams, SharesModule, Span
-from whet.rollout.sampling import bad_word_ids
+from whet.rollout.requirements import CacheRoom, ChecksAhead, ChecksMedia
 from whet.types import Limit, Prompt
 
 log = logging.getLogger(__name__)
@@ -61,9 +60,9 @@ def rollout_engine(
     cache_room: CacheRoom | None = None,
     span: Span | None = None,
 ) -> RolloutEngine:
-    """Builds the configured engine. An engine that shares the trainer's module starts without weights; any other loads
-    `model.path`. The tokenizer is loaded only for stop strings. `device` is the first of its `num_devices`.
-    `cache_room`: beside what is trained in the process; `span`: of a server on several nodes."""
+    """Builds the configured engine. An engine that shares the trainer's module starts without weights; any other engine
+    loads `model.path`. The tokenizer is loaded only for stop strings. `device` is the first of its `num_devices`.
+    `cache_room` is the memory left beside training; `span` is this node's part of a server."""
     entry = ROLLOUT_ENGINES[config.engine.name]
     keep_prepared(model.media_cache_gib)
     given = {
@@ -81,9 +80,9 @@ def rollout_engine(
 
 
 def with_engine(config: C) -> C:
-    """The config with a rollout engine that samples from its model (`chosen_engine`), which is said.
+    """The config with a rollout engine that can sample from its model (`chosen_engine`); a change is logged.
 
-    Raises: ConfigError for a setting that a model computed by transformers' own forward cannot have; ModelError."""
+    Raises: ConfigError for a setting that is impossible with transformers' own forward; ModelError."""
     lacks = lack_at(config.model)
     if not lacks:
         return config
@@ -107,9 +106,9 @@ def with_engine(config: C) -> C:
 
 
 def chosen_engine(rollout: RolloutConfig, model: ModelConfig) -> RolloutConfig:
-    """The config with `hf` in place of the default engine where that cannot sample from the model.
+    """The config with `hf` in place of the default engine if that cannot sample from the model.
 
-    Raises: ConfigError where the engine was chosen; ModelError."""
+    Raises: ConfigError if the user chose the engine; ModelError."""
     engine = rollout.engine
     if engine.name != NATIVE or not (lacks := lack_at(model)):
         return rollout
@@ -122,7 +121,7 @@ def chosen_engine(rollout: RolloutConfig, model: ModelConfig) -> RolloutConfig:
 
 
 def lack_at(model: ModelConfig) -> str:
-    """Names the part of a model that whet's own way of computing it does not have; "" where it has all.
+    """Names the part of a model that whet's own forward lacks; "" if it lacks nothing.
 
     Raises: ModelError."""
     assert model.path is not None
@@ -131,7 +130,7 @@ def lack_at(model: ModelConfig) -> str:
 
 
 def check_engine(config: TrainConfig) -> None:
-    """Checks that the engine of a run could be made on this machine.  Raises: ConfigError."""
+    """Checks that the engine of a run can be built on this machine.  Raises: ConfigError."""
     rollout, model, cluster = config.rollout, config.model, config.cluster
     entry = ROLLOUT_ENGINES[rollout.engine.name]
     engine, pool = entry.load(), cluster.pool_of("rollout")
@@ -148,7 +147,7 @@ def check_engine(config: TrainConfig) -> None:
 
 
 def check_sampling(rollout: RolloutConfig, sections: Mapping[str, SamplingConfig]) -> None:
-    """Checks that an engine samples as sections of the config say.  Raises: ConfigError."""
+    """Checks that the engine supports the sampling parameters in sections of the config.  Raises: ConfigError."""
     entry = ROLLOUT_ENGINES[rollout.engine.name]
     kind, options = entry.load(), entry.resolve_options(rollout.engine.options, "rollout.engine.options")
     for section, sampling in sections.items():
@@ -157,7 +156,7 @@ def check_sampling(rollout: RolloutConfig, sections: Mapping[str, SamplingConfig
 
 
 def check_media(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt]) -> None:
-    """Checks that the engine reads the images of the model.  Raises: EngineError with the row number."""
+    """Checks that the engine supports the images of the prompts.  Raises: EngineError with the row number."""
     engine, encoders = ROLLOUT_ENGINES[rollout.engine.name].load(), encoders_of(tokenizer)
     for prompt in prompts:
         if prompt.media and isinstance(engine, ChecksMedia):
@@ -165,7 +164,7 @@ def check_media(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, prom
 
 
 def check_stages(config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Checks the environments of the config with their tools, as far as that starts none.  Raises: as `stage_of`."""
+    """Checks the environments of the config and their tools without a full start.  Raises: the errors of `stage_of`."""
     for stage in (config.environment, *config.environment.agents.values()):
         _stage(stage, config, tokenizer)
 
@@ -173,8 +172,8 @@ def check_stages(config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenize
 def load_model(
     engine: RolloutEngine, model: ModelConfig, device: torch.device, dtype: torch.dtype, *, version: int = 0
 ) -> None:
-    """Loads the model, with its adapter, into an engine that has a module of its own, marked as `version`. A server
-    engine has loaded version 0 of a model without adapter itself.  Raises: ModelError."""
+    """Loads the model, with its adapter, as `version`, into an engine with a module of its own. A server engine has
+    already loaded version 0 of a model without adapter.  Raises: ModelError."""
     assert model.path is not None
     _, adapters = split_adapters(model.path)
     if not isinstance(engine, SharesModule) and not adapters and model.lora.path is None and version == 0:
@@ -202,8 +201,8 @@ def build_collector(
     hosts: Mapping[str, EnvironmentHost] | None = None,
     media_folder: Path | None = None,
 ) -> Collector:
-    """Builds the collector of the config's environment and tools on an engine. `hosts` are those of its environments,
-    by sub-agent; otherwise this process has them. `media_folder` takes the images and videos of observations.
+    """Builds the collector of the config's environment and tools on an engine. `hosts` run its environments, by
+    sub-agent; by default this process does. `media_folder` stores the images and videos of observations.
 
     Raises: ConfigError, ToolError."""
     environment, encoders = config.environment, getattr(tokenizer, "encoders", None)
@@ -222,9 +221,9 @@ def build_collector(
 
 
 def open_environments(environment: EnvironmentConfig, undo: ExitStack) -> dict[str, EnvironmentHost]:
-    """Opens the hosts of an environment and of its sub-agents, by name; `undo` shuts them down.
+    """Opens the hosts of an environment and of its sub-agents, by name; `undo` closes them.
 
-    Raises: as `stage_of`; EnvError where one refuses its options, which only its constructor knows."""
+    Raises: as `stage_of`; EnvError if an environment's constructor refuses its options."""
     hosts = dict[str, EnvironmentHost]()
     for agent, stage in {MAIN: environment, **environment.agents}.items():
         if (opened := stage_of(stage)).is_silent:
@@ -238,7 +237,7 @@ def open_environments(environment: EnvironmentConfig, undo: ExitStack) -> dict[s
 
 
 def stage_of(stage: StageConfig) -> Stage:
-    """The stage of an environment without limits of its episodes.  Raises: ConfigError, ToolError."""
+    """The stage of an environment, without limits on its episodes.  Raises: ConfigError, ToolError."""
     return Stage(
         stage.name,
         stage.options,
@@ -289,3 +288,18 @@ def sampling_params(
         bad_words=bad_word_ids(config.bad_words, tokenizer) + patches,
         allowed_token_ids=None if allowed is None else tuple(allowed),
     )
+
+
+def bad_word_ids(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], ...]:
+    """Returns each word as tokens, at the start of a text and after a space.
+
+    Raises: DataError for a word without tokens."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip(" ") or word
+        found |= {tuple(ids): None for ids in encode_texts(tokenizer, [bare], add_special_tokens=False)}
+        try:
+            found |= {tuple(ids): None for ids in encode_texts(tokenizer, [f" {bare}"], add_special_tokens=False)}
+        except DataError:
+            continue  # a tokenizer without a space writes none
+    return tuple(found)

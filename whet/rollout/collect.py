@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Episodes of a stage: their environments, their text and tokens, and the driver that runs them side by side."""
+"""Episodes of a stage: its environment, their text and tokens, and the driver that runs them concurrently."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Stage:
 
     @property
     def is_silent(self) -> bool:
-        """Tells whether the environment ends each episode after its first turn, and says nothing: no host runs it."""
+        """Tells whether the environment ends each episode after its first turn without a text, and so needs no host."""
         is_plain = self.tools is None and self.max_episodes is None
         return is_plain and bool(ENVIRONMENTS[self.environment].marks.get("silent"))
 
     def open(self) -> EnvironmentHost:
-        """Opens the host of the environment.  Raises: as `open_host`."""
+        """Opens the host of the environment.  Raises: the errors of `open_host`."""
         return open_host(
             self.environment, self.options, tools=self.tools, deadlines=self.seconds, max_episodes=self.max_episodes
         )
@@ -114,7 +114,7 @@ class Collector:
     def collect(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str = "rollout"
     ) -> list[list[Trajectory]]:
-        """n trajectories of each prompt in order, not scored.  Raises: DeadlineError; what the engine raises."""
+        """n unscored trajectories of each prompt, in order.  Raises: DeadlineError; errors of the engine."""
         episodes, done = self.episodes(prompts, n, params, step=step, purpose=purpose), dict[str, Trajectory]()
         whole, total = self.driver.promise(), len(episodes)
 
@@ -137,7 +137,7 @@ class Collector:
 
 
 class TemplateCodec:
-    """The tokenizer and its chat template; without the template, text follows text."""
+    """The tokenizer with its chat template; without a template, texts are joined."""
 
     def __init__(
         self,
@@ -148,8 +148,8 @@ class TemplateCodec:
         tools: Toolbox | None = None,
         reader: MediaReader | None = None,
     ) -> None:
-        """`tools` have their parser; `chat_template_kwargs` tell them to the model. `reader` is that of images and
-        videos, None for a model of text."""
+        """`tools` bring their parser, and `chat_template_kwargs` describe them to the model. `reader` reads images and
+        videos, None for a text model."""
         self.tools, self.reader = tools, reader
         self.tokenizer, self.apply_chat_template = tokenizer, apply_chat_template
         self.chat_template_kwargs = chat_template_kwargs or {}
@@ -204,7 +204,7 @@ class TemplateCodec:
 
 
 def _as_text(message: Message) -> Message:
-    """The message with `[image]` in the place of an image, for a model of text, whose tools may be other people's."""
+    """The message with `[image]` in place of each image, for text models with tools that return images."""
     parts = [message.content] if isinstance(message.content, str) else message.content
     told = [part if isinstance(part, str) else str(part.get("text", f"[{part['type']}]")) for part in parts]
     return replace(message, content="".join(told))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver of episodes, which runs them side by side, none waiting for another: in turns while somebody waits, or in
-a thread of its own, so that sampling goes on while models train."""
+"""The driver of episodes, which runs them concurrently: in turns while a caller waits, or in a thread, so that sampling
+continues while models train."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class _Open:
 
 
 class Driver:
-    """Carries out the commands of episodes, which may be added at any time, in turns that it makes while somebody
-    waits. One thread owns it."""
+    """Carries out the commands of episodes, in turns that run while a caller waits; episodes may be added at any time.
+    One thread owns it."""
 
     blocks = True  # who waits makes the turns, and has nothing else to do
     turn_seconds = POLL_SECONDS
@@ -57,8 +57,8 @@ class Driver:
         deadline_seconds: float = 3600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`environments` and `episode_seconds` are keyed by the name of the sub-agent; `deadline_seconds` is for all
-        that a caller waits for."""
+        """`environments` and `episode_seconds` are keyed by the name of the sub-agent; `deadline_seconds` limits each
+        wait of a caller."""
         self.engine, self.environments, self.episode_seconds = engine, environments, episode_seconds
         self.deadline_seconds, self._clock = deadline_seconds, clock
         self._open: dict[str, _Open] = {}  # by id of the episode
@@ -80,18 +80,18 @@ class Driver:
 
     @property
     def episodes(self) -> Iterator[Episode]:
-        """Episodes that are not over."""
+        """Episodes that have not ended."""
         return (each.episode for each in self._open.values())
 
     @property
     def is_sampling(self) -> bool:
-        """Tells whether the engine has something to do."""
+        """Tells whether the engine has requests."""
         return bool(self._sampling)
 
     # ---- for its callers
 
     def promise(self) -> Future[Any]:
-        """A future that is fulfilled by a later turn."""
+        """A future that a later turn fulfils."""
         return Future()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -110,10 +110,10 @@ class Driver:
     def wait(
         self, future: Future[T], progress: Callable[[], tuple[int, int]], between: Callable[[], None] | None = None
     ) -> T:
-        """The result of a future, at most `deadline_seconds` from now; `progress` gives what is there and all that is
-        waited for, `between` is called now and then and may raise.
+        """The result of a future, at most `deadline_seconds` from now; `progress` returns the numbers of finished and
+        of all awaited items, `between` is called between turns and may raise.
 
-        Raises: DeadlineError; what a turn raises."""
+        Raises: DeadlineError; errors of a turn."""
         began, before, self._num_waiting = self._clock(), self._num_tokens, self._num_waiting + 1
         try:
             while not future.done():
@@ -132,7 +132,7 @@ class Driver:
             self._num_waiting, self.does = self._num_waiting - 1, self.does or "training"
 
     def pass_time(self, future: Future[Any], began: float | None = None) -> None:
-        """Makes a turn, and counts the seconds since it `began` (None: now) for the part that limits the run."""
+        """Makes a turn, and adds the seconds since `began` (None: now) to the part that limits the run."""
         began, was_sampling, limit = began or time.monotonic(), self.is_sampling, self._limit()
         self.turn(self.turn_seconds)
         seconds = time.monotonic() - began
@@ -140,18 +140,18 @@ class Driver:
         self.limit_seconds[limit] += seconds
 
     def leave(self) -> None:
-        """Ends everything without a word, after an error."""
+        """Ends all episodes silently, after an error."""
         drop(self.engine, list(self._sampling))
         self._sampling, self._to_score, self._scoring = {}, [], []
         self._abandon(list(self._open))
 
     def close(self) -> None:
-        """Makes no more turns."""
+        """Stops making turns."""
 
     # ---- between two turns
 
     def add(self, episodes: Sequence[Episode], on_done: Callable[[Trajectory], None]) -> None:
-        """Begins episodes; `on_done` gets the trajectory of each."""
+        """Starts episodes; `on_done` gets the trajectory of each."""
         for episode in episodes:
             self._open[episode.id] = _Open(episode, on_done)
             if episode.rules.is_silent:
@@ -159,17 +159,17 @@ class Driver:
             self._carry_out(episode, episode.start())
 
     def abandon_prompts(self, uids: Sequence[str]) -> None:
-        """Ends the training episodes of prompts without a word."""
+        """Ends the training episodes of prompts silently."""
         gone = {*uids}
         found = [each.id for each in self.episodes if each.prompt.uid in gone and each.rules.purpose == "rollout"]
         self._abandon(found)
 
     def score(self, submit: Callable[[], Sequence[Outcomes]], on_scored: OnScored) -> None:
-        """Submits trajectories to one or several functions in the next turn; `on_scored` gets all their outcomes."""
+        """Submits trajectories to one or several scoring functions in the next turn; `on_scored` gets all outcomes."""
         self._to_score.append((submit, on_scored))
 
     def note_partials(self) -> None:
-        """Lets every episode note the tokens that its running request has so far, for a checkpoint."""
+        """Makes every episode record the tokens that its running request has so far, for a checkpoint."""
         self.engine.pause()
         events = self.engine.poll(0.0)
         self.engine.resume()
@@ -178,9 +178,9 @@ class Driver:
     # ---- a turn
 
     def turn(self, timeout_seconds: float) -> None:
-        """Sends requests, waits for observations and completions up to `timeout_seconds`, and takes scores.
+        """Sends requests, waits up to `timeout_seconds` for observations and completions, and collects scores.
 
-        Raises: what the engine and the functions of scores raise."""
+        Raises: errors of the engine and of scoring functions."""
         waits = self.blocks and self.is_idle  # for scores: nothing else is to be done
         self._send()
         if self._stepping:
@@ -191,7 +191,7 @@ class Driver:
         self._take_scores(waits)
 
     def _limit(self) -> str | None:
-        """The part of the run that the others wait for: one that the loop lacks, else the loop."""
+        """The component that the others wait for: sampling, rewards or environments; else the loop itself."""
         if not self._num_waiting:
             return None if self.is_sampling else self.does or None
         if self.is_sampling:
@@ -221,7 +221,7 @@ class Driver:
                     self.environments[episode.agent].start(episode.id, episode.prompt, episode.seed)
 
     def _let_go(self, episode: Episode) -> None:
-        """Ends the environment of an episode, and its deadline."""
+        """Ends the environment of an episode, and drops its deadline."""
         if not episode.rules.is_silent:
             self.environments[episode.agent].close(episode.id)
         self._late_at[episode.agent].pop(episode.id, None)
@@ -230,7 +230,7 @@ class Driver:
         self._carry_out(parent, parent.on_delegated(trajectory))
 
     def _abandon(self, ids: Sequence[str]) -> None:
-        """Ends episodes without a word."""
+        """Ends episodes silently."""
         self._stop_calls(ids)
         for uid in ids:
             opened = self._open.pop(uid, None)
@@ -276,7 +276,7 @@ class Driver:
             self._carry_out(episode, commands)
 
     def _take_scores(self, waits: bool) -> None:
-        """Submits trajectories to score, and passes their outcomes on; where it `waits`, at least the first ones."""
+        """Submits trajectories for scoring, and passes outcomes on; with `waits`, waits for the first ones."""
         self._scoring += [(submit(), on_scored) for submit, on_scored in self._to_score]
         self._to_score.clear()
         looked_at = self._scoring[:LOOKED_AT]
@@ -287,7 +287,7 @@ class Driver:
             on_scored([each.result() for each in outcomes])
 
     def _fail_late_episodes(self) -> None:
-        """Fails the episodes whose time is over, which counts from the reset: before that they wait for a place."""
+        """Fails the episodes over their time limit, which counts from the reset; before it they wait for a place."""
         now, late = self._clock(), list[str]()
         for agent, host in self.environments.items():
             for uid in host.begun():
@@ -305,7 +305,7 @@ class Driver:
                 self._carry_out(episode, episode.on_failure(Failure("environment", why, timed_out=True)))
 
     def _stop_calls(self, ids: Sequence[str]) -> None:
-        """Aborts the requests of episodes, and listens to no more results of their environments."""
+        """Aborts the requests of episodes, and ignores later results of their environments."""
         gone = {*ids}
         requests = [uid for uid, episode in self._sampling.items() if episode.id in gone]
         if requests:
@@ -317,7 +317,7 @@ class Driver:
 
 
 def _read(episode: Episode, result: Observation | Failure) -> Observation | Failure:
-    """The observation as the model of an episode reads it; a failure where it cannot."""
+    """The observation in the form that the episode's model reads; a failure if this is impossible."""
     if isinstance(result, Failure) or not (result.messages or result.media or result.tasks):
         return result
     try:
@@ -327,7 +327,7 @@ def _read(episode: Episode, result: Observation | Failure) -> Observation | Fail
 
 
 class BackgroundDriver(Driver):
-    """Makes turns in a thread all the time, from the first call on. What fails there fails whoever waits."""
+    """Makes turns in a thread all the time, from the first call on. Its errors are raised in waiting callers."""
 
     blocks = False
     turn_seconds = TURN_SECONDS
@@ -340,7 +340,7 @@ class BackgroundDriver(Driver):
         self._switch_seconds = sys.getswitchinterval()
 
     def promise(self) -> Future[Any]:
-        """A future that the thread fulfils; it fails with the thread."""
+        """A future that the thread fulfils, or that fails with the thread."""
         return self._calls.promise()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -357,7 +357,7 @@ class BackgroundDriver(Driver):
         wait([future], TURN_SECONDS)
 
     def leave(self) -> None:
-        """Lets the thread go on, after an error of a caller."""
+        """Lets the thread continue after an error of a caller."""
 
     def close(self) -> None:
         """Ends the thread."""
@@ -370,7 +370,7 @@ class BackgroundDriver(Driver):
         self._calls.fail(WorkerError("rollouts", "they are closed", change="build the run again"))
 
     def _go(self) -> None:
-        """The thread: calls and turns of the driver, until it is closed."""
+        """Main function of the thread: runs calls and turns until the driver is closed."""
         never = Future[None]()
         try:
             while not self._is_closing:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An episode as a state machine: completions, observations and failures go in, commands come out.
+"""An episode as a state machine: it takes completions, observations and failures, and returns commands.
 
 It has no clock, thread or socket. A driver carries out the commands: `Collector` as fast as it can, the simulator of
 the tests in any order of events.
@@ -22,24 +22,24 @@ MAIN = ""  # the agent of an episode that is no task of another
 
 
 class Codec(Protocol):
-    """Between tokens and text."""
+    """Converts between tokens and text."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a response, special tokens left out."""
+        """The text of a response, without special tokens."""
         ...
 
     def calls(self, token_ids: Sequence[int], turn: int) -> Sequence[Mapping[str, Any]]:
-        """The tool calls in the turn of that number: id, name, arguments, and an error in a malformed one.
+        """The tool calls in turn number `turn`: id, name, arguments, and an error for a malformed call.
 
-        Raises: ToolError where the parser raises."""
+        Raises: ToolError if the parser raises."""
         ...
 
     def read(self, observation: Observation) -> Observation:
-        """The observation as the model reads it: tags as parts, images and videos measured.  Raises: DataError."""
+        """The observation as the model reads it: tags as content parts, media measured.  Raises: DataError."""
         ...
 
     def opening(self, messages: Sequence[Message], media: Sequence[Media]) -> list[int]:
-        """The ids of a conversation up to where the model's next turn begins.  Raises: DataError."""
+        """The ids of a conversation up to the beginning of the model's next turn.  Raises: DataError."""
         ...
 
     def continuation(
@@ -54,7 +54,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """The limits of an episode; of None there is none."""
+    """The limits of an episode; None means no limit."""
 
     max_turns: int = 8
     max_turn_tokens: int | None = None
@@ -83,33 +83,33 @@ class Rules:
 
 @dataclass(frozen=True)
 class Reset:
-    """Make the environment of the episode, for its prompt and seed."""
+    """Command: create the environment of the episode, for its prompt and seed."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Submit a request to the rollout engine."""
+    """Command: submit a request to the rollout engine."""
 
     request: Request
 
 
 @dataclass(frozen=True)
 class Step:
-    """Give a completion to the environment."""
+    """Command: pass a completion to the environment."""
 
     answer: Answer
 
 
 @dataclass(frozen=True)
 class Delegate:
-    """Run the episode of a sub-agent, and tell `on_delegated` its trajectory."""
+    """Command: run the episode of a sub-agent, and pass its trajectory to `on_delegated`."""
 
     child: Episode
 
 
 @dataclass(frozen=True)
 class End:
-    """The episode is over: let its environment go, and score its trajectory unless that carries a failure."""
+    """Command: end the episode's environment, and score its trajectory unless it has a failure."""
 
     trajectory: Trajectory
 
@@ -156,11 +156,11 @@ class Episode:
         self.id = f"{self.rules.purpose}:{self.rules.step}:{self.uid}"  # names the episode among all that run
 
     def start(self) -> list[Command]:
-        """Begins; a silent environment says nothing."""
+        """Starts the episode; a silent environment needs no reset."""
         return self._next_turn(GOES_ON) if self.rules.is_silent else [Reset()]
 
     def on_observation(self, observation: Observation) -> list[Command]:
-        """Reads what the environment returned from its reset or from a step, and goes on or ends."""
+        """Reads an observation of the environment's reset or step, then continues or ends."""
         if self.over:
             return []
         try:
@@ -192,7 +192,7 @@ class Episode:
         return self._check_length() or [Sample(self._request())]
 
     def on_completion(self, completion: Completion) -> list[Command]:
-        """Reads the response of the engine; of one that was aborted the next attempt samples the rest."""
+        """Reads a completion of the engine; after an aborted one the next attempt samples the rest."""
         if self.over:
             return []
         whole = completion if self._partial is None else joined(self._partial, completion)
@@ -229,39 +229,39 @@ class Episode:
         return [Step(Answer(text, calls, whole.token_ids, whole.finish_reason, media=turn.media))]
 
     def on_partial(self, partial: Partial) -> None:
-        """Notes tokens of the running attempt."""
+        """Records tokens of the running attempt."""
         if partial.attempt == self._attempt:
             tokens, log_probs, versions = partial.token_ids, partial.log_probs, partial.versions
             self._noted = Completion(tokens, log_probs, "abort", versions, routed=partial.routed)
 
     def go_on_from(self, sampled: Completion, context_digest: int | None = None) -> None:
-        """Lets the first turn begin with tokens that an earlier run sampled, unless its context is another now."""
+        """Makes the first turn start with tokens that an earlier run sampled, unless its context has changed."""
         self._partial, self._behind, self._attempt = sampled, context_digest, self._attempt + 1
 
     @property
     def context_digest(self) -> int | None:
-        """A number of what `sampled` is behind; None where that is not known."""
+        """A hash of the context after which `sampled` was sampled; None if it is unknown."""
         if (context := self._contexts.get(self._read.player)) is None:
             return self._behind
         return key(0, "context", *context.token_ids, *(media.digest for media in context.media))
 
     @property
     def sampled(self) -> Completion | None:
-        """The tokens so far of the turn that is being sampled, as far as they are known; None without any."""
+        """The tokens sampled so far in the current turn, as far as known; None without any."""
         if self._noted is None or self._partial is None:
             return self._noted or self._partial
         return joined(self._partial, self._noted)
 
     def on_failure(self, failure: Failure) -> list[Command]:
-        """Ends the episode with a failure of its environment or of the engine; at a deadline that `fails_at` does not
-        have, with its turns so far."""
+        """Ends the episode with a failure of its environment or of the engine; at a deadline that is not in `fails_at`,
+        ends it with its turns so far."""
         if self.over:
             return []
         return self._stop("time", failure) if failure.timed_out else self._end(failure)
 
     def on_delegated(self, trajectory: Trajectory) -> list[Command]:
-        """Reads the trajectory of a sub-agent: its turns become turns of this episode. The environment gets the results
-        of all tasks together."""
+        """Adds the turns of a sub-agent's trajectory to this episode. The environment gets the results of all tasks
+        together."""
         if self.over or trajectory.uid not in self._tasks:
             return []
         written = [str(message.content) for message in trajectory.messages if message.role == "assistant"]
@@ -292,7 +292,7 @@ class Episode:
                 self.turns[self._last[player]] = replace(turn, reward=turn.reward + reward)
 
     def _delegate(self, tasks: Sequence[Task]) -> list[Command]:
-        """Begins an episode for each task."""
+        """Starts an episode for each task."""
         if unknown := [task.agent for task in tasks if task.agent not in self.rules.agents]:
             known = ", ".join(self.rules.agents) or "none"
             what = f"a task is for the agent {unknown[0]!r}; environment.agents has {known}: add it there"
@@ -310,7 +310,7 @@ class Episode:
         return [Delegate(child) for child in children]
 
     def _to_context(self, observation: Observation) -> None:
-        """Puts an observation into the context of its player, behind it or in its place."""
+        """Adds an observation to its player's context, or replaces the context by it."""
         codec, new, player = self.rules.codec, observation.messages, observation.player
         self.messages += new
         self._read = observation
@@ -337,24 +337,24 @@ class Episode:
 
     @property
     def _turn_limit(self) -> int | None:
-        """Tokens that the environment or the config allows the turn."""
+        """The number of tokens that the environment or the config allows for the turn."""
         return self._read.max_tokens or self.rules.limits.max_turn_tokens
 
     @property
     def _row_left(self) -> int:
-        """Tokens that the response in the row may still have."""
+        """The number of tokens that the row's response may still grow."""
         return self.rules.params.max_new_tokens - (len(self._context.token_ids) - self._context.row_start)
 
     @property
     def _most_tokens(self) -> int:
-        """Tokens that the next turn may have."""
+        """The largest number of tokens for the next turn."""
         most = self._row_left if self._turn_limit is None else min(self._row_left, self._turn_limit)
         whole = self.rules.limits.max_episode_tokens
         return most if whole is None else min(most, whole - sum(len(turn.token_ids) for turn in self.turns))
 
     def _check_length(self) -> list[Command]:
-        """Ends the episode where there is no room for a turn, or a conversation begins with too many tokens; else
-        nothing. A prompt that nothing was added to is as long as the data may have it."""
+        """Ends the episode if no room is left for a turn, or if a conversation begins with too many tokens. The data
+        has already limited a prompt without additions."""
         length, most = len(self._context.token_ids), self.rules.limits.max_context_tokens
         is_given = not self.agent and self._context.token_ids == self.prompt.token_ids
         is_long = most is not None and length == self._context.row_start > most and not is_given
@@ -395,7 +395,7 @@ class Episode:
         return request if self._partial is None else replace(request, sampled_ids=self._partial.token_ids)
 
     def _stop(self, limit: Limit, failure: Failure) -> list[Command]:
-        """Ends the episode at a limit: with its turns so far, or with the failure."""
+        """Ends the episode at a limit, with its turns so far or with the failure."""
         is_failed = limit in self.rules.limits.fails_at or not self.turns
         return self._end(failure) if is_failed else self._end(limit=limit)
 
@@ -415,13 +415,13 @@ class Episode:
 
 
 def _text(message: Message) -> str:
-    """The text of a message, without its images and videos."""
+    """The text of a message, without images and videos."""
     content = message.content
     return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
 
 
 def joined(first: Completion, rest: Completion) -> Completion:
-    """Joins the completions of two attempts at one response; the second continued after the tokens of the first."""
+    """Joins the completions of two attempts at one response; the second attempt continued the first."""
     runs = [*first.versions]
     for version, count in rest.versions:
         if runs and runs[-1][0] == version:
@@ -440,8 +440,8 @@ def joined(first: Completion, rest: Completion) -> Completion:
 
 
 def unfinished(sampled: Completion, request: Request) -> Completion | None:
-    """The sampled tokens that the next attempt at a request keeps; None if there are none. A last token that may have
-    ended the response is sampled again, because the engine was lost before it reported the end."""
+    """The sampled tokens that the next attempt at a request keeps; None without any. If the last token may have ended
+    the response, it is sampled again, because the lost engine did not report the end."""
     params, tokens = request.params, sampled.token_ids
     may_be_whole = bool(tokens) and (bool(params.stop) or tokens[-1] in params.stop_token_ids)
     count = min(len(tokens) - may_be_whole, params.max_new_tokens - len(request.sampled_ids) - 1)
@@ -449,7 +449,7 @@ def unfinished(sampled: Completion, request: Request) -> Completion | None:
 
 
 def part(completion: Completion, start: int, end: int) -> Completion | None:
-    """The tokens from `start` up to `end`; None where there are none."""
+    """The tokens from `start` up to `end`; None if there are none."""
     if start >= end:
         return None
     runs, first = list[tuple[int, int]](), 0  # number of the run's first token

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that share tasks, as a state machine: tasks, events and news of ranks go in; tasks for ranks and events for the
-caller come out.
+"""Ranks that share tasks, as a state machine: it takes tasks, events and news of ranks, and returns tasks for ranks and
+events for the caller.
 
-It has no clock, thread or socket: a driver brings tasks to ranks, and gives up ranks that are late. A task has a memory
-(`Flight`), with which another rank goes on where its own is lost, so the choice of a rank changes no result.
+It has no clock, thread or socket: a driver sends tasks to ranks, and gives up late ranks. Each task has a record
+(`Flight`), from which another rank continues if its rank is lost, so the choice of a rank changes no result.
 
-An event is heard only from the attempt of its task that runs (`attempt`), on the connection that its rank has now
-(`generation`). So whatever comes late, twice, or from a rank that was given up changes nothing.
-"""
+Only events of a task's current attempt (`attempt`), on its rank's current connection (`generation`), count. So events
+that come late, twice, or from a rank that was given up change nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ AnyEvent = Any  # what a rank says of them: Done or rollout.protocol.Event
 
 @dataclass(frozen=True)
 class Give:
-    """Tasks for one connection of a rank, behind the ends of others by their uids."""
+    """Tasks for one connection of a rank, and the uids of tasks that it shall end first."""
 
     rank: int
     generation: int
@@ -41,7 +40,7 @@ class Give:
 
 @dataclass(frozen=True)
 class FleetTask:
-    """A task, or a later part of one, that is not a Request."""
+    """A task that is not a Request, or a later part of such a task."""
 
     uid: str
     what: Any
@@ -51,7 +50,7 @@ class FleetTask:
 
 @dataclass(frozen=True)
 class Done:
-    """The result of a Task, or where it is not the last a word on the way."""
+    """The result of a Task, or of one of its parts."""
 
     uid: str
     what: Any
@@ -61,8 +60,8 @@ class Done:
 
 @dataclass
 class Flight:
-    """A task that is not over, with all that another rank needs to go on with it. Of this one a rank gets part after
-    part, each behind the result of the one before; another rank gets all again, and the caller no result twice."""
+    """An unfinished task, with all data that another rank needs to continue it. A rank gets this task part after part,
+    each after the result of the one before; a new rank gets all parts again, but the caller gets no result twice."""
 
     task: AnyTask  # of the caller
     rank: int | None = None  # that has it; None while it waits
@@ -81,7 +80,7 @@ class Flight:
 
     @property
     def attempt(self) -> int:
-        """The number of the attempt, and of its part, among all of the task on any rank."""
+        """The number of the attempt and of its part, counted over all ranks."""
         return int(self.task.attempt) * RETRIES + self.retries + self.num_given
 
     def given(self) -> AnyTask:
@@ -91,24 +90,24 @@ class Flight:
         return replace(part, attempt=self.attempt)
 
     def hear(self, event: AnyEvent) -> list[AnyEvent]:
-        """Notes an event of the attempt that runs.  Returns the events for the caller."""
+        """Records an event of the running attempt.  Returns the events for the caller."""
         self.is_awaited &= not event.is_last
         is_new = not event.is_last or self.num_given > self.num_told
         self.num_told += event.is_last and is_new
         return [event] if is_new else []
 
     def retry(self) -> None:
-        """Lets the task wait again, after the loss of its rank."""
+        """Puts the task back into the queue, after the loss of its rank."""
         self.rank, self.retries, self.num_given, self.is_awaited = None, self.retries + 1, 0, False
 
     def last(self) -> list[AnyEvent]:
-        """Returns the events for the caller, of a task without a rank that was aborted or lost too often."""
+        """Returns the final events for the caller, for a task without a rank that was aborted or lost too often."""
         return []
 
 
 @dataclass
 class Rank:
-    """A rank that is connected."""
+    """A connected rank."""
 
     generation: int  # grows from one connection to the next
     version: int | None = None  # of its weights
@@ -119,18 +118,17 @@ class Rank:
 
     @property
     def is_ready(self) -> bool:
-        """Tells whether it takes tasks."""
+        """Tells whether the rank can take tasks."""
         return self.version is not None and self.loading is None
 
 
 @dataclass
 class Fleet:
-    """Tasks for several ranks, each of which gets no more while it has `most`.
+    """Distributes tasks over several ranks, at most `most` tasks a rank.
 
-    A rank gets the first task when it has the newest weights; version 0 stands for none. Tasks of a rank that is lost
-    go to the others, in front of those that wait, with all that their flights remember. Methods that end tasks return
-    the events that the caller is told, under the attempt of his task.
-    """
+    A rank gets tasks once it has the newest weights; version 0 means no weights. Tasks of a lost rank go to the others,
+    ahead of waiting tasks, with the records of their flights. Methods that end tasks return the events for the caller,
+    with the attempt of the caller's task."""
 
     most: int = sys.maxsize  # unfinished tasks of a rank
     version: int = 0  # of the newest weights
@@ -148,8 +146,8 @@ class Fleet:
     # ---- tasks
 
     def submit(self, task: AnyTask) -> None:
-        """Takes a task. One that is there already, by uid and attempt, is not taken twice, unless it is a part; a later
-        attempt replaces an earlier one.  Raises: as `on_death`, once that has."""
+        """Takes a task. A task that is already there, by uid and attempt, is not taken twice, unless it is a part; a
+        later attempt replaces an earlier one.  Raises: as `on_death`, once that has."""
         if self.end is not None:
             raise self.end
         flight = self.flights.get(task.uid)
@@ -160,7 +158,7 @@ class Fleet:
             flight.parts.append(task)
 
     def abort(self, uids: Collection[str], *, silently: bool = False) -> list[AnyEvent]:
-        """Ends tasks: one on a rank with the rank's event, or all at once and `silently`."""
+        """Ends tasks: a task on a rank ends with the rank's event, or with `silently` all end at once."""
         told = list[AnyEvent]()
         for flight in [self.flights[uid] for uid in uids if uid in self.flights]:
             flight.is_aborted = True
@@ -173,7 +171,7 @@ class Fleet:
         return told
 
     def give(self, reachable: Collection[int] | None = None) -> list[Give]:
-        """Gives waiting tasks to the ranks that are `reachable`, by default all; others leave their share."""
+        """Gives waiting tasks to the `reachable` ranks, by default to all; the share of the others keeps waiting."""
         ready = [rank for rank, each in self.ranks.items() if each.is_ready]
         shares = self.shares(ready) if self.waiting and ready and not self.is_paused else {}
         gives = list[Give]()
@@ -188,7 +186,7 @@ class Fleet:
         return gives
 
     def shares(self, ready: Sequence[int]) -> Mapping[int, Sequence[Flight]]:
-        """Chooses ranks for tasks that wait, for each in turn the one with the least."""
+        """Assigns each waiting task in turn to the rank with the fewest."""
         loads = {rank: sum(each.task.size for each in self.ranks[rank].given.values()) for rank in ready}
         found: dict[int, list[Flight]] = {rank: [] for rank in ready}
         for flight in self.waiting.values():
@@ -198,7 +196,7 @@ class Fleet:
         return found
 
     def on_events(self, rank: int, generation: int, events: Iterable[AnyEvent]) -> list[AnyEvent]:
-        """Notes events of a rank's tasks.  Returns the events for the caller."""
+        """Records events of a rank's tasks.  Returns the events for the caller."""
         told = list[AnyEvent]()
         for event in events if self._is_current(rank, generation) else ():
             flight = self.flights.get(event.uid)
@@ -209,14 +207,14 @@ class Fleet:
         return told
 
     def is_asked(self, rank: int) -> bool:
-        """Tells whether events of a rank are awaited."""
+        """Tells whether a task of the rank awaits an event."""
         return any(each.is_awaited for each in self.ranks[rank].given.values())
 
     # ---- ranks
 
     def on_join(self, rank: int, version: int | None = None) -> list[AnyEvent]:
-        """Notes that a rank is connected, perhaps again, with weights of a `version`. It gets tasks once it has the
-        newest."""
+        """Records that a rank has connected, perhaps again, with weights of a `version`. It gets tasks once it has the
+        newest weights."""
         told = self.on_lost(rank, self.ranks[rank].generation) if rank in self.ranks else []
         self.generations += 1
         loading = None if version == self.version else self.version
@@ -224,7 +222,7 @@ class Fleet:
         return told
 
     def on_lost(self, rank: int, generation: int) -> list[AnyEvent]:
-        """Notes that a rank is gone, or was given up."""
+        """Records that a rank is lost, or was given up."""
         if not self._is_current(rank, generation):
             return []
         lost, told = self.ranks.pop(rank), list[AnyEvent]()
@@ -237,9 +235,9 @@ class Fleet:
         return told
 
     def on_death(self, rank: int, cause: Exception, *, is_last: bool) -> int:
-        """Notes that the process of a lost rank is gone; `is_last` where no other will join again by itself.  Returns
-        the number of the process to start in its place, or 0.  Raises: `cause` where nothing replaces it, or no rank is
-        left."""
+        """Records that the process of a lost rank has ended; `is_last` if no other rank will join by itself.  Returns
+        the number of the process to start in its place, or 0.  Raises: `cause` if no process may replace it, or no rank
+        is left."""
         starts = self.starts.get(rank, 0)
         if (is_last and not self.ranks) or starts == self.restarts:
             self.end = cause
@@ -250,21 +248,21 @@ class Fleet:
     # ---- weights
 
     def on_weights(self, version: int) -> None:
-        """Notes new weights, which every rank loads before it gets more tasks."""
+        """Records new weights, which every rank loads before it gets more tasks."""
         self.version = version
         for each in self.ranks.values():
             each.loading = version if each.loading is None else each.loading
             each.prefixes = set()
 
     def on_loaded(self, rank: int, generation: int, version: int) -> None:
-        """Notes that a rank works with these weights."""
+        """Records that a rank has loaded these weights."""
         if self._is_current(rank, generation) and self.ranks[rank].loading == version:
             self.ranks[rank].version = version
             self.ranks[rank].loading = self.version if version < self.version else None
 
     @property
     def is_synced(self) -> bool:
-        """Tells whether every rank that works has the newest weights."""
+        """Tells whether every working rank has the newest weights."""
         return all(each.version in (None, self.version) for each in self.ranks.values())
 
     def _is_current(self, rank: int, generation: int) -> bool:
@@ -278,7 +276,7 @@ class Fleet:
 
 @dataclass
 class PartlySampled(Flight):
-    """A request that is not finished. Another rank goes on behind the tokens that were heard of."""
+    """An unfinished request. Another rank continues after the tokens that were received."""
 
     task: Request
     so_far: Completion | None = None  # tokens that are known, behind those of `task`
@@ -294,8 +292,8 @@ class PartlySampled(Flight):
         return replace(self.task, attempt=self.attempt, sampled_ids=self.task.sampled_ids + kept)
 
     def note(self, partial: Partial) -> Completion | None:
-        """Notes tokens of the attempt that runs; those behind a gap come again later, or with its end.  Returns those
-        that are new; None without any."""
+        """Records tokens of the running attempt; tokens after a gap come again later, or with the end.  Returns the new
+        tokens; None without any."""
         held = len(self.task.sampled_ids) + (0 if self.so_far is None else len(self.so_far.token_ids))
         tokens, log_probs, versions = partial.token_ids, partial.log_probs, partial.versions
         chunk = Completion(tokens, log_probs, "abort", versions, None, partial.likeliest, partial.routed)
@@ -305,8 +303,8 @@ class PartlySampled(Flight):
         return new
 
     def hear(self, event: Event) -> list[Event]:
-        """Returns an event as the caller knows the request: its tokens of all attempts; where it streams, those that
-        are new until it ends."""
+        """Converts an event for the caller: with the request's tokens of all attempts; while it streams, only with the
+        new tokens."""
         uid, attempt, offset = self.task.uid, self.task.attempt, len(self.task.sampled_ids)
         if isinstance(event, Partial):
             new = self.note(event)
@@ -321,13 +319,13 @@ class PartlySampled(Flight):
         return [Finished(uid, attempt, event.completion if kept is None else joined(kept, event.completion))]
 
     def retry(self) -> None:
-        """Goes on where the attempt got to. A token that may have ended the response is sampled again."""
+        """Keeps the tokens of the lost attempt. A token that may have ended the response is sampled again."""
         super().retry()
         self.so_far = self.so_far and unfinished(self.so_far, self.task)
         self.kept = 0 if self.so_far is None else len(self.so_far.token_ids)
 
     def last(self) -> list[Event]:
-        """Returns a failure where it was lost too often, else the tokens that are known."""
+        """Returns a failure if it was lost too often, else the known tokens."""
         uid, attempt = self.task.uid, self.task.attempt
         if self.retries <= self.most_retries:
             known = self.so_far or Completion((), (), "abort", ())
@@ -341,12 +339,12 @@ class PartlySampled(Flight):
 
 @dataclass
 class Router(Fleet):
-    """Requests for the ranks of a rollout."""
+    """Distributes requests over the ranks of a rollout."""
 
     flight: Callable[[AnyTask], Flight] = PartlySampled
 
     def shares(self, ready: Sequence[int]) -> Mapping[int, Sequence[Flight]]:
-        """Chooses ranks as `assign` does."""
+        """Assigns requests to ranks with `assign`."""
         requests: list[Request] = [each.task for each in self.waiting.values()]
         loads = {rank: len(self.ranks[rank].given) for rank in ready}
         if len(ready) == 1:  # others may come
@@ -355,7 +353,7 @@ class Router(Fleet):
         return {rank: [self.flights[each.uid] for each in found[rank]] for rank in ready if rank in found}
 
     def give(self, reachable: Collection[int] | None = None) -> list[Give]:
-        """Notes also where prompts are read: equal ones follow each other."""
+        """Gives requests like `Fleet.give`, and records their prompts by rank, for requests with the same prefix."""
         gives = super().give(reachable)
         for each in gives if len(self.ranks) > 1 else ():
             known = self.ranks[each.rank].prefixes
@@ -366,7 +364,7 @@ class Router(Fleet):
         return gives
 
     def _home(self, request: Request) -> int | None:
-        """Returns the rank that read the longest prefix of a request."""
+        """Returns the rank that has read the longest prefix of a request."""
         known = [(rank, each.prefixes) for rank, each in self.ranks.items() if each.prefixes]
         prefixes = _prefixes(request.prompt_ids) if known else ()
         return next((rank for prefix in prefixes for rank, read in known if prefix in read), None)
@@ -380,10 +378,10 @@ def assign(
 ) -> dict[int, list[Request]]:
     """Requests to give to each rank, by rank: blocks of equal prompts, each to the rank with the fewest `unfinished`.
 
-    No rank has more than `most`, nor more than its even part of all that is unfinished: where all fit together, all
-    start at once, as a decode step costs little more for more rows. Otherwise a rank that long responses keep busy
-    takes fewer. The longest possible come first. A block goes to its `home`, a rank that read its prefix, as long as
-    that has its even part at most."""
+    No rank has more than `most`, nor more than an even share of all unfinished requests: if all fit, all start at once,
+    as a decode step costs little more for more rows. Otherwise a rank that long responses keep busy takes fewer.
+    Requests with the longest limits come first. A block goes to its `home`, the rank that has read its prefix, while
+    this rank has at most its even share."""
     loads = dict(unfinished)
     if len(loads) == 1:
         return {rank: list(waiting) for rank in loads}
@@ -401,7 +399,7 @@ def assign(
 
 
 def blocks_of(requests: Sequence[Request], ranks: int) -> list[list[Request]]:
-    """Requests that one rank takes together: of one prompt, and no more than leaves every rank some blocks."""
+    """Requests that one rank takes together: they have one prompt, and every rank still gets some blocks."""
     most = max(1, len(requests) // (BLOCKS_A_RANK * ranks))
     blocks = []
     for _, same in groupby(requests, lambda request: request.identity):
@@ -411,7 +409,7 @@ def blocks_of(requests: Sequence[Request], ranks: int) -> list[list[Request]]:
 
 
 def _prefixes(token_ids: tuple[int, ...]) -> list[int]:
-    """Hashes of the ids and of their beginnings of 16, 32, 64, ... ids, the longest first. Media are left out: where
-    they alone differ, a replica is chosen that is as good as any."""
+    """Hashes of the ids and of their beginnings of 16, 32, 64, ... ids, the longest first. Media are left out: if only
+    they differ, any replica is as good as another."""
     lengths = [SHORTEST_PREFIX << n for n in range(32) if SHORTEST_PREFIX << n < len(token_ids)]
     return [hash(token_ids[:length]) for length in (len(token_ids), *reversed(lengths))]

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flow of groups as a state machine: trajectories, scores and versions of the weights go in; episodes to run,
-trajectories to score and groups to train on come out.
+"""The flow of groups as a state machine: it takes trajectories, scores and weight versions, and returns episodes to
+run, trajectories to score and groups to train on.
 
-It has no clock, thread or socket. Groups are handed out in the order of their admission, whatever the order in which
-trajectories come in. Its snapshot has every group that was admitted and not trained on.
-"""
+It has no clock, thread or socket. Groups are handed out in the order of their admission, in whatever order trajectories
+end. Its snapshot has every group that was admitted and not yet trained on."""
 
 from __future__ import annotations
 
@@ -26,37 +25,37 @@ log = logging.getLogger(__name__)
 
 
 class PromptSource(Protocol):
-    """The data loader, or another source of prompts."""
+    """A source of prompts, such as the data loader."""
 
     def take(self, n: int) -> list[Prompt]:
         """The next n prompts."""
         ...
 
     def find(self, uid: str) -> Prompt:
-        """The prompt that `take` gave under this uid.  Raises: DataError."""
+        """The prompt that `take` returned with this uid.  Raises: DataError."""
         ...
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Reads all groups that were sampled, with those that a filter drops."""
+        """Reads all sampled groups, including groups that a filter drops."""
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """Returns the place where the next `take` starts."""
+        """Returns the position of the next `take`."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from that place."""
+        """Continues from a position."""
         ...
 
 
 class ReturnedFirst:
-    """A source that gives prompts that were put back before its own; without a source, these alone."""
+    """A source that first returns prompts that were put back, then its source's; without a source, only these."""
 
     def __init__(self, source: PromptSource | None, first: Sequence[Prompt] = ()) -> None:
         self.source, self._returned = source, list(first)
 
     def put_back(self, uids: Sequence[str]) -> None:
-        """Lets these prompts come first, and says so.  Raises: DataError for one that is not among the data."""
+        """Puts prompts back, so that they come first, and logs it.  Raises: DataError for a uid not in the data."""
         if uids:
             log.warning("%d prompts that were sampled ahead begin again, as the next that are sampled", len(uids))
         self._returned = [*map(self.find, uids), *self._returned]
@@ -75,7 +74,7 @@ class ReturnedFirst:
             self.source.observe(groups)
 
     def state(self) -> dict[str, Any]:
-        """The place of the source; under `first` the uids that were put back, if there are any."""
+        """The position of the source; under `first` the uids that were put back, if any."""
         state = {} if self.source is None else {**self.source.state()}
         return {**state, **({"first": [each.uid for each in self._returned]} if self._returned else {})}
 
@@ -87,8 +86,8 @@ class ReturnedFirst:
 
 @dataclass(frozen=True)
 class Filter:
-    """The choice of groups to train on: `keeps` reads the `metric` of a group's trajectories that did not fail.
-    Prompts of some domains may have a filter of their own. A step begins with a share of `extra` groups more."""
+    """The choice of groups to train on: `keeps` reads the `metric` of a group's trajectories that did not fail. Domains
+    may have a filter of their own. A step starts a share of `extra` groups more."""
 
     keeps: Callable[..., bool]
     options: Mapping[str, Any]
@@ -111,35 +110,35 @@ class Filter:
 
 @dataclass(frozen=True)
 class RunEpisodes:
-    """Run episodes, and tell `on_sampled` the trajectory of each."""
+    """Command: run episodes, and pass the trajectory of each to `on_sampled`."""
 
     episodes: list[Episode]
 
 
 @dataclass(frozen=True)
 class Abort:
-    """End the episodes of prompts without a word."""
+    """Command: end the episodes of prompts silently."""
 
     prompts: list[str]  # uids
 
 
 @dataclass(frozen=True)
 class Score:
-    """Score trajectories together, and tell `on_scored`."""
+    """Command: score trajectories together, and call `on_scored`."""
 
     trajectories: list[Trajectory]
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Names the groups of the step, which are sampled and not scored yet; no filter reads their scores."""
+    """The groups of the step, which are sampled but not scored yet; no filter reads their scores."""
 
     groups: list[Group]
 
 
 @dataclass(frozen=True)
 class HandOut:
-    """The step has its groups: those that were kept and, in the order of admission, all that were `dropped`."""
+    """The groups of a step: the kept ones and, in the order of admission, all `dropped` ones."""
 
     step: int
     wanted: int
@@ -149,7 +148,7 @@ class HandOut:
 
     @property
     def groups(self) -> list[Group]:
-        """Groups for a batch: the kept ones or, where the filter kept none, dropped ones, which keep the run going."""
+        """Groups for a batch: the kept ones or, if there are none, dropped groups, so that the run continues."""
         return self.kept or self.dropped[: self.wanted]
 
 
@@ -158,7 +157,7 @@ Command = RunEpisodes | Abort | Score | Chosen | HandOut
 
 @dataclass
 class Admitted:
-    """A prompt that was started and is not handed out."""
+    """A prompt whose episodes have started and whose group is not handed out yet."""
 
     prompt: Prompt
     step: int  # names its random draws: the one that it was admitted for
@@ -168,7 +167,7 @@ class Admitted:
     place: float = math.inf  # among the groups of its step, in the order in which they ended
 
     def group(self, samples: Mapping[int, Trajectory]) -> Group:
-        """The group of its samples, scored or as they were sampled."""
+        """The group of its samples, scored or unscored."""
         return Group(self.prompt, tuple(samples[number] for number in sorted(samples)))
 
 
@@ -177,20 +176,19 @@ SAMPLED, SCORED = attrgetter("sampled"), attrgetter("scored")
 
 @dataclass
 class Flow:
-    """Groups for one step after the other, sampled ahead as far as `max_staleness` allows.
+    """Collects the groups of one step after the other, sampled ahead as far as `max_staleness` allows.
 
     With k = `max_staleness` at most B + floor(k B) groups (B = `batch_size`) are outstanding: admitted, not dropped,
     and not yet part of the weights that sample. Then no token is more than ceil(k) versions older than the weights that
     are trained with it, and of a fractional k at most that share of a batch is at the last version allowed.
 
-    With k = 0 prompts are started when a step asks for them: B and, while the filter drops groups, up to `max_refills`
-    times as many as are short, in rounds; what a step that was left had begun is forgotten. With k > 0 they are started
-    as soon as there is room, and a step takes the first B groups that are kept, of the next (1 + `max_refills`) B
-    admitted ones at most. In both, a step gets fewer than B groups only where so many came to nothing.
+    With k = 0 prompts start when a step asks for them: B and, while the filter drops groups, up to `max_refills` times
+    the missing number, in rounds; prompts of an abandoned step are forgotten. With k > 0 they start as soon as there is
+    room, and a step takes the first B kept groups among the next (1 + `max_refills`) B admitted ones. In both cases a
+    step gets fewer than B groups only if too many were dropped or failed.
 
-    With k = 0 the filter may ask for `extra` groups. A step then takes the first B that are kept in the order in which
-    they ended, however late their scores come; the others are aborted, and their prompts are not begun again.
-    """
+    With k = 0 the filter may ask for `extra` groups. A step then takes the first B kept groups in the order in which
+    they ended, however late their scores come; the others are aborted, and their prompts do not start again."""
 
     n: int  # trajectories of a prompt
     batch_size: int  # groups of a step
@@ -209,38 +207,38 @@ class Flow:
 
     @property
     def is_ahead(self) -> bool:
-        """Tells whether groups are sampled before a step asks for them; with k = 0 a step begins with nothing."""
+        """Tells whether groups are sampled before a step asks for them; with k = 0 a step starts with none."""
         return self.max_staleness > 0
 
     @property
     def next_step(self) -> int:
-        """The step for which groups are handed out next."""
+        """The next step for which groups are handed out."""
         return self.version + 1 + (self.training is not None)
 
     @property
     def outstanding(self) -> int:
-        """Groups that are admitted, not dropped, and not yet part of the weights that sample."""
+        """The number of groups that are admitted, not dropped, and not yet part of the weights that sample."""
         return self._live + (0 if self.training is None else len(self.training.kept))
 
     @property
     def most_outstanding(self) -> int:
-        """Groups that may be outstanding."""
+        """The largest number of outstanding groups."""
         return self.batch_size + math.floor(self.max_staleness * self.batch_size)
 
     @property
     def ready(self) -> int:
-        """Groups that wait to be handed out."""
+        """The number of groups that wait to be handed out."""
         return sum(each.is_kept is True for each in list(self.queue.values()))  # other threads ask too
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Trajectories of the next step that have ended, and all of them."""
+        """The number of the next step's trajectories that have ended, and the number of all its trajectories."""
         first = islice(list(self.queue.values()), self.batch_size)
         ended = sum(self.n if each.is_kept is not None else len(each.sampled) for each in first)
         return ended, self.batch_size * self.n
 
     def ask(self, step: int) -> list[Command]:
-        """Asks for the groups of a step; the answer is a HandOut, now or later."""
+        """Asks for the groups of a step; a HandOut follows now or later."""
         if not self.is_ahead:
             self._before = copy.deepcopy(dict(self.source.state()))
             self.restart(step - 1, [])
@@ -249,7 +247,7 @@ class Flow:
         return [*self._choose(), *self._advance()]
 
     def on_sampled(self, trajectory: Trajectory) -> list[Command]:
-        """Notes the end of an episode."""
+        """Records the end of an episode."""
         admitted = self.queue.get(trajectory.prompt.uid)
         if admitted is None:  # of a step that was left
             return []
@@ -262,60 +260,60 @@ class Flow:
         return [*([Score(ended)] if ended else []), *(self._choose() if together else [])]
 
     def on_scored(self, trajectories: Sequence[Trajectory]) -> list[Command]:
-        """Notes scored trajectories, or with a failure; one that is there already changes nothing."""
+        """Records trajectories that were scored, or whose scoring failed; repeated ones change nothing."""
         return [command for each in trajectories for command in self._on_scored(each)]
 
     def on_version(self, version: int) -> list[Command]:
-        """Notes that every replica samples with these weights."""
+        """Records that every replica samples with weights of `version`."""
         self.version, self.training, self._before = version, None, None
         return self._advance()
 
     def restart(self, version: int, queue: Sequence[Admitted]) -> None:
-        """Begins again behind `version`, with the groups of a checkpoint in the order of their admission."""
+        """Starts again after `version`, with the groups of a checkpoint in the order of their admission."""
         self.version, self.training, self._waits_for = version, None, None
         self.queue = {each.prompt.uid: each for each in queue}
 
     def place(self) -> Mapping[str, Any]:
-        """Returns the place of the next prompt; with k = 0, before groups are trained on, the place of their step."""
+        """Returns the position of the next prompt; with k = 0, before groups are trained on, of their step."""
         return self._before or dict(self.source.state())
 
     def most_age(self, place: int) -> int:
-        """Versions that tokens at a place of the queue may be old: a batch is trained on for each. A filter may leave a
-        step fewer groups, so that those behind it wait for longer."""
+        """The largest age in versions of tokens at a place of the queue: each batch trained before them adds one. A
+        filter may leave a step fewer groups, so that later groups wait longer."""
         most = self.batch_size * (1 + math.ceil(self.max_staleness)) if self.group_filter else self.most_outstanding
         return (most - 1 - place) // self.batch_size
 
     @property
     def _live(self) -> int:
-        """Groups in the queue that are not dropped."""
+        """The number of groups in the queue that are not dropped."""
         return sum(each.is_kept is not False for each in list(self.queue.values()))
 
     @property
     def _extra(self) -> int:
-        """Groups that begin beside a batch."""
+        """The number of groups that a step starts beyond a batch."""
         return 0 if self.is_ahead or self.group_filter is None else math.ceil(self.group_filter.extra * self.batch_size)
 
     @property
     def _undecided(self) -> list[Admitted]:
-        """Groups of which not all trajectories are scored."""
+        """The groups with trajectories that are not scored yet."""
         return [each for each in self.queue.values() if each.is_kept is None]
 
     @property
     def _most_read(self) -> float:
-        """Groups that a step takes from the queue, dropped ones included; refills alone bound it with k = 0."""
+        """The largest number of groups that a step reads from the queue, dropped ones included; no limit with k = 0."""
         if self.group_filter is None or not self.is_ahead:
             return math.inf
         return (1 + self.group_filter.max_refills) * self.batch_size
 
     def _together(self, admitted: Admitted, ended: Callable[[Admitted], Sized]) -> list[Admitted]:
-        """The groups that are scored and decided together, with k = 0 a round; none before all have ended."""
+        """The groups that are scored and filtered together, with k = 0 a round; empty until all have ended."""
         if len(ended(admitted)) < self.n:
             return []
         together = [admitted] if self.is_ahead or self._extra else self._undecided
         return together if all(len(ended(each)) == self.n for each in together) else []
 
     def _choose(self) -> list[Command]:
-        """The groups that are asked for, once all are sampled, where no filter reads scores."""
+        """Names the requested groups once all are sampled, if no filter reads scores."""
         first = list(islice(self.queue.values(), self.batch_size)) if self._waits_for is Chosen else []
         if len(first) < self.batch_size or any(len(each.sampled) < self.n for each in first):
             return []
@@ -339,7 +337,7 @@ class Flow:
         return [*self._hand_out(), *self._start()]
 
     def _start(self) -> list[Command]:
-        """Fills the room: takes prompts, and names their draws by the step that will read them."""
+        """Fills the room with new prompts, and names their random draws by the step that will use them."""
         live, wanted, most, commands = self._live, self.batch_size, self._most_read, list[Command]()
         taken = 0 if self.training is None else wanted  # a step takes its place even with fewer groups
         most_live = self.most_outstanding + self._extra - taken
@@ -358,7 +356,7 @@ class Flow:
         return commands
 
     def _hand_out(self) -> list[Command]:
-        """The groups that are asked for, as soon as nothing in front of them is undecided; aborts `extra` ones."""
+        """Hands out the requested groups as soon as all groups before them are decided; aborts `extra` ones."""
         if self._waits_for is None:
             return []
         read, kept = list[Admitted](), 0
@@ -380,7 +378,7 @@ class Flow:
         return [*([Abort(left)] if left else []), self.training]
 
     def _is_exhausted(self, read: Sequence[Admitted]) -> bool:
-        """Tells whether a step goes on with fewer groups than it wants."""
+        """Tells whether a step continues with fewer groups than it wants."""
         if self.is_ahead or self.group_filter is None or len(read) < max(1, len(self.queue)):
             return len(read) == self._most_read
         last_round = [trajectory for each in read[-self._rounds[-1] :] for trajectory in each.scored.values()]
@@ -388,8 +386,8 @@ class Flow:
 
 
 def by_player(groups: Sequence[Group]) -> list[Group]:
-    """Splits episodes of several players: each player that is trained has a group of its own turns. Other groups stay
-    as they are."""
+    """Splits episodes of several players: each trained player gets a group of its own turns. Other groups stay
+    unchanged."""
     split = list[Group]()
     for group in groups:
         trained = {turn.player for each in group.trajectories for turn in each.turns if turn.is_trained}
@@ -412,7 +410,7 @@ def keep_all(values: Sequence[float]) -> bool:
 
 
 def _metric(trajectory: Trajectory, name: str) -> float:
-    """A number of a trajectory; a part also by its name without that of the domain."""
+    """A number of a trajectory by name; the name of a part may omit its domain."""
     numbers = {**trajectory.parts, "accuracy": trajectory.accuracy or 0.0, "reward": trajectory.score}
     found = numbers.get(name, numbers.get(f"{trajectory.prompt.domain}/{name}"))
     if found is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slow, obvious rollout engine: transformers' own forward and cache, left padding, every row until all are done."""
+"""The slow, simple rollout engine: transformers' own forward and cache, left padding, every row until all are done."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
+from whet.kernels.sampling import SamplingState, is_stop, likeliest, sample
 from whet.models.attention import NAME
 from whet.models.encoders.load import encoders_of
 from whet.models.general import cache_argument, forward
@@ -17,15 +18,14 @@ from whet.models.positions import position_ids, rotary_positions
 from whet.models.supported import support_of
 from whet.registry import register_rollout
 from whet.rollout.in_process import Done, InProcessEngine, LiveRequest, LoadTokenizer
-from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Request
-from whet.rollout.sampling import SamplingState, is_stop, likeliest, sample
+from whet.rollout.requirements import Decoding, RolloutBytes
 from whet.types import FinishReason
 
 
 @dataclass
 class PaddedRows:
-    """Rows that are sampled together, with padding on the left; a row that has ended goes on unread."""
+    """Rows that are sampled together, padded on the left; tokens after a row's end are ignored."""
 
     rows: list[LiveRequest]
     sampling: SamplingState
@@ -42,7 +42,7 @@ class PaddedRows:
 
     @classmethod
     def of(cls, rows: list[LiveRequest], module: PreTrainedModel) -> PaddedRows:
-        """Rows that start, or go on behind their tokens."""
+        """A batch of rows that start, or continue after their tokens."""
         device, requests = module.device, [each.request for each in rows]
         fed = [[*each.request.prompt_ids, *each.tokens] for each in rows]
         width, media = max(map(len, fed)), [each for request in requests for each in request.media]
@@ -71,7 +71,7 @@ class PaddedRows:
         )
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
-        """Appends the next token of every row.  Returns [S] bool: the row's token is a stop token."""
+        """Appends the next token of every row.  Returns [S] bool, True for a stop token."""
         rows = torch.arange(len(self.rows), device=logits.device)
         generated = self.tokens[:, : max(1, int(self.counts.max()))]
         chosen, log_probs = sample(logits, self.sampling, self.counts, generated)
@@ -92,7 +92,7 @@ class PaddedRows:
         return is_stop(chosen, self.sampling.stop_ids)
 
     def read(self) -> None:
-        """Copies the tokens and log-probs so far into every row that goes on."""
+        """Copies the tokens and log-probs so far into every unfinished row."""
         columns = self.going_on.tolist(), self.counts.tolist(), self.tokens.tolist(), self.log_probs.tolist()
         for each, going_on, count, tokens, log_probs in zip(self.rows, *columns, strict=True):
             if going_on:
@@ -101,10 +101,10 @@ class PaddedRows:
 
 @register_rollout("hf")
 class HFEngine(InProcessEngine[LiveRequest]):
-    """transformers' own forward and cache, every row until all are done: slow, and works for every language model.
+    """transformers' own forward and cache, every row until all are done: slow, but supports every language model.
 
-    on_new_weights: running requests go on when weights change, and compute their keys and values again (recompute), or
-        keep those of the old weights (keep).
+    on_new_weights: running requests continue when weights change; they recompute their keys and values (recompute), or
+        keep the old ones (keep).
     weight_delta: weights from processes of the actor come as the elements that changed since the last version, exactly;
         each end keeps a copy of the weights in the host's memory for it.
     """
@@ -124,7 +124,7 @@ class HFEngine(InProcessEngine[LiveRequest]):
 
     @classmethod
     def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
-        """Bytes of the cache: a tensor a layer, which grows by being copied."""
+        """Bytes of the cache: a tensor a layer, which is copied to grow."""
         rows, lengths = decoding.rows, decoding.lengths
         longest = max(lengths.prompts) + lengths.response
         used = rows * (longest * decoding.token_bytes + decoding.sequence_bytes)
@@ -143,7 +143,7 @@ class HFEngine(InProcessEngine[LiveRequest]):
         return LiveRequest(request, earlier, [0.0] * len(earlier))
 
     def _step(self, module: PreTrainedModel) -> list[Done[LiveRequest]]:
-        """Runs the batch on by a token, or a new one of the oldest requests."""
+        """Samples a token of the batch, or starts a new batch with the oldest requests."""
         batch = self._batch = self._batch or PaddedRows.of(self._next(module), module)
         text = module.config.get_text_config()
         if text._attn_implementation == NAME:  # which works with whet's cache alone
@@ -178,7 +178,7 @@ class HFEngine(InProcessEngine[LiveRequest]):
         return [(batch.rows[row], reasons[row], batch.found.get(row)) for row in ended.nonzero().squeeze(1).tolist()]
 
     def _next(self, module: PreTrainedModel) -> list[LiveRequest]:
-        """The oldest requests; of a model that padding on the left would change, those as long as the oldest."""
+        """The oldest requests; if left padding would change results, only requests as long as the oldest."""
         oldest = list(self.unfinished.values())
         if not support_of(module).pads_left:
             lengths = [len(each.request.prompt_ids) + len(each.tokens) for each in oldest]

@@ -24,13 +24,13 @@ from whet.models.supported import support_of
 from whet.phases import span
 from whet.rollout.ledger import Ledger, check_request, check_whole, too_late
 from whet.rollout.protocol import Completion, Event, Finished, Likeliest, Partial, Request, Status, Weights
-from whet.rollout.sampling import LastStops, LoadTokenizer as LoadTokenizer, StopStrings
+from whet.rollout.stop_strings import LastStops, LoadTokenizer as LoadTokenizer, StopStrings
 from whet.types import FinishReason, Versions, last_versions
 
 
 @dataclass(eq=False)
 class LiveRequest:
-    """An unfinished request. While it is being sampled its newest tokens are elsewhere, until they are read."""
+    """An unfinished request. While it is being sampled, its newest tokens are on the device until they are read."""
 
     request: Request
     tokens: list[int]  # of the response
@@ -44,12 +44,12 @@ class LiveRequest:
 
     @property
     def late_at(self) -> float:
-        """The time.monotonic() after which it fails."""
+        """The time.monotonic() after which the request fails."""
         seconds = self.request.deadline_seconds
         return float("inf") if seconds is None else self.submitted_at + seconds
 
     def stamp(self, version: int) -> None:
-        """Notes that `version` sampled those of its tokens that no version has been noted for."""
+        """Stamps the unstamped tokens with `version`."""
         new = len(self.tokens) - len(self.request.sampled_ids) - sum(count for _, count in self.versions)
         if new and self.versions and self.versions[-1][0] == version:
             self.versions = (*self.versions[:-1], (version, self.versions[-1][1] + new))
@@ -57,7 +57,7 @@ class LiveRequest:
             self.versions = (*self.versions, (version, new))
 
     def completion(self, version: int, reason: FinishReason, stop: str | None = None) -> Completion:
-        """Its completion if it ended now, with its newest tokens sampled by `version`."""
+        """The completion of the request if it ended now, with its newest tokens stamped with `version`."""
         self.stamp(version)
         new = slice(len(self.request.sampled_ids), None)
         tokens, log_probs = tuple(self.tokens[new]), tuple(self.log_probs[new])
@@ -65,7 +65,7 @@ class LiveRequest:
         return Completion(tokens, log_probs, reason, self.versions, stop, *told, self.preemptions)
 
     def partial(self, version: int) -> Partial:
-        """Its tokens that no Partial has had, the newest sampled by `version`."""
+        """The tokens that no Partial has had yet, with the newest stamped with `version`."""
         self.stamp(version)
         first, self.num_streamed = self.num_streamed, len(self.tokens)
         tokens, log_probs = tuple(self.tokens[first:]), tuple(self.log_probs[first:])
@@ -75,7 +75,7 @@ class LiveRequest:
         return Partial(self.request.uid, self.request.attempt, first, tokens, log_probs, versions, *told)
 
     def tell(self, likeliest: Likeliest) -> None:
-        """Notes the likeliest tokens in the place of the token that was just sampled."""
+        """Stores the most probable tokens at the position of the token just sampled."""
         if count := self.request.params.num_likeliest:
             self.likeliest.append(likeliest[:count])
 
@@ -85,7 +85,7 @@ Done = tuple[L, FinishReason, str | None]  # a request that ended, why, and at w
 
 
 class Policy:
-    """The module that is sampled from: none yet, another's, or the engine's own, which it fills and may offload."""
+    """The module to sample from: none yet, another component's, or the engine's own, which it fills and may offload."""
 
     def __init__(self) -> None:
         self.module: PreTrainedModel | None = None
@@ -100,25 +100,25 @@ class Policy:
         self._coming = self._device = None
 
     def fill(self, weights: Weights, version: int) -> None:
-        """Copies all weights into the module.  Raises: WeightSyncError; whatever `weights` raises."""
+        """Copies all weights into the module.  Raises: WeightSyncError; errors of `weights`."""
         module = self.require()
         self._coming = version
         _fill(module, weights)
         self.version, self._coming = version, None
 
     def require(self) -> PreTrainedModel:
-        """The module.  Raises: EngineError where there is none."""
+        """The module.  Raises: EngineError if there is none."""
         if self.module is None:
             raise EngineError("module of the rollout", None, change="attach a module, or adopt one and load weights")
         return self.module
 
     def require_whole(self) -> PreTrainedModel:
-        """The module, to sample from.  Raises: also WeightSyncError where its weights are of two versions."""
+        """The module, checked for sampling.  Raises: also WeightSyncError if its weights are of two versions."""
         check_whole(self._coming, self.version)
         return self.require()
 
     def leave_device(self) -> None:
-        """Moves an own module to the host's memory."""
+        """Moves the engine's own module to the host."""
         if self._is_own and self._device is None:
             self._device = self.require().device
             nn.Module.to(self.require(), "cpu")
@@ -131,8 +131,8 @@ class Policy:
 
 
 class InProcessEngine(ABC, Generic[L]):
-    """Decodes while it is polled. `keep_cache` lets running requests keep their keys and values when weights change;
-    otherwise these are computed again, so that each log-prob is exactly one version's."""
+    """Decodes while it is polled. With `keep_cache` running requests keep their keys and values when weights change;
+    otherwise these are recomputed, so that each log-prob belongs to exactly one version."""
 
     def __init__(
         self, dtype: torch.dtype, max_batch_size: int, load_tokenizer: LoadTokenizer | None, keep_cache: bool
@@ -149,7 +149,7 @@ class InProcessEngine(ABC, Generic[L]):
         self._first_late_at = float("inf")
 
     def submit(self, request: Request) -> bool:
-        """Takes a request; False while MAX_UNFINISHED are there.  Raises: EngineError for one that can never fit."""
+        """Takes a request; False at MAX_UNFINISHED requests.  Raises: EngineError for one that can never fit."""
         if (answer := self.unfinished.answer(request)) is not None:
             return answer
         self._end([self.unfinished[request.uid]] if request.uid in self.unfinished else [])
@@ -165,7 +165,7 @@ class InProcessEngine(ABC, Generic[L]):
         return True
 
     def _readable(self, request: Request) -> Encoders:
-        """The encoders of the model.  Raises: EngineError where it does not read a media of the request."""
+        """The encoders of the model.  Raises: EngineError if they cannot read a media of the request."""
         encoders = encoders_of(self.policy.require())
         for each in request.media:
             if encoders is None or each.kind not in encoders.kinds or each.tokens is None:
@@ -177,7 +177,7 @@ class InProcessEngine(ABC, Generic[L]):
 
     @torch.no_grad()
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """Decodes until there is an event, at most for `timeout_seconds`.  Raises: EngineError, WeightSyncError."""
+        """Decodes until there is an event, for at most `timeout_seconds`.  Raises: EngineError, WeightSyncError."""
         until = time.monotonic() + timeout_seconds
         if time.monotonic() >= self._first_late_at:
             self._fail_late_requests()
@@ -240,37 +240,37 @@ class InProcessEngine(ABC, Generic[L]):
         self.attach(own, self.policy.version, is_own=True)
 
     def load(self, weights: Weights, version: int) -> None:
-        """Fills the engine's own module.  Raises: WeightSyncError; whatever `weights` raises."""
+        """Fills the engine's own module.  Raises: WeightSyncError; errors of `weights`."""
         self._before_new_weights(forget=not self.keep_cache)
         self.policy.fill(weights, version)
 
     def prompt_log_probs(self, prompt: Sequence[int], count: int) -> PromptLogProbs:
-        """Log-probs of the tokens behind the first, and the `count` likeliest in their places."""
+        """Log-probs of all prompt tokens except the first, and the `count` most probable tokens at each position."""
         module = self.policy.require_whole()
         settings = ForwardSettings(packing=support_of(module).is_own, dtype=self.dtype)
         return prompt_log_probs(module, prompt, count, settings)
 
     def sleep(self) -> None:
-        """Frees what was computed, and the device of an own module."""
+        """Frees the cache, and moves the engine's own module off the device."""
         self._read()
         self._forget()
         self._restore.close()
         self.policy.leave_device()
 
     def wake(self) -> None:
-        """Puts an own module back; the cache is made when it is needed."""
+        """Moves the engine's own module back; the cache is rebuilt when needed."""
         self.policy.return_to_device()
 
     def status(self) -> Status:
         return self.unfinished.status(self.policy.version, self._num_running)
 
     def close(self) -> None:
-        """Drops all requests and frees what sleeping frees."""
+        """Drops all requests and frees the memory that `sleep` frees."""
         self._end(list(self.unfinished.values()))
         self.sleep()
 
     def stops_of(self, request: Request) -> StopStrings | None:
-        """The stop strings of a request.  Raises: EngineError where there are some and no tokenizer."""
+        """The stop strings of a request.  Raises: EngineError for stop strings without a tokenizer."""
         strings = request.params.stop
         if not strings:
             return None
@@ -281,11 +281,11 @@ class InProcessEngine(ABC, Generic[L]):
     @property
     @abstractmethod
     def _num_running(self) -> int:
-        """Requests that are being sampled."""
+        """The number of requests that are being sampled."""
 
     @abstractmethod
     def _use(self, module: PreTrainedModel) -> None:
-        """Prepares for another module.  Raises: EngineError for one that it cannot sample from."""
+        """Prepares for another module.  Raises: EngineError for a module that the engine cannot sample from."""
 
     @abstractmethod
     def _take(self, request: Request) -> L:
@@ -293,7 +293,7 @@ class InProcessEngine(ABC, Generic[L]):
 
     @abstractmethod
     def _step(self, module: PreTrainedModel) -> list[Done[L]]:
-        """Samples a token of every running request.  Returns those that ended, with all their tokens."""
+        """Samples a token for every running request.  Returns the finished requests, with all their tokens."""
 
     @abstractmethod
     def _read(self) -> None:
@@ -305,14 +305,14 @@ class InProcessEngine(ABC, Generic[L]):
 
     @abstractmethod
     def _drop(self, live: Sequence[L]) -> None:
-        """Takes requests out, running or not; their tokens were read."""
+        """Removes requests, running or waiting, whose tokens have been read."""
 
     @abstractmethod
     def _forget(self) -> None:
-        """Puts running requests back into the queue, with nothing computed; their tokens were read."""
+        """Puts running requests back into the queue, with their tokens read and without a cache."""
 
     def _forget_finished(self) -> None:
-        """Frees what is kept of requests that are done."""
+        """Frees the cached blocks of finished requests."""
 
     def _end(self, live: Sequence[L]) -> None:
         if not live:
@@ -326,13 +326,13 @@ class InProcessEngine(ABC, Generic[L]):
             self._restore.close()
 
     def _give_new_tokens(self) -> None:
-        """Adds a Partial for each request that streams and has tokens that were read and not given."""
+        """Adds a Partial for each streaming request with tokens that were read but not sent."""
         for each in self._streaming.values():
             if len(each.tokens) > each.num_streamed:
                 self._events.append(each.partial(self.policy.version))
 
     def _before_new_weights(self, *, forget: bool) -> None:
-        """Stamps the tokens so far with the version that sampled them, and forgets the cache unless it is kept."""
+        """Stamps the tokens so far with the version that sampled them, and drops the cache unless it is kept."""
         self._forget_finished()
         if not self.unfinished:
             return

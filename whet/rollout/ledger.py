@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The unfinished requests of an engine, and the rules that hold for all of them wherever they are sampled."""
+"""The unfinished requests of an engine, and the rules for all of them, wherever they are sampled."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 from typing import Any, TypeVar
 
 from whet.errors import EngineError, WeightSyncError
+from whet.kernels.sampling import check_rules
 from whet.rollout.protocol import Failed, Request, Status
-from whet.rollout.sampling import check_rules
 from whet.types import Failure
 
 MAX_UNFINISHED = 65536  # requests; more are refused until some are done
@@ -21,8 +21,8 @@ class Ledger(dict[str, L]):
     """Unfinished requests by uid, the oldest first."""
 
     def answer(self, request: Request) -> bool | None:
-        """Returns the result of `submit` where nothing is to be done: True for an attempt that is there already or was
-        replaced by a later one, False while MAX_UNFINISHED requests are there; else None."""
+        """Returns the result of `submit` if no work is needed: True for an attempt that is already there or was
+        replaced by a later one, False at MAX_UNFINISHED requests; else None."""
         if (earlier := self.get(request.uid)) is not None:
             return True if request.attempt <= earlier.request.attempt else None
         return None if len(self) < MAX_UNFINISHED else False
@@ -52,13 +52,13 @@ def check_request(request: Request, vocab_size: int) -> None:
 
 
 def check_whole(coming: int | None, version: int) -> None:
-    """Raises: WeightSyncError where `coming`, a version that is on its way, has replaced a part of `version`."""
+    """Raises: WeightSyncError if `coming`, a version being loaded, has replaced a part of `version`."""
     if coming is not None:
         found = f"did not arrive whole, and may be mixed with version {version}"
         raise WeightSyncError(f"version {coming} of the weights", found, change="send all weights of a version")
 
 
 def too_late(request: Request, after: str = "") -> Failed:
-    """Returns the event of a request whose deadline is over."""
+    """Returns the event of a request whose deadline has passed."""
     why = f"its deadline of {request.deadline_seconds:g} s was over{after}"
     return Failed(request.uid, request.attempt, Failure("engine", why, timed_out=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of rollout engines: a stream of requests goes in, events come out, weights change in between."""
+"""The contract of rollout engines: they take a stream of requests, return events, and load weights in between."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from whet.errors import DeadlineError, EngineError, WhetError
 from whet.models.outputs import PromptLogProbs
 from whet.models.positions import patches
 from whet.phases import counted
-from whet.types import Failure, FinishReason, Media, Versions
+from whet.types import Failure, FinishReason, Likeliest, Media, SamplingParams, Versions
 
 Identity = tuple[int | str, ...]  # of a prompt: its token ids, and digests in the place of each media's first token
-Likeliest = tuple[tuple[int, float], ...]  # tokens with their log-probs, the likeliest first
 Weights = Iterable[tuple[str, torch.Tensor]]  # under their Hugging Face names
 
 
 @dataclass(frozen=True)
 class Span:
-    """The part of a server that one of several nodes has."""
+    """The part of a server on one of several nodes."""
 
     nodes: int
     number: int  # of the node; the server answers on node 0
@@ -36,31 +35,8 @@ class Span:
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """The choice of tokens and the end of a response. The defaults are off; `temperature` 0 is greedy.
-
-    Changes of the choice follow vLLM's order: allowed tokens, bad words, penalties (repetition, frequency,
-    presence), temperature, min-p, top-k, top-p.
-    """
-
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    min_p: float = 0.0  # of the likeliest token's probability (Nguyen et al. 2024)
-    repetition_penalty: float = 1.0  # of tokens in prompt or response: l / r where l > 0, l * r elsewhere (CTRL)
-    presence_penalty: float = 0.0  # taken off the logit of a token that the response has (OpenAI)
-    frequency_penalty: float = 0.0  # taken off once for each occurrence
-    stop: tuple[str, ...] = ()  # the response ends with the token that completes one of them
-    bad_words: tuple[tuple[int, ...], ...] = ()  # never in a response: the last token is not drawn behind the others
-    allowed_token_ids: tuple[int, ...] | None = None  # nothing else is drawn
-    num_likeliest: int = 0  # tokens whose log-probs are told in every place, beside the sampled one's
-
-
-@dataclass(frozen=True)
 class Request:
-    """A response to sample. Equal `key`s draw equal random numbers, whatever else is sampled beside them.
+    """A response to sample. Equal `key`s draw equal random numbers, independent of other requests.
 
     `sampled_ids` are tokens of the response that an earlier attempt sampled. Draws, penalties, stops and
     `params.max_new_tokens` count from the start of the response, so the tokens are those of an undisturbed attempt.
@@ -80,7 +56,7 @@ class Request:
 
     @cached_property
     def identity(self) -> Identity:
-        """Token ids and media digests of the prompt: requests share the computation of what they agree in.
+        """Token ids and media digests of the prompt: requests share the computation of common prefixes.
 
         Raises: DataError where ids and media do not agree."""
         if not self.media:
@@ -95,9 +71,8 @@ class Request:
 class Completion:
     """The tokens that one request sampled, the stop token included, and all tokens of a stop string.
 
-    The text of a response is that of all its tokens (vLLM's include_stop_str_in_output): rewards and environments
-    read what is trained on, with the stop string and the rest of its last token.
-    """
+    The text of a response includes all its tokens (vLLM's include_stop_str_in_output): rewards and environments read
+    the trained text, with the stop string and the rest of its last token."""
 
     token_ids: tuple[int, ...]
     # log_softmax(logits / temperature), temperature 1 when greedy, before anything else that changes the choice
@@ -110,13 +85,13 @@ class Completion:
     preemptions: int = field(default=0, compare=False)  # times it made room for others: no part of the response
 
     def as_partial(self, uid: str, attempt: int, offset: int) -> Partial:
-        """The same tokens, of a request that is still running."""
+        """The completion's tokens as a Partial of a running request."""
         return Partial(uid, attempt, offset, self.token_ids, self.log_probs, self.versions, self.likeliest, self.routed)
 
 
 @dataclass(frozen=True)
 class Partial:
-    """Tokens of a request that is still running: those from `offset` (counted in the response) on."""
+    """Tokens of a running request, from `offset` (counted in the response) on."""
 
     uid: str
     attempt: int
@@ -130,7 +105,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class Finished:
-    """The end of a request, also of one that was aborted."""
+    """The end of a request, including aborted ones."""
 
     uid: str
     attempt: int
@@ -139,7 +114,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """A request that the engine gave up."""
+    """A request that failed in the engine."""
 
     uid: str
     attempt: int
@@ -158,7 +133,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Status:
-    """A rollout engine at one moment."""
+    """The state of a rollout engine at one moment."""
 
     version: int  # of the weights
     running: int  # requests
@@ -168,10 +143,10 @@ class Status:
 
 
 class RolloutEngine(Protocol):
-    """A replica that samples from a policy whose weights come from outside."""
+    """A replica that samples with a policy whose weights come from outside."""
 
     def submit(self, request: Request) -> bool:
-        """Takes a request without waiting; False when the engine is full. A request that is there already, by uid and
+        """Takes a request without waiting; False if the engine is full. A request that is already there, by uid and
         attempt, is not taken twice; a later attempt replaces an earlier one.
 
         Raises: EngineError for a request that can never fit.
@@ -181,81 +156,79 @@ class RolloutEngine(Protocol):
     def poll(self, timeout_seconds: float) -> list[Event]:
         """Returns the events since the last call as soon as there are any, at the latest after `timeout_seconds`.
 
-        Raises: EngineError; WeightSyncError where the last weights did not arrive whole.
-        """
+        Raises: EngineError; WeightSyncError if the last weights did not arrive completely."""
         ...
 
     def abort(self, uids: Collection[str]) -> None:
-        """Ends requests: each comes out as Finished with finish_reason "abort" and the tokens so far."""
+        """Ends requests: each is returned as Finished with finish_reason "abort" and the tokens so far."""
         ...
 
     def pause(self) -> None:
-        """Stops sampling: every running request gives its tokens so far as Partial, then nothing until `resume`."""
+        """Stops sampling: every running request returns its tokens so far as Partial, then nothing until `resume`."""
         ...
 
     def resume(self) -> None:
-        """Goes on after `pause`."""
+        """Continues after `pause`."""
         ...
 
     def load(self, weights: Weights, version: int) -> None:
-        """Fills the engine's own module between two decode steps. Running requests go on under the new weights; what
-        the engine remembers of their tokens (keys and values) is computed again, or kept where it was built so.
+        """Fills the engine's own module between two decode steps. Running requests continue with the new weights; their
+        cached keys and values are recomputed, or kept if the engine was built so.
 
-        Raises: WeightSyncError for weights that do not fit; what `weights` raises. Then nothing is sampled until all
-        weights of a version came.
-        """
+        Raises: WeightSyncError for weights that do not fit; errors of `weights`. After an error nothing is sampled
+        until all weights of a version have come."""
         ...
 
     def status(self) -> Status:
-        """Version of the weights, and what runs and waits."""
+        """The version of the weights, and the numbers of running and waiting requests."""
         ...
 
     def close(self) -> None:
-        """Frees everything. Unfinished requests are lost."""
+        """Frees all resources. Unfinished requests are lost."""
         ...
 
 
 @runtime_checkable
 class SharesModule(Protocol):
-    """The ability to sample from a module of this process."""
+    """An engine that can sample with a module of this process."""
 
     def attach(self, module: PreTrainedModel, version: int, *, is_own: bool = False) -> None:
-        """Samples from `module` itself, without a copy, from now on; with its present weights as `version`. A module
-        that is the engine's own may be filled by `load`, and leaves the device while the engine sleeps."""
+        """Samples with `module` itself, without a copy, from now on, and calls its present weights `version`. With
+        `is_own` the module may be filled by `load`, and leaves the device while the engine sleeps."""
         ...
 
     def adopt(self, module: PreTrainedModel) -> None:
-        """Makes a module of its own like `module`, without adapters and in the rollout dtype, for `load`."""
+        """Creates a module of its own like `module`, without adapters and in the rollout dtype, for `load`."""
         ...
 
 
 @runtime_checkable
 class LoadsAdapter(Protocol):
-    """The ability to sample with an adapter beside weights that stay."""
+    """An engine that can sample with an adapter on fixed base weights."""
 
     takes_adapter: bool  # built for it
 
     def load_adapter(self, weights: Weights, version: int) -> None:
-        """Replaces the adapter between two decode steps; `weights` are those of an adapter's folder, made by the
-        settings `model.lora` of the model that the engine was given.
+        """Replaces the adapter between two decode steps; `weights` have the names in an adapter's folder, and the
+        settings are `model.lora` of the engine's model.
 
-        Raises: as `load`."""
+        Raises: the errors of `load`."""
         ...
 
 
 @runtime_checkable
 class TakesDelta(Protocol):
-    """The choice of weights that come to its process as their changes since the last version."""
+    """An engine that may receive weights as changes since the last version."""
 
     takes_delta: bool
 
 
 @runtime_checkable
 class Sleeps(Protocol):
-    """The ability to leave the device to others between rollouts."""
+    """An engine that can leave the device to others between rollouts."""
 
     def sleep(self) -> None:
-        """Frees what sampling alone needs: the cache of keys and values, and an own module's place on the device."""
+        """Frees the memory that only sampling needs: the key and value cache, and an own module on the device."""
         ...
 
     def wake(self) -> None:
@@ -265,31 +238,32 @@ class Sleeps(Protocol):
 
 @runtime_checkable
 class TellsPrompts(Protocol):
-    """The ability to tell log-probs of the tokens of a prompt."""
+    """An engine that can return log-probs of prompt tokens."""
 
     def prompt_log_probs(self, prompt: Sequence[int], count: int) -> PromptLogProbs:
-        """Log-probs of the tokens behind the first, at temperature 1, and the `count` likeliest in their places."""
+        """Log-probs of all prompt tokens but the first, at temperature 1, and the `count` most probable tokens at
+        each."""
         ...
 
 
 @runtime_checkable
 class Restarts(Protocol):
-    """The ability to start again after a LostReplicaError of `submit`, `poll` or `abort`.
+    """An engine that can start again after a LostReplicaError of `submit`, `poll` or `abort`.
 
-    Until then the other methods do nothing, but for `load`, which keeps the weights."""
+    Until then its other methods do nothing, except `load`, which stores the weights."""
 
     def check(self, request: Request) -> None:
-        """Raises: EngineError for a request that it can never sample, as `submit` does."""
+        """Raises: EngineError for a request that the engine can never sample, like `submit`."""
         ...
 
     def restart(self) -> None:
-        """Starts what samples, without requests. It may take minutes, and `load` may be called meanwhile.
+        """Starts the sampling process again, without requests. It may take minutes, and `load` may be called meanwhile.
 
         Raises: EngineError."""
         ...
 
     def rejoin(self) -> None:
-        """Samples again, with the newest weights that were loaded.  Raises: EngineError."""
+        """Resumes sampling, with the newest loaded weights.  Raises: EngineError."""
         ...
 
 
@@ -299,8 +273,7 @@ POLL_SECONDS = 1.0
 def generate(engine: RolloutEngine, requests: Sequence[Request], deadline_seconds: float = 3600.0) -> list[Completion]:
     """Samples all requests and returns one completion a request, in their order.
 
-    Raises: DeadlineError; EngineError for a request that failed and for equal uids; what the engine raises.
-    """
+    Raises: DeadlineError; EngineError for a failed request and for equal uids; errors of the engine."""
     if len(uids := Counter(request.uid for request in requests)) < len(requests):
         [(uid, count)] = uids.most_common(1)
         raise EngineError(f"request {uid}", f"is one of {count} with this uid", "a uid of its own for each")
@@ -324,14 +297,14 @@ def generate(engine: RolloutEngine, requests: Sequence[Request], deadline_second
 
 
 def drop(engine: RolloutEngine, uids: Collection[str]) -> None:
-    """Ends requests whose completions nobody reads, after an error."""
+    """Aborts requests whose completions nobody will read, after an error."""
     with suppress(WhetError):  # of an engine that the error came from
         engine.abort(uids)
         engine.poll(0.0)
 
 
 def late(engine: RolloutEngine, deadline_seconds: float, unfinished: int, total: int) -> DeadlineError:
-    """The error of a rollout that did not end in time."""
+    """The error of a rollout that did not finish in time."""
     status = engine.status()
     found = f"waited {deadline_seconds:g} s for {unfinished} of {total} responses ({status.running} running, "
     found += f"{status.waiting} waiting, the oldest {status.oldest})"

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drivers of fleets: they carry commands out on the ranks of a worker group, and wait for their events.
+"""Drivers of fleets: they carry out commands on the ranks of a worker group, and wait for their events.
 
-The ranks of a rollout are one engine. The others go on with the requests of a rank that is lost. Where only its engine
-is, the rank starts that again; a process that died or hangs is replaced by another, which samples after the next weight
-sync. Where nothing can replace it, or none is left that has weights, its error is that of `poll`.
-"""
+The ranks of a rollout form one engine. If a rank is lost, other ranks continue its requests. If only its engine is
+lost, the rank restarts it; a process that died or hangs is replaced by a new one, which samples after the next weight
+sync. If it cannot be replaced, or no rank with weights is left, `poll` raises its error."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ GATHER_SECONDS = 0.02  # a rank in another process gathers results for this time
 
 class RankDriver:
     """The driver of a fleet of ranks whose worker has the method `serve(tasks, ended, timeout_seconds, ...) -> events`:
-    it takes tasks, ends others by their uids, and waits for first events. A rank serves one such call at a time, or
-    several where it is `concurrent`."""
+    it takes tasks, ends others by uid, and waits for the first events. A rank serves one such call at a time, or
+    several with `concurrent`."""
 
     def __init__(self, group: WorkerGroup, fleet: Fleet, *options: bool, concurrent: bool = False) -> None:
         """`options` are further arguments of `serve`."""
@@ -45,25 +44,25 @@ class RankDriver:
         self._is_syncing = False
 
     def submit(self, task: AnyTask) -> bool:
-        """Takes a task, for the next turn to give to a rank."""
+        """Takes a task; the next turn gives it to a rank."""
         with self._turn:
             self.fleet.submit(task)
         return True
 
     def abort(self, uids: Collection[str], *, silently: bool = False) -> None:
-        """Ends tasks; the end of one on a rank is an event of a later turn, unless tasks end `silently`."""
+        """Ends tasks; the end of a task on a rank is an event of a later turn, unless they end `silently`."""
         with self._turn:
             self._events += self.fleet.abort(uids, silently=silently)
 
     def join(self, ranks: Iterable[int], version: int | None = 0) -> None:
-        """Connects ranks that have weights of a version already."""
+        """Connects ranks that already have weights of a version."""
         for rank in ranks:
             self._events += self.fleet.on_join(rank, version)
 
     def turn(self, timeout_seconds: float, rank_seconds: float = GATHER_SECONDS) -> list[AnyEvent]:
-        """Gives tasks to the ranks that are free, which wait for `rank_seconds`, and returns the first events.
+        """Gives tasks to free ranks, which wait at most `rank_seconds`, and returns the first events.
 
-        Raises: what a worker raises; the error of a lost rank without which the others cannot go on."""
+        Raises: errors of workers; the error of a lost rank that the others need."""
         with self._turn:
             self._call(rank_seconds)
             awaited = [call for call in self._calls if call.method != "start"]
@@ -83,7 +82,7 @@ class RankDriver:
         return events
 
     def _call(self, seconds: float) -> None:
-        """Asks every rank that has work and is not asked yet."""
+        """Calls every rank that has work and no open call."""
         busy = () if self._concurrent else [*self._calls.values()]
         free = [rank for rank in self.fleet.ranks if rank not in busy]
         given = {each.rank: (each.tasks, each.ended) for each in self.fleet.give(free)}
@@ -95,7 +94,7 @@ class RankDriver:
         self._calls[self._group.start_on(rank, method, *arguments)] = rank
 
     def _take(self, call: PendingCall) -> None:
-        """Takes the result of a call, and waits for it."""
+        """Waits for a call, and takes its result."""
         rank = self._calls.pop(call)
         try:
             found = call.result()
@@ -111,14 +110,14 @@ class RankDriver:
         self._events += self.fleet.on_events(rank, self.fleet.ranks[rank].generation, found)
 
     def _lose(self, rank: int) -> None:
-        """Lets the others go on with the tasks of a rank."""
+        """Moves the tasks of a rank to the others."""
         self.num_lost += 1
         self._calls = {call: each for call, each in self._calls.items() if each != rank}
         if rank in self.fleet.ranks:
             self._events += self.fleet.on_lost(rank, self.fleet.ranks[rank].generation)
 
     def _replace(self, rank: int, error: LostWorkerError | DeadlineError) -> None:
-        """Lets the others go on without a process, or another take its place.  Raises: `error` where neither can be."""
+        """Continues without a lost process, or starts another in its place.  Raises: `error` if neither is possible."""
         tasks = len(self.fleet.ranks[rank].given) if rank in self.fleet.ranks else 0
         self._lose(rank)
         is_last = "restart" not in [call.method for call in self._calls]
@@ -137,11 +136,11 @@ class RankDriver:
 
 
 class Replicas(RankDriver):
-    """The ranks of a rollout, whose worker has the methods of RolloutWorker.
+    """The ranks of a rollout, driven through the methods of RolloutWorker.
 
-    A rank in this process returns with its first event; one in another process `gathers` some, as a call costs time.
-    Weights come by `sync`, which another thread may call; without a `weight_sync` the ranks have theirs from the start.
-    """
+    A rank in this process returns at its first event; a rank in another process `gathers` several, as a call costs
+    time. Weights come by `sync`, which another thread may call; without `weight_sync` the ranks have weights from the
+    start."""
 
     reads_trained_weights = False  # each has a copy, or a process of its own
 
@@ -156,13 +155,13 @@ class Replicas(RankDriver):
             self.join(group.reporting)
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """Gives waiting requests out, and returns the first events.  Raises: what an engine or a lost worker raises."""
+        """Gives waiting requests to ranks, and returns the first events.  Raises: errors of engines and workers."""
         gathers = self._options[0]
         seconds = min(timeout_seconds, GATHER_SECONDS) if gathers else timeout_seconds
         return self.turn(timeout_seconds + GATHER_SECONDS, seconds)
 
     def pause(self) -> None:
-        """Stops sampling on all ranks; the next `poll` has the tokens so far of all requests."""
+        """Stops sampling on all ranks; the next `poll` returns the tokens so far of all requests."""
         with self._turn:
             self._take_events()
             self.fleet.is_paused = True
@@ -182,12 +181,12 @@ class Replicas(RankDriver):
                 self._group.start_on(rank, "resume")
 
     def load(self, weights: Weights, version: int) -> None:
-        """Raises: EngineError, as each rank is filled by the weight sync."""
+        """Raises: EngineError, as only the weight sync fills the ranks."""
         raise EngineError("weights of a rollout's ranks", "given to one object", "a weight sync", "call the run's sync")
 
     def sync(self, version: int) -> str:
-        """Sends the weights of a version to all ranks, new ones too, and returns when all that sample have them, with
-        their digest.
+        """Sends the weights of a version to all ranks, new ones included, waits until all sampling ranks have them, and
+        returns their digest.
 
         Raises: WeightSyncError, DeadlineError, WorkerError."""
         assert self._weight_sync is not None
@@ -217,7 +216,7 @@ class Replicas(RankDriver):
         return [rank for rank, each in self.fleet.ranks.items() if each.loading is not None]
 
     def status(self) -> Status:
-        """The version that all ranks sample with, all requests that run and wait, and the oldest of them."""
+        """The version with which all ranks sample, all running and waiting requests, and the oldest of them."""
         with self._turn:
             calls = [self._group.start_on(rank, "status") for rank in self.fleet.ranks]
         ranks: list[Status] = [call.result() for call in calls]
@@ -234,7 +233,7 @@ class Replicas(RankDriver):
         self._group.close()
 
     def _hear(self, rank: int, method: str, found: list[Event | Lost]) -> None:
-        """Hears a rank; an engine that was started again samples, and a new process after the next weights."""
+        """Processes a rank's events; a restarted engine samples at once, a new process after the next weights."""
         if method == "start":
             log.warning("rank %d of the rollout runs again, and samples after the next weight sync", rank)
         elif method == "restart":
@@ -249,13 +248,13 @@ class Replicas(RankDriver):
 
 
 class RestartingEngine(RolloutEngine, Restarts, Protocol):
-    """A rollout engine that may be lost."""
+    """A rollout engine whose server may be lost."""
 
 
 class Restarted:
-    """An engine alone, whose loss only delays requests: their tokens are those of an engine that was never lost.
+    """A single engine whose loss only delays requests: their tokens equal the tokens of an engine that was never lost.
 
-    The methods of `RolloutEngine` that are not here are the engine's own."""
+    Methods of `RolloutEngine` that are missing here are the engine's own."""
 
     def __init__(self, engine: RestartingEngine) -> None:
         self.engine, self._fleet = engine, Router(MAX_UNFINISHED)
@@ -277,7 +276,7 @@ class Restarted:
         self._events += self._fleet.abort(uids)
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """Takes as long as a lost engine needs to start."""
+        """Polls the engine; may take the time in which a lost engine restarts."""
         generation, events = self._fleet.ranks[0].generation, self._events
         self._events = []
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures of sampled groups: failures, filter, staleness; and the end of a run in which too many fail."""
+"""Metrics of sampled groups: failures, filter, staleness; and the end of a run in which too many trajectories fail."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ERRORS: dict[FailureSource, type[WhetError]] = {"reward": RewardError, "sandbox"
 
 
 def count_failures(groups: Sequence[Group], metrics: Metrics, spent: dict[str, float]) -> None:
-    """Counts failures by source, deadlines and preemptions; adds tokens and cost of judges, also for failed calls, to
+    """Counts failures by source, deadlines and preemptions; adds tokens and cost of judges, including failed calls, to
     `spent`, and reports their sums."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if preemptions := sum(turn.preemptions for trajectory in trajectories for turn in trajectory.turns):
@@ -42,8 +42,8 @@ def count_failures(groups: Sequence[Group], metrics: Metrics, spent: dict[str, f
 
 
 def measure_filter(found: HandOut, metrics: Metrics, *, warns: bool) -> None:
-    """Measures the groups that the filter saw, and the share that it dropped; may warn of a step that trains on
-    nothing."""
+    """Records the groups that the filter read, and the share that it dropped; may warn of a step that trains on no
+    group."""
     kept, dropped = found.kept, found.dropped
     metrics.sum("filter/dropped_groups", len(dropped))
     if found.num_aborted:
@@ -62,7 +62,7 @@ def measure_filter(found: HandOut, metrics: Metrics, *, warns: bool) -> None:
 
 
 def measure_staleness(found: HandOut, metrics: Metrics) -> None:
-    """Measures how old the tokens are, and how many of them are not trained on."""
+    """Records the age of tokens in versions, and the share that is not trained on."""
     lags = Counter[int]()  # tokens by the number of versions that they are behind
     for version, count in _versions(each for group in found.kept for each in group.trajectories):
         lags[found.step - 1 - version] += count
@@ -82,11 +82,11 @@ def _versions(trajectories: Iterable[Trajectory]) -> Iterable[tuple[int, int]]:
 
 
 class FailureWatch:
-    """Reads the scored groups of each step, validation or evaluation, and warns where trajectories failed.
+    """Reads the scored groups of each step, validation or evaluation, and warns of failed trajectories.
 
-    A batch is bad where all of its trajectories failed, or more than half in `OF_ENVIRONMENT`. As long as there was no
-    other in this process, one bad batch ends the run; afterwards `PATIENCE` of them in a row do, or one where more than
-    half of the trajectories of it and of the last `RECENT` batches failed there."""
+    A batch is bad if all of its trajectories failed, or more than half in `OF_ENVIRONMENT`. Until a good batch has come
+    in this process, one bad batch ends the run; afterwards `PATIENCE` bad batches in a row do, or one if more than half
+    of the trajectories in it and the last `RECENT` batches failed in `OF_ENVIRONMENT`."""
 
     def __init__(self) -> None:
         self._left = 1
@@ -94,7 +94,7 @@ class FailureWatch:
         self._warned: set[FailureSource] = set()
 
     def record(self, groups: Sequence[Group]) -> None:
-        """Raises: RewardError, SandboxError, ToolError or EngineError, by where the first failure arose."""
+        """Raises: RewardError, SandboxError, ToolError or EngineError, depending on the source of the first failure."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         failures = [(each.uid, each.failure) for each in trajectories if each.failure is not None]
         of_environment = [(uid, failure) for uid, failure in failures if failure.source in OF_ENVIRONMENT]
@@ -120,7 +120,7 @@ class FailureWatch:
     def _count(
         self, failures: Sequence[tuple[str, Failure]], of_environment: Sequence[tuple[str, Failure]], total: int
     ) -> None:
-        """Counts a bad batch, and ends the run with the last that it may have."""
+        """Counts a bad batch, and ends the run at the last one allowed."""
         self._left -= 1
         is_most = len(of_environment) > total / 2
         failed, played = map(sum, zip(*self._recent, strict=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups that the loop takes: sampled, scored, filtered; beside training where `rollout.max_staleness` allows it."""
+"""Groups for the loop: sampled, scored, filtered; in parallel with training if `rollout.max_staleness` allows it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Taken:
-    """The groups that `take` hands out, and their metrics."""
+    """The groups that `take` returns, and their metrics."""
 
     groups: list[Group]
     metrics: Metrics
@@ -64,7 +64,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class SampledTrajectories(Generic[T]):
-    """Sampled trajectories whose scores may still come."""
+    """Sampled trajectories whose scores may still be pending."""
 
     groups: list[Group]  # without rewards, unless they are known
     result: Callable[[], T]  # waits for the scores and returns the same trajectories with them; to be called once
@@ -72,7 +72,7 @@ class SampledTrajectories(Generic[T]):
 
 @dataclass
 class Asked:
-    """A flow, and the futures that its caller waits for."""
+    """A flow, and the futures of its waiting caller."""
 
     flow: Flow
     purpose: str = "rollout"
@@ -81,14 +81,13 @@ class Asked:
 
 
 class Rollouts:
-    """Complete, scored, filtered groups.
+    """Samples, scores and filters groups for the loop.
 
-    Produces: `take(n)`, n groups in the order of their admission, or fewer where the filter leaves no more within its
-    bound of refills; where it leaves none at all, groups that it dropped, which are not trained on but keep the run
-    going. With `max_staleness` above 0 they were sampled ahead, by a driver in a thread (`Background`).
-    Consumes: prompts, an engine through the collector, a scorer.  Waits: on each of them, within their deadlines.
-    Without a scorer the score is what the environment paid, and correct from `correct_threshold` on.
-    """
+    Produces: `take(n)`, n groups in the order of their admission, or fewer if the filter keeps no more within its limit
+    of refills; if it keeps none at all, dropped groups, which are not trained on but keep the run going. With
+    `max_staleness` above 0 they were sampled ahead, by a driver in a thread (`Background`). Consumes: prompts, an
+    engine through the collector, a scorer.  Waits: on each of them, within their deadlines. Without a scorer the score
+    is the environment's reward, which counts as correct from `correct_threshold` on."""
 
     def __init__(
         self,
@@ -107,7 +106,7 @@ class Rollouts:
         length_stages: Mapping[int, int] | None = None,
         sampling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`batch_size` groups a step are sampled ahead; without staleness a step takes as many as it asks for."""
+        """`batch_size` groups a step are sampled ahead; without staleness a step takes the number it asks for."""
         self.length_stages = dict(length_stages or {})
         self.collector, self.driver, self.scorer, self.tokenizer = collector, collector.driver, scorer, tokenizer
         self.n, self.params, self.correct_threshold = n, params, correct_threshold
@@ -140,7 +139,7 @@ class Rollouts:
         return self.start(n, step=step).result()
 
     def start(self, n: int, *, step: int) -> SampledTrajectories[Taken]:
-        """Begins `take`: all trajectories are sampled. A filter waits here for their scores."""
+        """Starts `take`, and returns once all trajectories are sampled; a filter also waits for their scores."""
         if self.prompts.source is None:
             raise DataError("source of prompts", None, "one to take from", "pass prompts to Rollouts, or call sample")
         metrics, flow = Metrics(), self.flow
@@ -165,7 +164,7 @@ class Rollouts:
         purpose: str = "rollout",
     ) -> list[Group]:
         """n scored trajectories of each prompt; failures are counted in `failures/<source>`, also in
-        `failures/timed_out` where a deadline decided: there alone a run may differ from its repeat."""
+        `failures/timed_out` if a deadline ended them: only there may a run differ from its repeat."""
 
         def episodes(prompts: Sequence[Prompt], step: int) -> list[Episode]:
             return self.collector.episodes(prompts, n, params, step=step, purpose=purpose)
@@ -177,7 +176,7 @@ class Rollouts:
         return groups
 
     def on_weights(self, version: int) -> None:
-        """Notes that the engine samples with the weights of a step, and lets sampling go as far ahead as they allow."""
+        """Records that the engine has the weights of a step, and lets sampling go as far ahead as they allow."""
         if self._restored is not None:
             if self.flow.is_ahead:
                 self._watched.enter_context(watching(self._watch))
@@ -188,19 +187,19 @@ class Rollouts:
         self._noted = self.driver.call(lambda: self._carry_out(self._training, self.flow.on_version(version)))
 
     def state(self) -> Mapping[str, Any]:
-        """Returns the place where the next step takes its prompts, and under `stream` every group that was sampled
-        ahead; without staleness, before groups are trained on, the place of their step."""
+        """Returns the position from which the next step takes its prompts, and under `stream` every group that was
+        sampled ahead; without staleness, before groups are trained on, the position of their step."""
         if self._restored:
             return {**self.prompts.state(), "stream": list(self._restored)}
         return self.driver.finish(self._snapshot)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from there when the first weights come."""
+        """Continues from a saved state once the first weights come."""
         self.prompts.load_state(state)
         self._restored = state.get("stream", ())
 
     def close(self) -> None:
-        """Ends the turns, and the processes of environments and rewards; says which part the others waited for."""
+        """Ends the driver, and the processes of environments and rewards; logs which part the others waited for."""
         self._watched.close()
         self.collector.close()
         for scorer in filter(None, (self.scorer, self.val_scorer)):
@@ -214,7 +213,7 @@ class Rollouts:
             log.info("%s limited the run (others waited for %s); what would help: %s", slowest, shown, HELP[slowest])
 
     def params_at(self, step: int) -> SamplingParams:
-        """Returns the sampling parameters of a step, within the length of its stage."""
+        """Returns the sampling parameters of a step, with the length limit of its stage."""
         begun = [start for start in self.length_stages if start <= step]
         if not begun:
             return self.params
@@ -223,7 +222,7 @@ class Rollouts:
     def _begin(
         self, asked: Asked, step: int, metrics: Metrics, between: Callable[[], None] | None = None
     ) -> SampledTrajectories[HandOut]:
-        """Asks a flow for the groups of a step, and waits until they are sampled or, behind a filter, scored."""
+        """Asks a flow for the groups of a step, and waits until they are sampled or, with a filter, scored."""
         asked.chosen, asked.handed_out = self.driver.promise(), self.driver.promise()
 
         def wait(name: str, future: Future[T]) -> T:
@@ -261,18 +260,18 @@ class Rollouts:
                     asked.handed_out.set_result(command)
 
     def _on_scored(self, asked: Asked, trajectories: Sequence[Trajectory], found: Sequence[Sequence[Outcome]]) -> None:
-        """Passes the outcomes of the reward to the flow, with the accuracy where another function gives it."""
+        """Passes the outcomes of the reward to the flow, with the accuracy of a separate function if there is one."""
         outcomes = found[0] if len(found) == 1 else list(map(_with_accuracy, *found))
         self._carry_out(asked, asked.flow.on_scored(with_outcomes(trajectories, outcomes)))
 
     def _scorers(self, purpose: str) -> list[Scorer]:
-        """The scorers of a purpose: the reward, and behind it the function of the accuracy."""
+        """The scorers for a purpose: the reward, and after it the accuracy's function."""
         strict = self.val_scorer if purpose == "validation" else None
         return [each for each in (self.scorer, strict) if each is not None]
 
     def _submit(self, trajectories: Sequence[Trajectory], purpose: str) -> list[Outcomes]:
-        """Begins to score the trajectories that did not fail, by each function; without one their outcomes, by the
-        environment's rewards, are there already."""
+        """Starts scoring the trajectories that did not fail, by each function; without a function their outcomes, from
+        the environment's rewards, are there at once."""
         alive = [trajectory for trajectory in trajectories if trajectory.failure is None]
         if alive and (scorers := self._scorers(purpose)):
             items = [self._item(trajectory) for trajectory in alive]
@@ -294,7 +293,7 @@ class Rollouts:
 
     @contextmanager
     def _watch(self, phase: str) -> Iterator[None]:
-        """Notes a phase of the loop."""
+        """Records a phase of the loop."""
         before, self.driver.does = self.driver.does, DOES.get(phase, self.driver.does)
         try:
             yield
@@ -302,7 +301,7 @@ class Rollouts:
             self.driver.does = before
 
     def _taken(self, found: HandOut, metrics: Metrics) -> Taken:
-        """The groups to train on, measured; where the filter kept none, groups that it dropped keep the run going."""
+        """The groups to train on, measured; if the filter kept none, dropped groups keep the run going."""
         count_failures((*found.kept, *found.dropped), metrics, self.spent)
         if self.flow.is_ahead:
             measure_staleness(found, metrics)
@@ -324,7 +323,7 @@ class Rollouts:
 
 
 def reward_item(prompt: Prompt, text: str, response_ids: Sequence[int], trajectory: Mapping[str, Any]) -> RewardItem:
-    """A response as reward functions read it."""
+    """The input of reward functions for a response."""
     return RewardItem(
         data_source=prompt.data_source,
         solution_str=text,
@@ -339,18 +338,18 @@ def reward_item(prompt: Prompt, text: str, response_ids: Sequence[int], trajecto
 
 
 def with_outcomes(trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome]) -> list[Trajectory]:
-    """The trajectories scored; `outcomes` are of those that did not fail."""
+    """The trajectories with scores; `outcomes` are for trajectories that did not fail."""
     left = iter(outcomes)
     return [_with(next(left), each) if each.failure is None else each for each in trajectories]
 
 
 def _with_accuracy(outcome: Outcome, strict: Outcome) -> Outcome:
-    """The outcome, with the accuracy of another function; a failure of either is one."""
+    """The outcome, with the accuracy of another function; if either failed, the failure."""
     if isinstance(outcome, Failure) or isinstance(strict, Failure):
         return outcome if isinstance(outcome, Failure) else strict
     return replace(outcome, accuracy=strict.accuracy)
 
 
 def _with(outcome: Outcome, trajectory: Trajectory) -> Trajectory:
-    """The trajectory scored: a trajectory has all fields of a RewardResult."""
+    """The trajectory with all fields of a RewardResult, or with a failure."""
     return replace(trajectory, **({"failure": outcome} if isinstance(outcome, Failure) else vars(outcome)))

@@ -32,8 +32,8 @@ REFRESH_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class ConsoleColumn:
-    """A column of the step lines: its title, and the metrics that it shows: the first that the step has, of a pattern
-    the `reduce` of all. It stays hidden until its number differs from `unless`: a number, or another column's title."""
+    """A column of the step lines: its title, and its metrics: the first that the step has; for a pattern the `reduce`
+    of all matches. It is hidden until its number differs from `unless`: a number, or another column's title."""
 
     title: str
     metrics: tuple[str, ...]
@@ -43,7 +43,7 @@ class ConsoleColumn:
     width: int = 8  # on a terminal, at least; 13 columns fit 120 characters
 
     def number(self, metrics: Mapping[str, float]) -> float | None:
-        """The number of a step."""
+        """The number of a step in this column."""
         for pattern in self.metrics:
             if found := [value for name, value in metrics.items() if fnmatchcase(name, pattern)]:
                 return self.reduce(found)
@@ -101,7 +101,7 @@ class ConsoleTracker:
         self._notes = dict(NOTES)  # not told yet
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
-        """Prints the line of a step, and one for a validation; tables are ignored."""
+        """Prints the line of a step, and one for a validation; ignores tables."""
         numbers = {column.title: column.number(metrics) for column in self._columns}
         if any(number is not None for number in numbers.values()):
             self._print_step(step, numbers)
@@ -146,8 +146,8 @@ class ConsoleTracker:
 
 
 def _validated(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics of a validation to show: without zero failures, without a reward that equals the accuracy,
-    and without those by data source if there is only one."""
+    """Returns the metrics of a validation to show: without zero failures, a reward that equals the accuracy, and, with
+    only one data source, metrics by source."""
     found = {name.removeprefix(VALIDATION): value for name, value in metrics.items() if name.startswith(VALIDATION)}
     if found.get("failures") == 0:
         del found["failures"]
@@ -195,7 +195,7 @@ class _Phase:
 
 @contextmanager
 def long_phase(name: str) -> Iterator[None]:
-    """Shows the block, the work of a whole command, as a phase once it takes long: on a terminal, else on stderr."""
+    """Shows the block, a whole command's work, as a phase after it has run long: on a terminal, else on stderr."""
     console = shared_console()
     shown = LongPhases(console if console.is_terminal else Console(stderr=True, highlight=False))
     with shown.watch(), phase(name):
@@ -203,8 +203,8 @@ def long_phase(name: str) -> Iterator[None]:
 
 
 class LongPhases:
-    """Shows the current phase of a run once it takes long: a progress bar on a terminal, elsewhere lines, each after
-    twice the time of the line before.
+    """Shows the current phase of a run after it has run for long: a progress bar on a terminal, elsewhere lines, each
+    after twice the time of the line before.
 
     The counts from `phases.counted` are shown with the phase, and without a terminal also at its end.
     """
@@ -236,7 +236,7 @@ class LongPhases:
                 self._end(opened)
 
     def count(self, done: int, total: int, note: str) -> None:
-        """Sets the progress of the innermost phase, unless that is a step. A smaller number begins another round."""
+        """Sets the progress of the innermost phase, unless that is a step. A smaller number starts another round."""
         if self._open and self._open[-1].name != STEP:
             phase = self._open[-1]
             if done < phase.done:

@@ -33,7 +33,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """A graph with curves; its title is what they show."""
+    """A graph with curves; its title names their metric."""
 
     title: str
     series: Sequence[Series]
@@ -51,7 +51,7 @@ def plot_learning_curve(path: Path, series: Sequence[Series], *, title: str, y_l
 
 
 class Drawing(Figure):
-    """A figure that a notebook shows, whether or not pyplot is set up."""
+    """A figure that notebooks show, with or without pyplot."""
 
     def _repr_png_(self) -> bytes:
         png = io.BytesIO()
@@ -59,13 +59,13 @@ class Drawing(Figure):
         return png.getvalue()
 
     def write(self, path: Path) -> None:
-        """Writes a PNG file, and its folder where that is missing."""
+        """Writes a PNG file; creates its folder if it is missing."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.savefig(path)
 
 
 def plot_panels(panels: Sequence[Panel], *, title: str = "") -> Drawing:
-    """Draws graphs beside each other, up to three a row. A label has one colour in all, which a legend explains."""
+    """Draws graphs side by side, at most three a row. A label has the same colour in all graphs, with one legend."""
     columns = min(3, math.ceil(math.sqrt(len(panels))))
     rows = math.ceil(len(panels) / columns)
     figure = _figure(max(8, 5 * columns), 4.5 if rows == 1 else 3.2 * rows + 0.5)
@@ -101,7 +101,7 @@ def _fill(axes: Axes, series: Sequence[Series], y_label: str) -> None:
 
 
 def running_mean(values: Sequence[float], reach: int) -> list[float]:
-    """The mean of each value with up to `reach` neighbours on either side."""
+    """The mean of each value and up to `reach` neighbours on either side."""
     numbers = np.asarray(values, dtype=float)
     return [float(np.nanmean(numbers[max(0, i - reach) : i + reach + 1])) for i in range(len(numbers))]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles chosen steps with torch's profiler, records memory over time, and measures what processes use by step.
+"""Profiles chosen steps with torch's profiler, records memory over time, and measures processes at each step.
 
     profile/step_000002.trace.json.gz    every operator, in ranges by phase, for chrome://tracing or ui.perfetto.dev
     profile/step_000002.main_0.trace.json.gz    the same of a process that trains or samples (rank 0 of the pool main)
@@ -56,7 +56,7 @@ def observed(
     run_dir: Path, steps: Collection[int], next_step: Callable[[], int], ranks: Around = nullcontext
 ) -> Iterator[None]:
     """Profiles the chosen steps of the loop inside the block, and logs the time of each phase at its end. `ranks` is
-    opened around such a step, with the path of its files without endings."""
+    opened around each chosen step, with the path of its files without endings."""
     clock = PhaseClock()
     try:
         with watching(StepProfile(run_dir / "profile", steps, next_step, ranks).phase), watching(clock.phase):
@@ -66,7 +66,7 @@ def observed(
 
 
 class StepProfile:
-    """Profiles the steps in `steps`, with `phases.watching(StepProfile(...).phase)`; `next_step` tells which starts."""
+    """Profiles `steps`, used as `phases.watching(StepProfile(...).phase)`; `next_step` gives the next one."""
 
     def __init__(self, folder: Path, steps: Collection[int], next_step: Callable[[], int], ranks: Around) -> None:
         self._folder, self._steps, self._next_step, self._ranks = folder, set(steps), next_step, ranks
@@ -120,14 +120,14 @@ def has_nvtx() -> bool:
 
 
 def recorder() -> profile:
-    """torch's profiler of this thread's operators, and of the accelerator's."""
+    """torch's profiler for the operators of this thread and of the accelerator."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     return profile(activities=activities, profile_memory=True)
 
 
 @dataclass
 class Timeline:
-    """Memory over the seconds of one step."""
+    """Memory over the seconds of a step."""
 
     samples: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, resident bytes, bytes on the GPU
     tensors: list[tuple[float, int]] = field(default_factory=list)  # seconds, bytes of tensors made in this step
@@ -154,7 +154,7 @@ class Timeline:
             self._sample()
 
     def add_tensors(self, trace: Path) -> None:
-        """Reads allocations on the host from the trace; tensors from before the step count as 0."""
+        """Reads allocations on the host from the trace; tensors allocated before the step count as 0."""
         with gzip.open(trace, "rt", encoding="utf-8") as file:
             content: dict[str, Any] = json.load(file)
         base = content.get("baseTimeNanoseconds", 0)
@@ -175,7 +175,7 @@ class Timeline:
         }
 
     def draw(self, path: Path, step: int) -> None:
-        """Plots memory over the step, with its phases as bands."""
+        """Plots memory over the step, with phases as bands."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
@@ -217,7 +217,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the time of the block, without that of phases inside it, to `name`; a validation counts whole."""
+        """Adds the time of the block to `name`, without the time of inner phases; a validation counts as a whole."""
         short = name.removeprefix("time/")
         self._count()
         self._open.append(VALIDATION if VALIDATION in self._open else NAMES.get(short, short))
@@ -249,9 +249,9 @@ def status_bytes(name: str) -> int:
 
 
 class SystemMeter:
-    """Measures the process of the loop (`driver`) and all processes that it started since the last measurement, under
-    the names that `ps` shows (`reward`, `env`, `main_0`: rank 0 of a pool), or else `workers`; with `name` this process
-    and all that it started under this one. Those on other machines are not seen."""
+    """Measures the process of the loop (`driver`) and all processes started since the last measurement, under the names
+    that `ps` shows (`reward`, `env`, `main_0`: rank 0 of a pool), or else `workers`; with `name` this process and its
+    children under that name. Processes on other machines are not seen."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, name: str = "") -> None:
         self._clock, self._at, self._name = clock, clock(), name
@@ -272,9 +272,9 @@ class SystemMeter:
 
 
 def accelerator_use(device: torch.device | None = None) -> dict[str, float]:
-    """The use of this process's accelerator: most memory of tensors so far in GiB, and the share of the last second in
-    which it was busy, where its driver tells. In a process without tensors, the memory that all programs have on
-    `device` now. Empty without an accelerator."""
+    """The use of this process's accelerator: the peak memory of tensors so far in GiB, and the share of the last second
+    in which it was busy, if the driver reports it. In a process without tensors, the memory of all programs on `device`
+    now. Empty without an accelerator."""
     has_own, is_named = torch.accelerator.is_available(), device is not None and device != devices.HOST
     return _use(device, is_named) if has_own or is_named else {}
 
@@ -292,9 +292,9 @@ def _use(device: torch.device | None, is_named: bool) -> dict[str, float]:
 
 
 def by_driver(device: torch.device | None) -> tuple[float, int]:
-    """The share of the last second in which a GPU was busy, and the bytes that all programs have on it.
+    """The share of the last second in which a GPU was busy, and the bytes that all programs hold on it.
 
-    Raises: any error where its driver does not tell; NVIDIA's does by a library of its own."""
+    Raises: any error if its driver does not report this; NVIDIA's driver does through a library."""
     if torch.version.hip is not None:
         return torch.cuda.utilization(device) / 100, torch.cuda.device_memory_used(device)
     library, index = ctypes.CDLL(NVML), torch.cuda._get_nvml_device_index(device)
@@ -307,7 +307,7 @@ def by_driver(device: torch.device | None) -> tuple[float, int]:
 
 
 def peak_flops() -> float:
-    """The operations a second that this process's accelerator may reach in bfloat16; 0.0 where that is not known."""
+    """The peak speed of this process's accelerator in bfloat16 operations a second; 0.0 if it is unknown."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return 0.0
     name = torch.cuda.get_device_name()
@@ -322,7 +322,7 @@ def _processes(name: str = "") -> dict[str, list[int]]:
 
 
 def _descendants(pid: int, name: str) -> Iterator[tuple[int, str]]:
-    """The processes below one, each with its name, or without one that of the process that started it."""
+    """Yields the descendants of a process, each with its name, or else the name of the process that started it."""
     with suppress(OSError):  # it has ended
         for thread in (PROC / str(pid) / "task").iterdir():
             for child in map(int, (thread / "children").read_text().split()):

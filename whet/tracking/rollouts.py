@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what a run writes to rollouts/: one JSON object a trajectory (`whet.evaluation.answers.readable`)."""
+"""Reads the files in a run's rollouts/: one JSON object a trajectory (`whet.evaluation.answers.readable`)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ COMPARISONS = {"=": eq, "!=": ne, "<": lt, "<=": le, ">": gt, ">=": ge}
 
 
 def find_rollouts(run: Path, step: int | None = None, *, kind: str | None = None) -> Path:
-    """The file of a step's trajectories, of the last step without one.
+    """The file of a step's trajectories, by default of the last step.
 
-    `kind` is "step", "validation" or "dropped" (by the filter); unset: those trained on, or where a step has none those
-    of its validation. `run` may also be the folder of an evaluation, or such a file itself.
-    Raises: DataError naming the nearest steps that have a file."""
+    `kind` is "step", "validation" or "dropped" (by the filter); by default the trained ones, or if the step has none,
+    the ones of its validation. `run` may also be the folder of an evaluation, or such a file itself.  Raises: DataError
+    naming the nearest steps that have a file."""
     if run.is_file():
         return run
     if (run / "answers.jsonl").is_file() and not (run / "rollouts").is_dir():
@@ -68,9 +68,9 @@ def read_rollouts(file: Path) -> list[Record]:
 
 
 def selected(rows: Sequence[Record], conditions: Iterable[str] = (), sort: str | None = None) -> list[Record]:
-    """The rows for which all conditions hold, sorted by a field (`-field`: largest first; rows without it last).
+    """The rows that meet all conditions, sorted by a field (`-field`: largest first; rows without it last).
 
-    Raises: DataError for a field that no row has, and for a condition that cannot be read."""
+    Raises: DataError for a field that no row has, and for an unreadable condition."""
     kept = list(rows)
     for condition in conditions:
         kept = [row for row in kept if holds(condition, row, rows)]
@@ -86,8 +86,8 @@ def selected(rows: Sequence[Record], conditions: Iterable[str] = (), sort: str |
 
 
 def holds(condition: str, row: Record, rows: Sequence[Record]) -> bool:
-    """Tells whether a row fulfils `field<1`, `field=text`, `field~part of its text`, `field` or `!field` (neither
-    missing, empty nor false; a number is there also where it is 0). Numbers are compared as numbers."""
+    """Tells whether a row meets `field<1`, `field=text`, `field~part of its text`, `field` or `!field` (a field counts
+    unless it is missing, empty or false; the number 0 counts). Numbers are compared as numbers."""
     found = CONDITION.fullmatch(condition)
     if found is None:
         name = _known(condition.strip().removeprefix("!").strip(), rows)
@@ -109,7 +109,7 @@ def holds(condition: str, row: Record, rows: Sequence[Record]) -> bool:
 
 
 def field_of(row: Record, name: str) -> Any:
-    """A field of a row, also one of a mapping in it: `parts.format`."""
+    """A field of a row, or of a mapping in it: `parts.format`."""
     value: Any = row
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -117,20 +117,20 @@ def field_of(row: Record, name: str) -> Any:
 
 
 def task_of(row: Record) -> tuple[str, ...]:
-    """The task of a trajectory: its prompt, and the digests of images and videos unless later turns have read more."""
+    """The task of a trajectory: its prompt, and the digests of its media unless later turns have read more."""
     media = row.get("media") if row.get("turns", 1) == 1 else ()
     return str(row.get("prompt")), *(str(each.get("digest")) for each in media or ())
 
 
 def place_of(row: Record) -> str:
-    """The row of the data and the number in the group, whatever the epoch: `12:3`."""
+    """The row of the data and the number in the group, for any epoch: `12:3`."""
     return str(row.get("uid")).partition(":")[2]
 
 
 def beside(left: Sequence[Record], right: Sequence[Record], name: str, other: str) -> list[tuple[Record, Record]]:
-    """Pairs of trajectories of the same prompt: those with the same place in data and group, then the others in order.
+    """Pairs trajectories of the same prompt in two files: first by equal place in data and group, then in order.
 
-    Raises: DataError where no prompt is in both."""
+    Raises: DataError if no prompt is in both."""
     waiting: defaultdict[tuple[str, ...], list[Record]] = defaultdict(list)
     for row in right:
         waiting[task_of(row)].append(row)
@@ -148,7 +148,7 @@ def beside(left: Sequence[Record], right: Sequence[Record], name: str, other: st
 
 
 def reasons(row: Record) -> list[str]:
-    """Explains the reward of a trajectory: what failed, what cut it off, what was read from it."""
+    """Explains the reward of a trajectory: its failure, the limit that cut it off, the extracted final answer."""
     why = []
     if failure := row.get("failure"):
         late = " (deadline)" if failure.get("timed_out") else ""
@@ -168,7 +168,7 @@ def reasons(row: Record) -> list[str]:
 
 
 def _known(name: str, rows: Sequence[Record]) -> str:
-    """The field that a user means.  Raises: DataError."""
+    """The field that a user's `name` refers to.  Raises: DataError."""
     name = ALIASES.get(name, name)
     fields = {key: None for row in rows for key in row}
     inner = [f"{key}.{part}" for row in rows for key, value in row.items() if isinstance(value, dict) for part in value]
@@ -179,7 +179,7 @@ def _known(name: str, rows: Sequence[Record]) -> str:
 
 
 def _comparable(value: Any) -> float | str:
-    """A number, also one that is written in a text; else text."""
+    """A number, also if it is written as text; else text."""
     try:
         return float(value)
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the folders of runs: their state, config and metrics, whether or not they still run.
+"""Reads the folders of runs, finished or still running: state, config and metrics.
 
-run.json is written by the run: whether it runs, how it ended, the number of its steps, its error."""
+The run writes run.json: its state, the number of its steps, its error."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ BEST = ("val/accuracy", "-val/loss", "filter/sampled_score", "critic/score/mean"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run as its folder shows it."""
+    """A run as read from its folder."""
 
     path: Path
     config: Mapping[str, Any]
@@ -59,7 +59,7 @@ class RunFolder:
 
     @property
     def step(self) -> int:
-        """Steps done; without the tracker `jsonl` those of a finished run, or of the newest checkpoint."""
+        """Steps done; without the tracker `jsonl`, from the run's end or its newest checkpoint."""
         if self.records:
             return int(self.records[-1]["step"])
         saved = (each.name.rpartition("_")[2] for each in (self.path / "checkpoints").glob("global_step_*"))
@@ -78,15 +78,15 @@ class RunFolder:
 
     @property
     def best_metric(self) -> str:
-        """The metric that selects the best checkpoint, or else the first usual one that was logged; a minus before it
-        means that lower is better."""
+        """The metric that selects the best checkpoint, or else the first of the usual ones that was logged; a minus
+        before it means that lower is better."""
         chosen = (self.config.get("trainer") or {}).get("best_metric")
         known = {name for record in self.records for name in record}
         usual = next(filter(None, (first_of([name], known) for name in BEST)), BEST[0])
         return chosen if chosen and str(chosen).removeprefix("-") in known else usual
 
     def best(self, metric: str) -> tuple[float, int] | None:
-        """The best value of a metric, with a minus before its name the lowest, and its first step; None without any."""
+        """The best value of a metric (with a minus before its name, the lowest), and its first step, or None."""
         pick = min if metric.startswith("-") else max
         steps, values = self.curve(metric.removeprefix("-"))
         found = pick(values, default=None)
@@ -94,18 +94,18 @@ class RunFolder:
 
 
 def write_state(folder: Path, state: State, total_steps: int | None = None, error: BaseException | None = None) -> None:
-    """Notes the state of a run in its folder."""
+    """Writes the state of a run to its folder."""
     said = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
     files.write(folder / STATE, json.dumps({"state": state, "total_steps": total_steps, "error": said}) + "\n")
 
 
 def is_run(folder: Path) -> bool:
-    """Tells whether a folder is that of a run; the first version of whet wrote no inputs.json."""
+    """Tells whether a folder is a run's folder; whet's first version wrote no inputs.json."""
     return (folder / CONFIG).is_file() and any((folder / name).exists() for name in (INPUTS, *METRIC_FILES))
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The runs in a folder and in those below it, sorted by path; a run's own folders are not searched."""
+    """The run folders in a folder and its subfolders, sorted by path; folders inside a run are not searched."""
     found = []
     for place, folders, _ in os.walk(folder):
         if is_run(Path(place)):
@@ -116,7 +116,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def read_run(folder: Path) -> RunFolder:
-    """Reads a run's folder.  Raises: DataError where it is none, or where a file of it is damaged."""
+    """Reads a run's folder.  Raises: DataError if it is not a run's folder, or if a file in it is damaged."""
     if not is_run(folder):
         near = ", ".join(map(str, find_runs(folder)[:5])) if folder.is_dir() else ""
         what = "not the folder of a run" if folder.exists() else "does not exist"
@@ -154,21 +154,21 @@ def is_locked(folder: Path) -> bool:
 
 
 def main_metrics(runs: Sequence[RunFolder]) -> list[str]:
-    """The main metrics that any of the runs has, as in `MAIN`, then the metrics of best checkpoints."""
+    """The main metrics (`MAIN`) that any of the runs has, then the metrics of best checkpoints."""
     found = main_names({name for run in runs for name in run.metrics}, lambda name: [run.curve(name) for run in runs])
     also = (run.best_metric for run in runs if run.best_metric.lstrip("-") in run.metrics)
     return found + [name for name in dict.fromkeys(also) if name not in found]
 
 
 def main_names(known: Collection[str], curve: Callable[[str], object]) -> list[str]:
-    """The main metrics among the `known` ones, without those whose curves an earlier one has."""
+    """The main metrics among `known`, without metrics whose curve equals an earlier one's."""
     rows = [first_of(names, known) for names in MAIN]
     curves = [curve(name.lstrip("-~")) if name else None for name in rows]
     return [name for at, name in enumerate(rows) if name and curves[at] not in curves[:at]]
 
 
 def first_of(patterns: Iterable[str], known: Collection[str]) -> str:
-    """The first known metric of a row of `MAIN`, or of `BEST`, with its sign; "" without one."""
+    """The first known metric of a row of `MAIN` or `BEST`, with its sign; "" if none is known."""
     pairs = ((pattern, pattern.lstrip("-~")) for pattern in patterns)
     found = [(row.removesuffix(name), each) for row, name in pairs for each in sorted(known) if fnmatchcase(each, name)]
     first = min(found, key=lambda each: each[1] == "val/loss", default=("", ""))  # other losses before it
@@ -176,9 +176,9 @@ def first_of(patterns: Iterable[str], known: Collection[str]) -> str:
 
 
 def chosen_metrics(runs: Iterable[RunFolder], patterns: Iterable[str]) -> list[str]:
-    """The metrics of the runs that the names and patterns (`val/*`) choose, in that order.
+    """The metrics of the runs that match names and patterns (`val/*`), in the order of the patterns.
 
-    Raises: DataError naming the nearest metrics where there is none."""
+    Raises: DataError naming the nearest metrics if a pattern matches none."""
     known = sorted({name for run in runs for name in run.metrics})
     chosen: list[str] = []
     for pattern in patterns:
@@ -196,14 +196,14 @@ def unknown(what: str, name: str, known: Iterable[str], near: Sequence[str]) -> 
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Finds up to three names that are like a name, or that contain it."""
+    """Finds up to three names that resemble a name, or contain it."""
     names = list(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     return list(dict.fromkeys([*close, *(each for each in names if name.lower() in each.lower())]))[:3]
 
 
 def short_names(folders: Iterable[Path]) -> list[str]:
-    """A name for each folder: its last names, as many as tell the folders apart."""
+    """A name for each folder: as many last parts of its path as distinguish the folders."""
     parts = [folder.absolute().parts for folder in folders]
     for length in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(each[-length:]) for each in parts]

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackers with a library, and mostly a server, of their own.
+"""Trackers that need a library, and usually a server.
 
-Each is registered by its name (`@register_tracker`), and runs in a thread: training does not wait for a service, and
+Each tracker is registered by name (`@register_tracker`) and runs in a thread: training does not wait for a service, and
 does not fail with it. `trackers.json` in the run folder keeps the service's id of the run: a run that resumes continues
-its curves, and a new run gets new ones.
-"""
+its curves, and a new run gets new ones."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ class TrackedRun:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `init` that W&B and SwanLab name alike."""
+        """The arguments of `init` that W&B and SwanLab name in the same way."""
         resume = "allow" if self.run_id is not None else None
         return {
             "project": self.project,
@@ -57,7 +56,7 @@ class TrackedRun:
 
 
 def no_key(name: str) -> ConfigError:
-    """The error for a service that finds no API key. Without a check its library would ask for one and wait."""
+    """The error for a service without an API key. Without this check its library would prompt for one and wait."""
     otherwise = f"write to the run's folder with {name.upper()}_MODE=offline"
     change = f"run `{name} login`, set {name.upper()}_API_KEY, or {otherwise}"
     return ConfigError("trainer.logger", f"{name} finds no API key", change=change)
@@ -71,9 +70,9 @@ class Service(Tracker, Protocol):
 
 
 def open_services(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
-    """Starts the services of these names, and sends them the steps that they lack of a run that resumes.
+    """Starts the named services, and sends them the steps that they lack of a resumed run.
 
-    Raises: ConfigError if one does not start."""
+    Raises: ConfigError if a service does not start."""
     path = run.folder / RUN_IDS
     run_ids = _read_ids(path) if run.steps_done >= 0 and path.exists() else {}
     with ExitStack() as on_error:
@@ -120,7 +119,7 @@ class BackgroundTracker:
             self._thread.submit(partial(self._call, partial(self._service.log, step, metrics, tables)))
 
     def close(self, failed: bool = False) -> None:
-        """Waits until everything is written, or until the deadline. Logs the failures, if any."""
+        """Waits until all steps are written, or until the deadline. Logs the failures, if any."""
         closed = self._thread.submit(partial(self._call, partial(self._service.close, failed)))
         self._thread.close()
         if not wait([closed], self._close_seconds).done:

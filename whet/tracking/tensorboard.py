@@ -17,7 +17,7 @@ from whet.tracking.tracker import NO_TABLES, TableRow, Tables
 @register_tracker("tensorboard", package="tensorboard")
 class TensorboardTracker:
     """Writes scalars, tables as Markdown text, and the config as text. A run that resumes purges the scalars after its
-    checkpoint, so that a step that is repeated is shown once."""
+    checkpoint, so that a repeated step is shown once."""
 
     def __init__(self, run: TrackedRun) -> None:
         folder = run.folder / "tensorboard"

@@ -30,7 +30,7 @@ class Tracker(Protocol):
         """Logs the metrics of one step by name (`area/what`), and tables of its trajectories."""
 
     def close(self, failed: bool = False) -> None:
-        """Writes what is not written yet, and the end state of the run. The last call."""
+        """Writes pending metrics and the end state of the run; the last call. The last call."""
 
 
 class Trackers:
@@ -116,8 +116,8 @@ def with_nan(record: Record) -> Record:
 
 
 def cut_back(path: Path, step: int) -> list[Record]:
-    """Truncates a JSONL file of metrics to the records up to and including `step`, and returns these; does not create a
-    file.
+    """Truncates a JSONL file of metrics after the records of `step`, and returns the remaining records; does not create
+    a file.
 
     The file is replaced atomically.  Raises: DataError for a damaged line."""
     if not path.exists():

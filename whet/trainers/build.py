@@ -31,10 +31,8 @@ from whet.environments.tools.toolbox import with_tools
 from whet.errors import RewardError
 from whet.models.load import load_tokenizer, stop_token_ids
 from whet.planning.dtypes import with_dtypes
-from whet.planning.fit import check_fits
-from whet.planning.forecast import Counts
 from whet.planning.machine import free_accelerator, stated
-from whet.planning.memory import Lengths, Setup, cache_room, sized
+from whet.planning.planner import Counts, Setup, planner
 from whet.planning.units import plural
 from whet.registry import FILTERS, VALUE_LOSSES, load_target, register_trainer
 from whet.rewards.pool import build_scorer as build_scorer, checked, is_scored, scorer_of as scorer_of, val_scorer_of
@@ -54,11 +52,11 @@ from whet.rollout.driver import BackgroundDriver, Driver
 from whet.rollout.flow import Filter, PromptSource, keep_all
 from whet.rollout.protocol import Restarts, SamplingParams
 from whet.rollout.replicas import Replicas
+from whet.rollout.requirements import Lengths
 from whet.rollout.rollouts import Rollouts, reward_item
 from whet.trainers import workers
 from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
 from whet.trainers.frame import opened_for, run_folder, with_named_dtypes, with_restarts
-from whet.trainers.hints import teacher_role
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.placed import ENVIRONMENT, REWARD, EnvironmentWorker, PlacedRewards, RewardWorker, placed_hosts
 from whet.trainers.rl import fit
@@ -67,6 +65,7 @@ from whet.trainers.run import Run
 from whet.trainers.run_dir import MEDIA, digests
 from whet.trainers.shape import AdaptiveEntropy, Correction, Fixed, Shaper, estimator
 from whet.trainers.stop import likely_steps
+from whet.trainers.teacher import teacher_role
 from whet.trainers.workers import TrainWorker
 from whet.types import Failure, Prompt, Scorer
 from whet.weight_sync.routes import weight_sync
@@ -100,9 +99,8 @@ def train(
 
     `reward`, `data` and `val_data` stand in for `reward.function`, `data.train_files` and `data.val_files`. With
     `dry_run` everything is built, one batch of prompts is loaded and shown, and nothing is trained or written.
-    `trainer.max_restarts` says how often it starts again where a worker was lost.
-    Raises: WhetError for everything that a user can mend; Stopped, a KeyboardInterrupt, where a signal ended it.
-    """
+    `trainer.max_restarts` says how often it starts again after a worker was lost. Raises: WhetError for everything that
+    a user can mend; Stopped, a KeyboardInterrupt, where a signal ended it."""
     restarts = config.trainer.max_restarts  # the rows may be read again
     rows, val_rows = (list(each) if each is not None and restarts else each for each in (data, val_data))
     return with_restarts(config, lambda once: _train(once, rows, val_rows, dry_run=dry_run, reward=reward))
@@ -133,8 +131,8 @@ def _train(config: TrainConfig, data: Rows, val_data: Rows, *, dry_run: bool, re
 
 @contextmanager
 def _frozen_objects() -> Iterator[None]:
-    """Hides the present objects from the garbage collector: searching torch and transformers again and again takes a
-    tenth of a small model's step."""
+    """Hides the present objects from the garbage collector: it would search the objects of torch and transformers again
+    and again, which takes a tenth of a small model's step."""
     gc.collect()
     gc.freeze()
     try:
@@ -248,7 +246,7 @@ def _prompts(
     reward: Callable[..., Any] | None,
     media_folder: Path | None,
 ) -> tuple[Loaded[Prompt], Sequence[Prompt]]:
-    """The prompts to train on and those to validate on, each in its domain."""
+    """Loads and checks the training prompts and the validation prompts, each with its domain."""
     files, seed = with_tools(config.data, config.environment), config.trainer.seed
     loaded = load_items(files, tokenizer, rows=data, where=files.filter, seed=seed, media_folder=media_folder)
     loaded = replace(loaded, items=checked(loaded, config.reward, reward))
@@ -264,7 +262,7 @@ def _prompts(
 
 
 def setup(config: TrainConfig, prompt_lengths: Sequence[int] = ()) -> Setup:
-    """The setup that a plan is made from; without lengths every prompt is taken to be as long as it may be."""
+    """The setup that the memory plan starts from; without `prompt_lengths` each prompt counts as the longest."""
     columns = plan(config)
     roles = {spec.role: spec.args[0] for spec in worker_specs(config, columns, 1) if spec.cls is TrainWorker}
     if (judge := config.reward_model.judge) is not None:
@@ -277,7 +275,7 @@ def setup(config: TrainConfig, prompt_lengths: Sequence[int] = ()) -> Setup:
 
 
 def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> list[WorkerSpec]:
-    """Returns the workers of one process; a worker comes after those that it reads from, as `ref` may from `actor`."""
+    """Returns the workers of one process; a worker stands after the workers it reads, as `ref` may read `actor`."""
     model, ref, critic, cluster = config.model, config.ref, config.critic, config.cluster
 
     def trained(role: ActorConfig, path: str | None, steps: int) -> RoleSettings:
@@ -311,7 +309,7 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
 
 
 def judge_worker(config: TrainConfig) -> WorkerSpec:
-    """The worker of a judge: the rollout's engine on the judge's weights."""
+    """The worker of a judge: the rollout engine with the judge's weights."""
     own = {"path": config.reward_model.judge, "tokenizer_path": None, "lora": LoraConfig()}
     model, engine = config.model.model_copy(update=own), config.rollout.engine
     options = {name: value for name, value in engine.options.items() if name not in OF_POLICY}
@@ -321,17 +319,19 @@ def judge_worker(config: TrainConfig) -> WorkerSpec:
 
 
 def _with_room(specs: Iterable[WorkerSpec], plan: Setup) -> Iterator[WorkerSpec]:
-    """The workers, with sizes that fit their accelerators: the tokens of a micro-batch, the rollout's cache."""
-    plan = replace(plan, device=free_accelerator(plan.config.cluster))
+    """Yields the workers with sizes that fit their accelerators: tokens of a micro-batch, the rollout's cache."""
+    plan, planned = replace(plan, device=free_accelerator(plan.config.cluster)), planner()
     for spec in specs:
         if spec.cls is RolloutWorker:
-            yield replace(spec, kwargs={"cache_room": cache_room(plan)})
+            yield replace(spec, kwargs={"cache_room": planned.cache_room(plan)})
+        elif spec.cls is TrainWorker:
+            yield replace(spec, args=(planned.sized(spec.args[0], plan, spec.role),))
         else:
-            yield spec if spec.cls is not TrainWorker else replace(spec, args=(sized(spec.args[0], plan, spec.role),))
+            yield spec
 
 
 def _helpers(config: TrainConfig, reward: Callable[..., Any] | None, has_reward: bool) -> Iterator[WorkerSpec]:
-    """The workers that hold no model, of pools that list them."""
+    """Yields the workers without a model (environments, reward processes), for the pools that list them."""
     if has_reward and config.cluster.lists(REWARD):
         yield WorkerSpec(REWARD, RewardWorker, (config.reward, reward, config.model))
     if config.cluster.lists(ENVIRONMENT):
@@ -371,7 +371,7 @@ def _rollouts(
 
 
 def judge_of(group: WorkerGroup, config: TrainConfig) -> Rollouts:
-    """The verdicts of a judge's ranks."""
+    """The `Rollouts` through which the judge's ranks sample verdicts."""
     path, trusted = str(config.reward_model.judge), config.model.trust_remote_code
     tokenizer = load_tokenizer(path, trust_remote_code=trusted)
     engine = Replicas(group, config.rollout.max_batch_size, gathers=group.here is None)
@@ -382,7 +382,7 @@ def judge_of(group: WorkerGroup, config: TrainConfig) -> Rollouts:
 
 
 def _engine(config: TrainConfig, roles: Mapping[str, WorkerGroup]) -> Replicas | Direct:
-    """The engine of this process itself, unless it may be lost; else the ranks of the rollout as one."""
+    """The engine of this process itself, unless it can be restarted; else the ranks of the rollout as one engine."""
     ranks = roles["rollout"]
     if ranks.here is not None:
         worker = ranks.here.by_role["rollout"]
@@ -402,7 +402,7 @@ def _entropy_controller(algorithm: AlgorithmConfig) -> Fixed | AdaptiveEntropy:
 
 
 def _group_filter(config: TrainConfig) -> Filter | None:
-    """The filter of groups, and those of domains that have one."""
+    """The filter of groups, with the filters of domains that set their own."""
 
     def made(chosen: GroupFilterConfig, key: str) -> Filter | None:
         if chosen.name is None:
@@ -422,7 +422,7 @@ def _group_filter(config: TrainConfig) -> Filter | None:
 def show_batch(
     config: TrainConfig, tokenizer: PreTrainedTokenizerBase, source: PromptSource, total_steps: int, roles: list[str]
 ) -> list[Prompt]:
-    """Logs the sizes of a dry run, and the first prompt as the model would read it.  Returns the first batch."""
+    """Logs the sizes of a dry run, and the first prompt as text of the chat template.  Returns the first batch."""
     prompts = source.take(config.data.train_batch_size)
     lengths = [len(prompt.token_ids) for prompt in prompts]
     log.info(
@@ -437,9 +437,10 @@ def show_batch(
 
 def dry_run_elsewhere(config: TrainConfig, device_gib: float | None, host_gib: float | None) -> None:
     """Checks config, tokenizer, templates, data, ground truths and rewards of a run, and that it fits accelerators of
-    `device_gib` and nodes of `host_gib`, of this machine what is not stated. Loads no model and starts no worker.
+    `device_gib` and nodes of `host_gib`; None takes this machine's size. Loads no model, starts no worker.
 
     Raises: WhetError for everything that a user can mend."""
+    planned = planner(is_needed=True)
     if config.trainer.loop:
         load_target(config.trainer.loop)
     device, host = stated(device_gib, "an accelerator"), stated(host_gib, "a node")
@@ -449,7 +450,7 @@ def dry_run_elsewhere(config: TrainConfig, device_gib: float | None, host_gib: f
     def replan(other: TrainConfig) -> Setup:
         return setup(other, begun.lengths)
 
-    check_fits(replace(replan(config), device=device, host=host), run_folder(config.trainer), replan)
+    planned.check_fits(replace(replan(config), device=device, host=host), run_folder(config.trainer), replan, 0)
     roles = [spec.role for spec in worker_specs(config, begun.columns, begun.total_steps)]
     prompts = show_batch(config, begun.tokenizer, begun.loader, begun.total_steps, roles)
     _score(config, begun.tokenizer, prompts[:SCORED])
@@ -459,7 +460,7 @@ def dry_run_elsewhere(config: TrainConfig, device_gib: float | None, host_gib: f
 
 
 def _score(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]) -> None:
-    """Logs the rewards of ground truths as responses, and of none.  Raises: RewardError where the function fails."""
+    """Logs the rewards of ground truths as responses, and of empty ones.  Raises: RewardError."""
     scorer = scorer_of(config)
     if scorer is None:
         return

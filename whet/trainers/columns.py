@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Providers of batch columns. The functions in use name the columns, `whet.columns` says who gives each of them.
+"""Providers of batch columns. Functions name the columns that they read; `whet.columns` has the provider of each.
 
 Most are one output of a role's model. Any other has a function, registered under the column's name:
     @register_provider("prompt_difficulty", reads=("accuracy",))
     def prompt_difficulty(batch, sources): ...
 It returns the column, or a function that waits for it (`sources.start`): then providers wait for their models side by
-side. Parameters after `*` are what it reads of the config, which `options_of` names.
+side. Parameters after `*` are values of the config, as `options_of` names them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from whet.config.schema import ActorConfig, TrainConfig
 from whet.config.section import entry_at
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import ConfigError, EngineError, RegistryError
+from whet.kernels.sampling import uniforms
 from whet.keyed import key
 from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, PROVIDERS, REJECTIONS, VALUE_LOSSES, WEIGHTS
 from whet.rollout.batch import with_failures
 from whet.rollout.rollouts import Rollouts
-from whet.rollout.sampling import uniforms
 from whet.trainers.reward_texts import text_batch, text_reader
 from whet.types import Failure, Group, Trajectory
 
@@ -42,8 +42,8 @@ Provider = Callable[..., Values]  # of a batch and `Sources`
 
 @dataclass(frozen=True)
 class Sources:
-    """Sources of a provider: the roles, the step's groups, in the order of the batch's `uid`, and, in a run that
-    samples, what made them. A provider that reads scores notes in `failures` the trajectories that it fails, by uid."""
+    """Inputs of a provider beside the batch: the roles, the step's groups in the order of the batch's `uid`, and, in a
+    run that samples, the rollouts. A provider of scores notes in `failures` the uids of trajectories without one."""
 
     roles: Mapping[str, WorkerGroup]
     step: int
@@ -54,7 +54,7 @@ class Sources:
 
     @property
     def rollouts(self) -> Rollouts:
-        """The rollouts of a run that samples.  Raises: EngineError in another."""
+        """The rollouts of a run that samples.  Raises: EngineError in a run that does not sample."""
         if self.made_by is None:
             raise EngineError("rollouts", None, "a run that samples, as a column asks the policy")
         return self.made_by
@@ -64,7 +64,7 @@ class Sources:
         return self.start(role, batch, output)()
 
     def start(self, role: str, batch: Batch, output: str) -> Callable[[], torch.Tensor]:
-        """Begins `forward`.  Returns what waits for it."""
+        """Starts `forward`.  Returns a function that waits for its output."""
         call = self.roles[role].start("forward", batch, (output,), self.temperature)
         return lambda: call.result()[output]
 
@@ -78,12 +78,12 @@ def register_provider(
     unscored: bool = False,
     shape: str = "B, R",
 ) -> Callable[[Provider], Provider]:
-    """Decorator for the function that gives a column, and, unless whet has it, the column's entry in the table.
+    """Decorator: registers the function that computes a column, and the column itself where `whet.columns` does not
+    have it.
 
-    `roles` are those whose models it calls, `reads` the columns that it reads of other providers. With `unscored` it
-    needs no rewards, and is called while responses are being scored; its seconds are `time/<phase>`.
-    Raises: RegistryError where the name is taken.
-    """
+    `roles` names the models that the function calls, `reads` the columns of other providers that it reads. With
+    `unscored` it needs no rewards, and runs while responses are being scored; its seconds are logged as `time/<phase>`.
+    Raises: RegistryError where the name is taken."""
 
     def decorate(function: Provider) -> Provider:
         if name in COLUMNS and name not in PROVIDERS:
@@ -107,7 +107,7 @@ class ColumnPlan:
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """The roles whose models are called, once for each time."""
+        """The roles whose models compute columns, once for each forward pass."""
         return tuple(role for column in self.providers for role in column.roles)
 
     @property
@@ -117,12 +117,12 @@ class ColumnPlan:
 
     @property
     def judges(self) -> ColumnPlan:
-        """The plan of the scores of the reward model, or of the policy as a judge, alone."""
+        """The part of the plan that scores: the reward model's or judge's columns alone."""
         return replace(self, providers=tuple(each for each in self.providers if each.name in SCORED_BY.values()))
 
     def add(self, batch: Batch, sources: Sources, metrics: Metrics, *, is_scored: bool = True) -> Batch:
-        """The batch with every planned column that it does not have yet; before it is scored, with those that need no
-        scores. Providers that read no column of each other begin together."""
+        """Returns the batch with every planned column that it lacks; before scoring (`is_scored` false) only with the
+        columns that need no scores. Providers that do not read each other's columns start together."""
         return self._added(batch, sources, metrics, is_scored) if self.providers else batch
 
     def _added(self, batch: Batch, sources: Sources, metrics: Metrics, is_scored: bool) -> Batch:
@@ -152,8 +152,8 @@ class ColumnPlan:
 
 
 def judged(groups: Sequence[Group], batch: Batch) -> list[Group]:
-    """The groups of a batch with what providers found: failures, and the score of the reward model or judge as the part
-    `reward_model`, of an episode with several players their mean."""
+    """The groups with the results of providers: failures, and the score of the reward model or judge as the part
+    `reward_model`; an episode with several players gets the mean of their scores."""
     scores = next((batch[name].tolist() for name in SCORED_BY.values() if name in batch), None)
     return list(groups) if scores is None and not any(batch["error"]) else _judged(groups, batch, scores)
 
@@ -173,7 +173,7 @@ def _judged(groups: Sequence[Group], batch: Batch, scores: list[float] | None) -
 
 
 def with_truth(scored: Group, judged: Group) -> Group:
-    """The judged group, in which a trajectory whose verdict failed is as it was scored, with the reason in `logged`."""
+    """The judged group; a trajectory whose verdict failed keeps its former score, with the reason in `logged`."""
 
     def of(own: Trajectory, each: Trajectory) -> Trajectory:
         if each.failure is None or own.failure is not None:
@@ -184,7 +184,7 @@ def with_truth(scored: Group, judged: Group) -> Group:
 
 
 def _unscored(columns: Sequence[Column]) -> list[Column]:
-    """The columns that need no scores, nor a column that needs some."""
+    """The columns that need no scores, neither themselves nor through a column that they read."""
     later: set[str] = set()
     for column in columns:  # what one reads comes before it
         if column.when != "unscored" or not later.isdisjoint(column.reads):
@@ -193,7 +193,7 @@ def _unscored(columns: Sequence[Column]) -> list[Column]:
 
 
 def readers(config: TrainConfig) -> Iterator[tuple[str, Reader, Iterable[str]]]:
-    """The functions that a config chooses, by its keys: when they read, and which columns."""
+    """Yields for each function that a config chooses its key, the time at which it reads, and its columns."""
     algorithm, critic = config.algorithm, config.critic
     correction, kl = algorithm.correction, algorithm.kl
     loss = POLICY_LOSSES[algorithm.policy_loss]
@@ -223,17 +223,17 @@ def readers(config: TrainConfig) -> Iterator[tuple[str, Reader, Iterable[str]]]:
 
 
 def updates_per_step(role: ActorConfig, train_batch_size: int) -> int:
-    """Optimizer steps that a role takes in one step of the loop."""
+    """Number of optimizer steps of a role in one step of the loop."""
     return role.epochs * -(-train_batch_size // (role.mini_batch_size or train_batch_size))
 
 
 def plan(config: TrainConfig) -> ColumnPlan:
-    """The columns that the functions in use read, and who gives them.  Raises: ConfigError."""
+    """The columns that the chosen functions read, with their providers.  Raises: ConfigError."""
     return replace(plan_columns(readers(config), config.reward.columns), options=options_of(config))
 
 
 def options_of(config: TrainConfig) -> dict[str, dict[str, Any]]:
-    """The parts of a config that providers read, as their keyword arguments, by column."""
+    """Keyword arguments of providers by column: the parts of the config that they read."""
     return {
         "old_log_probs": {"by": config.algorithm.correction.old_log_probs},
         "draws": {"seed": config.trainer.seed},
@@ -244,9 +244,9 @@ def options_of(config: TrainConfig) -> dict[str, dict[str, Any]]:
 
 
 def unread(config: TrainConfig, plan: ColumnPlan) -> list[str]:
-    """Returns a line for each section with keys of its own whose columns no function in use reads, naming the readers.
+    """Returns a line for each section of the config whose columns no chosen function reads, naming possible readers.
 
-    Nothing is known of what a loop or a provider of the user's reads."""
+    The columns that a loop or a provider of the user reads are unknown here."""
     if config.trainer.loop is not None or any(COLUMNS[column.name] not in TABLE for column in plan.providers):
         return []
     found = []
@@ -270,10 +270,9 @@ def unread(config: TrainConfig, plan: ColumnPlan) -> list[str]:
 
 
 def plan_columns(readers: Iterable[tuple[str, Reader, Iterable[str]]], fields: Sequence[str]) -> ColumnPlan:
-    """The plan for the columns of `readers`; `fields` are what the reward reports.
+    """The plan for the columns of `readers`; `fields` are the columns that the reward function reports.
 
-    Raises: ConfigError naming a column that nobody provides, and who reads it; or a field whose name is taken.
-    """
+    Raises: ConfigError naming a column without a provider, and its reader; or a field whose name is taken."""
     for name in fields:
         if name in COLUMNS:
             change = "take it out, or let the reward report its number under another name"
@@ -312,15 +311,15 @@ def old_log_probs(batch: Batch, sources: Sources, *, by: str) -> Values:
 
 @register_provider("process_rewards")
 def process_rewards(batch: Batch, sources: Sources) -> Values:
-    """Implicit reward of each token: log pi of the critic less that of the reference."""
+    """Implicit reward of each token: log-prob under the critic minus log-prob under the reference model."""
     log_probs = sources.start("critic", batch, "log_probs")
     return lambda: log_probs() - batch["ref_log_probs"]
 
 
 @register_provider("rm_scores")
 def rm_scores(batch: Batch, sources: Sources, *, path: str | None = None, trusted: bool = False) -> Values:
-    """Score of the reward model at `path` for the last row of each trajectory, 0 for its other rows: of the ids, or, in
-    a vocabulary that is not the policy's, of the conversation as text.   [B]"""
+    """Score of the reward model at `path` for the last row of each trajectory, 0 for its other rows. The model reads
+    the token ids or, if its vocabulary differs from the policy's, the conversation as text.   [B]"""
     mask = batch["response_mask"] * last_rows(batch)[:, None]
     read = batch.with_columns(response_mask=mask)
     reader = None if path is None else text_reader(path, trusted, sources.rollouts.tokenizer)
@@ -340,7 +339,7 @@ def last_rows(batch: Batch) -> torch.Tensor:
 
 @register_provider("reward_baselines")
 def reward_baselines(batch: Batch, sources: Sources) -> torch.Tensor:
-    """The score of the greedy response to each row's prompt; 0 where that failed.   [B]"""
+    """The score of the greedy response to each row's prompt; 0 where that response failed.   [B]"""
     greedy = replace(sources.rollouts.params, temperature=0.0, top_p=1.0, top_k=0)
     prompts = [group.prompt for group in sources.groups]
     step = sources.step
@@ -350,15 +349,15 @@ def reward_baselines(batch: Batch, sources: Sources) -> torch.Tensor:
 
 @register_provider("draws")
 def draws(batch: Batch, sources: Sources, *, seed: int) -> torch.Tensor:
-    """A uniform number in [0, 1) for each token, the same whenever the response is.   [B, R]"""
+    """A uniform random number in [0, 1) for each token; equal responses get equal numbers.   [B, R]"""
     keys = torch.tensor([key(seed, "draws", name) for name in batch["trajectory_uid_name"]])
     return uniforms(keys[:, None], torch.arange(batch["responses"].shape[1]))
 
 
 @register_provider("state_hash")
 def state_hash(batch: Batch, sources: Sources) -> torch.Tensor:
-    """Names the state in which each token's turn was sampled: the environment's `state_key`; without one its last
-    messages, the prompt at first.
+    """A hash of the state in which each token's turn was sampled: the environment's `state_key`, or without one the
+    last messages (at the first turn the prompt).
 
     Equal states have equal numbers; 0 on text that was not sampled.   [B, R] int64
     """
@@ -370,7 +369,7 @@ def state_hash(batch: Batch, sources: Sources) -> torch.Tensor:
 
 
 def _states(trajectory: Trajectory) -> list[int]:
-    """A number for what stood before each turn."""
+    """The hash of the state before each turn."""
     states, since = [], [trajectory.prompt.uid]
     for turn in trajectory.turns:
         since += [str(message.content) for message in turn.observation]

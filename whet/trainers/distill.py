@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distillation: a student follows the distribution of a teacher in each place of a response, of the data or its own."""
+"""Distillation: a student learns the teacher's next-token distribution in responses of the data or of its own."""
 
 from __future__ import annotations
 
@@ -47,33 +47,33 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class DistillObjective(TokenObjective):
-    """A registered divergence from the teacher, a mean over the tokens of the whole batch."""
+    """Objective: a registered divergence between student and teacher, averaged over the tokens of the whole batch."""
 
     name = "distill"
     kind = DIVERGENCES
     needs = frozenset({"vocab_log_probs"})
 
     def divergence(self, student: Tensor, batch: Columns) -> Tensor:
-        """The divergence in each place.   [B, R, V] -> [B, R]"""
+        """The divergence at each position.   [B, R, V] -> [B, R]"""
         if "teacher_ids" in batch:
             student = outcomes(student, batch["teacher_ids"])
         found: Tensor = self.function({"student": student, "teacher": batch["teacher_outcomes"]})
         return found
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[Tensor, Metrics]:
-        """The divergences of these rows, divided by the tokens of all."""
+        """The sum of the divergences of these rows, divided by the token count of the whole batch."""
         return self.mean(self.divergence(outputs["vocab_log_probs"], batch), batch, counts)
 
 
 class DistillWorker(TrainWorker):
-    """The student, which samples too, or a teacher."""
+    """Worker of the student, which also samples, or of a teacher."""
 
     _sampler: Any = None  # the engine that samples from the student
 
     @register(Dispatch.DP_COMPUTE)
     def outcomes(self, batch: Batch, top_k: int | None, vocab_size: int, temperature: float) -> dict[str, Tensor]:
-        """Log-probs in each place of the `top_k` likeliest tokens below `vocab_size`, of all others together, and the
-        ids; without `top_k` log-probs of all tokens."""
+        """Log-probs at each position: of the `top_k` most probable tokens below `vocab_size`, and of all others
+        together, with the ids; without `top_k` the log-probs of all tokens."""
         log_probs = self.engine.forward(batch, frozenset({"vocab_log_probs"}), temperature)["vocab_log_probs"]
         if top_k is None or not len(batch):
             return {"teacher_outcomes": log_probs} if len(batch) else {}
@@ -84,7 +84,7 @@ class DistillWorker(TrainWorker):
     def sample(
         self, requests: list[Request], rollout: RolloutConfig, model: ModelConfig, step: int
     ) -> list[Completion]:
-        """Samples with the weights of `step`.  Raises: EngineError where no whole module is on this rank."""
+        """Samples with the weights of `step`.  Raises: EngineError if this rank does not hold the whole model."""
         module = self.engine.whole_module()
         if module is None:
             found, change = "splits the student's weights over ranks", "set engine.name=single, or on_policy=0"
@@ -144,12 +144,12 @@ class DistillRun(ExamplesRun):
 
     @cached_property
     def vocab_size(self) -> int:
-        """The tokens of the student."""
+        """The size of the student's vocabulary."""
         return self._vocab_size(path_of(self.config.model))
 
     @cached_property
     def top_k(self) -> int | None:
-        """The tokens that are compared in each place; None: all, of vocabularies of one size."""
+        """The number of tokens compared at each position; None compares all, for vocabularies of one size."""
         paths = [path for path in self.config.teachers.values() if not is_server(path)]
         sizes = {self.vocab_size, *map(self._vocab_size, paths)}
         most = min(sizes) - 1  # and one more, which is all others
@@ -162,7 +162,7 @@ class DistillRun(ExamplesRun):
         return int(config.get_text_config().vocab_size)
 
     def batch(self, examples: Sequence[SupervisedExample]) -> Batch:
-        """Rows of prompts and responses, in which multi-turn conversations have context too."""
+        """Rows of prompts and responses; a multi-turn conversation also has its context."""
         rows = []
         for each in examples:
             first = each.loss_mask.index(1)
@@ -183,7 +183,7 @@ class DistillRun(ExamplesRun):
             return self.with_teachers(self.batch(examples), examples, metrics)
 
     def _sampled(self, examples: Sequence[SupervisedExample], drawn: Sequence[bool]) -> list[SupervisedExample]:
-        """The examples, in which the drawn ones end in a response of the student to the tokens before their last."""
+        """The examples; in each drawn example a response sampled by the student replaces the last response."""
         config, model = self.config, self.config.model
         stops = stop_token_ids(path_of(model), self.tokenizer, config.data.template_options)
         requests = []
@@ -202,7 +202,7 @@ class DistillRun(ExamplesRun):
         return found
 
     def with_teachers(self, batch: Batch, examples: Sequence[SupervisedExample], metrics: Metrics) -> Batch:
-        """The batch of these examples with the distributions of their teachers."""
+        """The batch of these examples with the distributions of their teachers as columns."""
         names = [each.source if each.source in self.config.teachers else OTHERS for each in examples]
         found = dict[str, Tensor]()
         for name in dict.fromkeys(names):
@@ -216,7 +216,7 @@ class DistillRun(ExamplesRun):
         return batch.with_columns(**found)
 
     def _told(self, name: str, batch: Batch) -> dict[str, Tensor]:
-        """The distributions of one teacher."""
+        """The distributions of teacher `name` for the rows of `batch`."""
         if name in self.served:
             assert self.top_k is not None
             return self.served[name].outcomes(batch, self.top_k, self.vocab_size)
@@ -239,7 +239,7 @@ class DistillRun(ExamplesRun):
 
 
 def chunks(rows: Sequence[int], width: int) -> Iterator[list[int]]:
-    """Yields the rows in parts of at most CHUNK_TOKENS, at least one in each."""
+    """Yields the rows in parts of at most CHUNK_TOKENS padded tokens, at least one row in each."""
     size = max(1, CHUNK_TOKENS // width)
     yield from ([*rows[start : start + size]] for start in range(0, len(rows), size))
 

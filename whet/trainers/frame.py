@@ -29,17 +29,16 @@ from whet.metrics import Metrics
 from whet.models.load import load_config
 from whet.phases import phase
 from whet.planning.dtypes import with_dtypes
-from whet.planning.fit import check_disk, check_fits
-from whet.planning.forecast import Counts, introduce
-from whet.planning.memory import Setup
+from whet.planning.machine import check_disk
+from whet.planning.planner import Counts, Setup, planner
 from whet.tracking.console import COLUMNS, ConsoleColumn, ConsoleTracker
 from whet.tracking.profile import SystemMeter, observed
 from whet.tracking.runs import write_state
 from whet.tracking.service import TrackedRun, open_services
 from whet.tracking.tracker import METRIC_FILES, JsonlTracker, Trackers
-from whet.trainers.measured import asked_of_trained, recorded, shares_of_peak, use_of_ranks
 from whet.trainers.run_dir import RunDir, noted, open_run_dir
 from whet.trainers.stop import Stopped, StopSignals, likely_steps
+from whet.trainers.telemetry import asked_of_trained, recorded, shares_of_peak, use_of_ranks
 
 log = logging.getLogger(__name__)
 SAVE_SECONDS = 600.0  # between two checkpoints of trainer.save_freq=auto
@@ -50,8 +49,8 @@ R = TypeVar("R")
 
 @dataclass(kw_only=True, repr=False)
 class Frame:
-    """A run of any trainer. A trainer adds its parts, `state`, `load_state` and `check_health`, and a loop that
-    `train` runs in a `Schedule`."""
+    """Base class of the runs of all trainers. A subclass adds its parts, `state`, `load_state` and `check_health`, and
+    a loop that `train` runs in a `Schedule`."""
 
     columns_shown: ClassVar[tuple[ConsoleColumn, ...]] = COLUMNS  # of the console's line
     tokens_metric: ClassVar[str] = "perf/total_num_tokens"  # what the throughput counts
@@ -111,18 +110,18 @@ class Frame:
 
     @property
     def pad_token_id(self) -> int:
-        """The token that fills up rows."""
+        """The token id that pads rows."""
         assert isinstance(self.tokenizer.pad_token_id, int)
         return self.tokenizer.pad_token_id
 
     @property
     def validates(self) -> bool:
-        """Tells whether a held-out set is looked at."""
+        """Tells whether the run validates on held-out data."""
         return self.config.trainer.val_freq >= 0
 
     @property
     def saved_roles(self) -> Mapping[str, WorkerGroup]:
-        """The roles whose models change, and are in checkpoints."""
+        """The roles whose models are trained, and so are saved in checkpoints."""
         return {role: group for role, group in self.roles.items() if role in checkpoint.TRAINED_ROLES}
 
     @property
@@ -131,25 +130,25 @@ class Frame:
         return False
 
     def interruptible(self) -> AbstractContextManager[None]:
-        """Marks a block that changes nothing that is saved: a run that is stopped in it ends at once."""
+        """Marks a block that changes nothing that is saved, so that a stop request ends the run inside it at once."""
         return self.signals.at_once()
 
     def state(self) -> dict[str, Any]:
-        """Returns what a resumed run needs beside weights and optimizers."""
+        """Returns the state that a checkpoint keeps beside weights and optimizers."""
         raise NotImplementedError
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state` gave."""
+        """Restores the state that `state` returned."""
         raise NotImplementedError
 
     def check_health(self, batch: Batch, metrics: Metrics) -> None:
-        """Looks at a step that was logged.  Raises: EngineError where the run cannot go on."""
+        """Checks a step that was logged for signs of failure.  Raises: EngineError where the run cannot go on."""
         raise NotImplementedError
 
     def start(self) -> None:
-        """Goes on where the checkpoint that was found was written; without one begins with the weights as they are.
+        """Continues from the checkpoint that was found, or starts from the initial weights.
 
-        Raises: CheckpointError where it is of another model."""
+        Raises: CheckpointError where the checkpoint belongs to another model."""
         folder = self.opened.found
         try:
             if folder is not None:
@@ -205,7 +204,7 @@ class Frame:
         self.total_steps = self.step
 
     def is_due(self, every: int) -> bool:
-        """Tells whether what happens every so many steps (0: only at the end) follows the step just done."""
+        """Tells whether an action with the period `every` (0: only at the end) follows the step just done."""
         return self.step == self.total_steps or (every > 0 and self.step % every == 0)
 
     @property
@@ -217,7 +216,7 @@ class Frame:
         return self.saved_at is None or time.monotonic() - self.saved_at > SAVE_SECONDS or self.is_due(0)
 
     def count_flops(self) -> None:
-        """Asks the ranks for the operations of the step's updates, where the peaks of their accelerators are known."""
+        """Fetches the operations of the step's updates from the ranks, if their accelerators' peak speeds are known."""
         if self._peak_flops:
             asked = asked_of_trained(self.roles, self.config.cluster, "update_flops")
             self.flops = {name: sum(numbers) for name, numbers in asked.items()}
@@ -248,7 +247,7 @@ class Frame:
 
     @property
     def _weights(self) -> dict[str, str | None]:
-        """The model whose weights the run started from, and the dtype of those that it validates."""
+        """The model that the run started from, and the dtype of the weights that validation uses."""
         config, model = self.config, self.config.model
         dtype = (config.rollout.dtype or model.dtype) if isinstance(config, TrainConfig) else "float32"
         return {"start": None if model.lora.path else str(self._model_path), "dtype": dtype}
@@ -256,8 +255,8 @@ class Frame:
     def save(self) -> Path:
         """Writes a checkpoint of this step.  Returns its folder.
 
-        Raises: EngineError where weights are not finite; CheckpointError where it cannot be written; ConfigError where
-        the disk has no room for the first one."""
+        Raises: EngineError where weights are not finite; CheckpointError where the folder cannot be written;
+        ConfigError where the disk has no room for the first checkpoint."""
         if self.saved_at is None:  # other programs may have used the room since the start
             check_disk(self.opened.checkpoint_bytes, self.run_dir)
         with phase("save"):
@@ -284,7 +283,7 @@ class Frame:
         return folder
 
     def close(self) -> None:
-        """Ends workers and trackers, then lets go of the folder; the later ones also where an earlier one fails."""
+        """Ends workers and trackers, then unlocks the folder; each part is closed even if an earlier one fails."""
         with ExitStack() as stack:
             stack.callback(self.opened.close)
             if self.uploads is not None:
@@ -296,12 +295,12 @@ class Frame:
 
     @cached_property
     def _peak_flops(self) -> dict[str, float]:
-        """The peaks of the accelerators that train, in operations a second by process; empty where one is not known."""
+        """The peak speeds of the training accelerators, in operations a second by process; empty if one is unknown."""
         asked = asked_of_trained(self.roles, self.config.cluster, "peak_flops")
         return {name: max(each) for name, each in asked.items()} if all(map(all, asked.values())) else {}
 
     def _check_weights(self) -> None:
-        """Raises: EngineError where a weight, or what the weights give for a row, is NaN or infinite."""
+        """Raises: EngineError where a weight, or a model output computed with the weights, is NaN or infinite."""
         for role in checkpoint.TRAINED_ROLES:
             if role in self.roles and not all(self.roles[role].has_finite_weights()):
                 found = "weights, their squares or outputs are NaN or infinite, so the run stops without saving"
@@ -309,7 +308,7 @@ class Frame:
                 raise EngineError(f"{role}, step {self.step}", found, "", change)
 
     def _stopped_in_order(self, stopped: Stopped) -> Stopped:
-        """Saves the steps done, if that was not yet saved.  Returns what to raise, which says how to go on."""
+        """Saves the steps done, if no checkpoint has them.  Returns the exception to raise, with advice to resume."""
         again = "the same command" + " with trainer.resume=auto" * (self.config.trainer.resume in checkpoint.AFRESH)
         if self.step == 0:
             why = "before the first step was done: there was nothing to save"
@@ -333,16 +332,16 @@ def opened_for(
     *,
     dry_run: bool = False,
 ) -> Iterator[tuple[RunDir, Trackers]]:
-    """Checks that a run fits, takes its folder, opens the services of `trainer.logger` and logs first lines, all before
-    its workers start; lets go of them where the block fails. A dry run does none of it but the check. `inputs`: digests
-    of code and data.
+    """Checks that a run fits the machines, locks its folder, opens the services of `trainer.logger` and logs the first
+    lines, all before workers start; closes them if the block fails. A dry run only checks the fit. `inputs`: digests of
+    code and data.
 
     Raises: ConfigError, CheckpointError, StorageError."""
     trainer, run_dir = config.trainer, run_folder(config.trainer)
     with disk_errors(run_dir):
         deleted = checkpoint.over_limit(run_dir / "checkpoints", trainer.save_limit)
         reclaimed = sum(file.stat().st_size for folder in deleted for file in folder.rglob("*") if file.is_file())
-        needed = check_fits(setup(config, lengths), run_dir, lambda other: setup(other, lengths), reclaimed)
+        needed = planner().check_fits(setup(config, lengths), run_dir, lambda other: setup(other, lengths), reclaimed)
     if dry_run:
         yield RunDir(run_dir), Trackers([])
         return
@@ -363,7 +362,7 @@ def opened_for(
         services = Trackers(open_services(list(names), tracked))
         undo.callback(services.close, failed=True)
         if "console" in trainer.logger:
-            introduce(setup(config, lengths), replace(counts, first_step=opened.first_step))
+            planner().introduce(setup(config, lengths), replace(counts, first_step=opened.first_step))
         yield opened, services
         undo.pop_all()
 
@@ -374,10 +373,10 @@ def run_folder(trainer: TrainerConfig) -> Path:
 
 
 def with_restarts(config: C, attempt: Callable[[C], R]) -> R:
-    """Returns what `attempt` does. Where it loses a worker it is called again, `trainer.max_restarts` times at most,
-    as if the program had been killed and started again: it goes on from the newest checkpoint.
+    """Returns the result of `attempt`. After the loss of a worker it calls `attempt` again, `trainer.max_restarts`
+    times at most, like a program that was killed and started again: the run resumes from the newest checkpoint.
 
-    Raises: what `attempt` raises, and LostWorkerError or DeadlineError once there are no restarts left."""
+    Raises: the errors of `attempt`; LostWorkerError and DeadlineError once no restart is left."""
     folder = Path.cwd()
     for left in range(config.trainer.max_restarts - 1, -1, -1):
         try:
@@ -393,9 +392,9 @@ def with_restarts(config: C, attempt: Callable[[C], R]) -> R:
 
 
 def with_named_dtypes(config: C) -> C:
-    """The config with a dtype in place of each `auto`: that of the run that is resumed, else that of the machines.
+    """The config with a dtype in place of each `auto`: the resumed run's dtype, else one that the machines support.
 
-    Raises: ConfigError where another key does not go together with it."""
+    Raises: ConfigError where another key conflicts with the dtype."""
     resume, own = config.trainer.resume, run_folder(config.trainer)
     folders = [] if resume in checkpoint.AFRESH else [own]
     if resume not in ("auto", *checkpoint.AFRESH):
@@ -407,7 +406,7 @@ def with_named_dtypes(config: C) -> C:
 
 
 def _dtypes_before(config: RunConfig, run: Path) -> dict[str, Dtype]:
-    """The dtypes of the run in a folder, by key; empty where there is none."""
+    """The dtypes of the run in folder `run`, by key; empty if there is no run."""
     with suppress(ConfigError):  # damaged, or of another command: `open_run_dir` says so
         before = noted(run, config)
         return {key: before[key] for key in ("model.dtype", "rollout.dtype") if key in before}
@@ -415,7 +414,7 @@ def _dtypes_before(config: RunConfig, run: Path) -> dict[str, Dtype]:
 
 
 def best_score(numbers: Mapping[str, float], metric: str) -> float | None:
-    """Returns the value of a metric, negated if its name has a minus, so that higher is better; None if missing."""
+    """Returns the value of a metric, negated if its name begins with -, so that higher is better; None if missing."""
     sign = -1.0 if metric.startswith("-") else 1.0
     value = numbers.get(metric.removeprefix("-"))
     return None if value is None or math.isnan(value) else sign * value

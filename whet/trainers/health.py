@@ -39,14 +39,14 @@ WATCHED = ("actor/grad_norm", "critic/grad_norm", "actor/ppo_kl", "actor/kl_loss
 
 
 class Health:
-    """Warnings about a step, measured against the last steps, whose numbers are in the checkpoint."""
+    """Warnings about a step that differs from the last steps, whose metrics are kept in checkpoints."""
 
     def __init__(self) -> None:
         self._seen: dict[str, list[float]] = {}
         self._equal_in_a_row = 0
 
     def check(self, run: Run, batch: Batch, step: int, metrics: Metrics) -> None:
-        """Warns of a jump, naming the rows that weigh most in it.  Raises: EngineError after three skipped updates."""
+        """Warns of a jump in a metric, naming the rows behind it.  Raises: EngineError after three skipped updates."""
         checks = [check_skipped(role, f"{role}.optim.lr", metrics, run.run_dir) for role in ("actor", "critic")]
         run.is_good = all(checks)
         self._check_groups(run, step, metrics)
@@ -56,8 +56,8 @@ class Health:
                 log.warning(JUMPED, step, name, value, JUMP, before, _named(heaviest_rows(run, batch, name), step))
 
     def check_sampler(self, run: Run, batch: Batch, step: int) -> None:
-        """Compares the log-probs of rollout and trainer, where the weights were copied or recorded; warns of a jump.
-        Raises: WeightSyncError for a jump where both have the same weights."""
+        """Compares the log-probs of rollout and trainer, where the rollout's weights are a copy or its steps are
+        recorded; warns of a jump.  Raises: WeightSyncError if they differ although both have the same weights."""
         if not run.engine.reads_trained_weights:
             self._check_gap(*sampler_gap(run, batch, step), step, run.run_dir)
 
@@ -78,22 +78,22 @@ class Health:
         raise WeightSyncError(f"step {step}", gap, expected, f"{change}; {last_good(run_dir)}")
 
     def _check_groups(self, run: Run, step: int, metrics: Metrics) -> None:
-        """Warns where an estimator that compares the trajectories of a group finds them equal, step after step."""
+        """Warns if the trajectories of every group are equal for several steps, where the estimator compares them."""
         is_equal = metrics.value("reward/groups_all_equal") == 1 and "uid" in run.estimator.columns
         self._equal_in_a_row = self._equal_in_a_row + 1 if is_equal else 0
         if self._equal_in_a_row == EQUAL_IN_A_ROW:
             log.warning(NOTHING_TO_LEARN, step, EQUAL_IN_A_ROW)
 
     def state(self) -> dict[str, list[float]]:
-        """Returns what a resumed run needs."""
+        """Returns the metrics of the last steps, for the checkpoint."""
         return self._seen
 
     def load_state(self, state: Mapping[str, list[float]]) -> None:
-        """Goes on from what `state` gave."""
+        """Restores the metrics that `state` returned."""
         self._seen = {name: [0.0 + value for value in values] for name, values in state.items()}
 
     def _is_jump(self, name: str, value: float) -> bool:
-        """Tells whether `value` is a jump against the steps before; it is remembered."""
+        """Tells whether `value` is a jump compared with earlier steps, and remembers it."""
         if not value < float("inf"):
             return False
         seen = self._seen.setdefault(name, [])
@@ -121,8 +121,8 @@ def sampler_gap(run: Run, batch: Batch, step: int) -> tuple[float, int]:
 
 
 def check_skipped(name: str, lr_key: str, metrics: Metrics, run_dir: Path) -> bool:
-    """Warns of skipped updates.  Returns whether the last update was taken.  Raises: EngineError after three skipped in
-    a row, naming the checkpoint to go on from."""
+    """Warns of skipped updates.  Returns whether the last update was applied.  Raises: EngineError after three skipped
+    in a row, naming the checkpoint to resume from."""
     skipped = round(metrics.value(f"{name}/skipped_in_a_row") or 0)
     if not skipped:
         return True
@@ -140,14 +140,14 @@ def _named(rows: Sequence[str], step: int) -> str:
 
 
 def heaviest_rows(run: Run, batch: Batch, metric: str) -> list[str]:
-    """Names of the trajectories that weigh most in a metric, the heaviest first; none where weights are not known."""
+    """Names of the trajectories that contribute most to a metric, the largest first; empty if this is unknown."""
     weights = _weights(run, batch, metric)
     heaviest = [] if weights is None else weights.nan_to_num(torch.inf).argsort(descending=True)[:ROWS_NAMED].tolist()
     return [str(batch["trajectory_uid_name"][row]) for row in heaviest]
 
 
 def _weights(run: Run, batch: Batch, metric: str) -> torch.Tensor | None:
-    """[B]: what each row adds to the metric, or what stands for it where that would take a backward pass a row."""
+    """Contribution of each row to the metric, approximate where the exact one takes a backward pass a row.   [B]"""
     mask = batch["response_mask"]
     old = batch["old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"]
     if metric == "critic/grad_norm":
@@ -162,8 +162,8 @@ def _weights(run: Run, batch: Batch, metric: str) -> torch.Tensor | None:
 
 
 def _pull(run: Run, batch: Batch, old: torch.Tensor) -> torch.Tensor | None:
-    """[B]: sum over tokens of |d loss / d log-prob| (1 - p), which bounds what a row does to the logits; None where the
-    loss does not read log-probs."""
+    """Sum over a row's tokens of |d loss / d log-prob| (1 - p), a bound of the row's gradient at the logits; None where
+    the loss does not read log-probs.   [B]"""
     objective = run.policy_objective
     others = tuple(sorted(objective.needs - {"log_probs"}))
     outputs = run.roles["actor"].forward(batch, others, objective.temperature) if others else {}

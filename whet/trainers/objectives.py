@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objectives of engines: the policy's loss, the critic's, and imitation. Registered functions plus aggregation."""
+"""Objectives of training engines: losses of policy and critic, imitation; registered functions plus aggregation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from whet.registry import POLICY_LOSSES, PREFERENCE_LOSSES, VALUE_LOSSES, Regist
 
 @dataclass(frozen=True)
 class LossObjective:
-    """A registered loss, its aggregation, and the counts of a mini-batch."""
+    """A registered loss, its aggregation, and the token and row counts of a mini-batch."""
 
     loss_name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -47,12 +47,12 @@ class LossObjective:
         return self.bound or Bound(self.kind[self.loss_name], self.options)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves the function out: another process finds it by its name."""
+        """Drops the function before pickling; the other process finds it by its name."""
         return {name: each for name, each in vars(self).items() if name != "function"} | {"bound": None}
 
     def call(self, columns: Columns, supplied: Mapping[str, Any] | None = None) -> PolicyLoss:
-        """The loss of whole sequences: their ratios are of all sampled tokens, and only trained tokens have a gradient.
-        A function that aggregates its loss itself reads the trained tokens alone."""
+        """Calls the loss on whole sequences: ratios of sequences use all sampled tokens, and only trained tokens have a
+        gradient. A function with an aggregation of its own gets the trained tokens alone."""
         trained = loss_mask(columns)
         if trained is columns["response_mask"]:
             return policy_loss(self.function, columns, supplied)
@@ -67,16 +67,16 @@ class LossObjective:
         return policy_loss(self.function, {**columns, "response_mask": trained}, supplied)
 
     def counts(self, batch: Columns) -> dict[str, torch.Tensor]:
-        """Tokens that are trained on, and rows that have any."""
+        """The numbers of tokens that are trained on, and of rows with such tokens."""
         return counts(loss_mask(batch))
 
     def aggregate(self, values: torch.Tensor, batch: Columns, counts: Columns) -> torch.Tensor:
-        """Returns this micro-batch's share of the mini-batch's number."""
+        """Returns this micro-batch's share of the mini-batch's aggregate."""
         return aggregate(self.aggregation, values, loss_mask(batch), **counts, fixed_length=self.fixed_length)
 
     def narrowed(self, batch: Batch) -> Batch:
-        """Masks rows without a trained token and, for a loss that takes no mask and so reads each token alone, every
-        rejected token."""
+        """Masks rows without a trained token; also masks every rejected token, if the loss takes no mask and so treats
+        tokens independently."""
         if "loss_mask" not in batch:
             return batch
         trained = batch["loss_mask"]
@@ -84,8 +84,8 @@ class LossObjective:
         return batch.with_columns(response_mask=rows if "response_mask" in self.function.columns else trained)
 
     def total(self, loss: PolicyLoss, batch: Columns, counts: Columns) -> torch.Tensor:
-        """Aggregates a loss per token times `token_weights`; one that is aggregated already counts by its micro-batch's
-        size.  Raises: RegistryError for such a loss with weights."""
+        """Aggregates a loss per token times `token_weights`; a loss that is already aggregated is scaled by the
+        micro-batch's size.  Raises: RegistryError for an aggregated loss with weights."""
         if loss.per_token is not None:
             return self.aggregate(loss.per_token * batch.get("token_weights", 1.0), batch, counts)
         return self._share(loss, batch, counts)
@@ -103,7 +103,7 @@ class LossObjective:
 
 
 def measure(metrics: Metrics, prefix: str, loss: PolicyLoss, batch: Columns) -> None:
-    """Per-token diagnostics as means over sampled tokens; scalars as means over rows."""
+    """Records per-token diagnostics as means over sampled tokens, and scalars as means over rows."""
     mask = loss_mask(batch)
     size = counts(mask)
     for name, value in loss.diagnostics.items():
@@ -113,8 +113,8 @@ def measure(metrics: Metrics, prefix: str, loss: PolicyLoss, batch: Columns) -> 
 
 
 def measure_ratio(metrics: Metrics, moved: torch.Tensor, mask: torch.Tensor) -> None:
-    """Mean, smallest and largest exp(moved) of the tokens that are trained on: the policy's probability over the one
-    before the update. Nothing is read by the host; without tokens the last two are 1."""
+    """Records mean, smallest and largest exp(moved) of the trained tokens: the ratio of their probability to the one
+    before the update. Works without a transfer to the host; without tokens the last two are 1."""
     ratio = log_ratio(moved, torch.zeros_like(moved)).exp()
     metrics.mean("actor/ratio_mean", masked_mean(ratio, mask), mask.bool().sum())
     if ratio.numel():
@@ -124,26 +124,25 @@ def measure_ratio(metrics: Metrics, moved: torch.Tensor, mask: torch.Tensor) -> 
 
 
 def measure_share(metrics: Metrics, name: str, share: torch.Tensor, batch: Columns, counts: Columns) -> None:
-    """Records a micro-batch's share of a loss, so that the mean over a step is the mean of its mini-batches' losses."""
+    """Records a micro-batch's share of a loss, such that the step's mean is the mean of its mini-batch losses."""
     weight = loss_mask(batch).bool().any(1).sum() / counts["num_sequences"].clamp(min=1)
     metrics.mean(name, share.detach() / weight.clamp(min=1e-12), weight)
 
 
 def interpolated(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, lag: torch.Tensor) -> torch.Tensor:
-    """u + d / (d + 1) (l - u): an estimate of the log-probs before the update, without a pass over the model. d = `lag`
-    is the number of versions from the weights that sampled a token (u) to those before the update; l is one version
-    later.   [B, R]
+    """u + d / (d + 1) (l - u): an estimate of the log-probs before the update, without a pass over the model. u:
+    log-probs of the weights that sampled; d = `lag`, the number of versions from these weights to the weights before
+    the update; l: log-probs one version later.   [B, R]
 
-    Of tokens that the policy before the update sampled (d = 0) it is u itself. AReaL's log-linear proximal policy,
-    Fu et al. 2025, https://arxiv.org/abs/2505.24298.
-    """
+    At d = 0, where the policy before the update sampled the token, the estimate is u. AReaL's log-linear proximal
+    policy, Fu et al. 2025, https://arxiv.org/abs/2505.24298."""
     lag = lag.clamp(min=0).to(log_probs.dtype)
     return rollout_log_probs + lag / (lag + 1) * (log_probs - rollout_log_probs)
 
 
 @dataclass(frozen=True)
 class PolicyObjective(LossObjective):
-    """policy loss - entropy_coef H + kl_coef KL, the last two aggregated like the first."""
+    """Loss of the policy: policy loss - entropy_coef H + kl_coef KL, the last two aggregated like the first."""
 
     name = "actor"
     kind = POLICY_LOSSES
@@ -156,8 +155,8 @@ class PolicyObjective(LossObjective):
 
     @classmethod
     def from_config(cls, config: TrainConfig) -> PolicyObjective:
-        """The objective of a config, for a preference loss a `GroupObjective`; the weights of entropy and KL are set
-        step by step.  Raises: ConfigError."""
+        """The objective of a config, for a preference loss a `GroupObjective`; the loop sets the weights of entropy and
+        KL at each step.  Raises: ConfigError."""
         algorithm = config.algorithm
         bound = Bound.of(POLICY_LOSSES, algorithm.policy_loss, algorithm.loss_options, "algorithm.loss_options")
         kind = GroupObjective if bound.entry.kind == PREFERENCE_LOSSES.kind else cls
@@ -176,12 +175,12 @@ class PolicyObjective(LossObjective):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Log-probs, entropy (to be shown even where it is not trained on), and what else the loss reads."""
+        """Model outputs that the loss reads: log-probs, entropy (for its metric, even without weight), and others."""
         read = {*self.function.columns, *(kl_columns(self.kl_form) if self.kl_form is not None else ())}
         return frozenset({"log_probs", "entropy"}) | (POLICY_OUTPUTS & read)
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
-        """Computes the loss. Without old log-probs the samples are the current policy's: its log-probs, detached."""
+        """Computes the loss. Where the batch has no old log-probs, the current policy's own stand in, detached."""
         old = outputs["log_probs"].detach()
         if self.interpolates:
             old = interpolated(old, batch["rollout_log_probs"], self.version - batch["policy_version"])
@@ -212,7 +211,7 @@ class PolicyObjective(LossObjective):
         return total
 
     def _supplied(self, columns: Columns) -> dict[str, Any]:
-        """Returns what functions in verl's form are given by name."""
+        """Returns the keyword arguments of functions in verl's form."""
         tensors = {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
         return {
             "config": self.supplied,
@@ -224,7 +223,7 @@ class PolicyObjective(LossObjective):
 
 @dataclass(frozen=True)
 class ValueObjective(LossObjective):
-    """The critic's: a value model learns the returns, a process reward model which responses were correct."""
+    """Loss of the critic: a value model learns the returns, a process reward model learns to tell correct responses."""
 
     loss_name: str = "clipped"
     name = "critic"
@@ -243,7 +242,7 @@ class ValueObjective(LossObjective):
         return (POLICY_OUTPUTS | VALUE_OUTPUTS) & set(self.function.columns)
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
-        """`values` of the batch are those before the update."""
+        """Computes the loss; `values` of the batch are the values before the update."""
         columns = {**batch, **({"old_values": batch["values"]} if "values" in batch else {}), **outputs}
         result = self.call(columns)
         metrics = Metrics()
@@ -255,16 +254,16 @@ class ValueObjective(LossObjective):
 
 @dataclass(frozen=True)
 class TokenObjective(LossObjective):
-    """A mean over the tokens of examples, each times the `example_weights` [B] of its row, where there are some."""
+    """Averages over the tokens of examples, weighted by the `example_weights` [B] of their rows, if there are any."""
 
     name: ClassVar[str]
 
     def counts(self, batch: Columns) -> dict[str, torch.Tensor]:
-        """The number of tokens, by weight."""
+        """The number of tokens, weighted."""
         return {"num_tokens": (batch["response_mask"].sum(1) * batch.get("example_weights", 1)).sum()}
 
     def mean(self, values: torch.Tensor, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
-        """Returns these rows' share of the mean of `values` [B, R], which is logged as the loss."""
+        """Returns these rows' share of the weighted mean of `values` [B, R], and logs it as the loss."""
         total = (row_sums(values, batch["response_mask"]) * batch.get("example_weights", 1)).sum()
         metrics, own = Metrics(), self.counts(batch)["num_tokens"]
         shown = (values.detach() * batch["response_mask"]).sum() if "example_weights" not in batch else total.detach()
@@ -275,7 +274,7 @@ class TokenObjective(LossObjective):
 
 @dataclass(frozen=True)
 class ImitationObjective(TokenObjective):
-    """Supervised fine-tuning: -log pi of the tokens to imitate."""
+    """Supervised fine-tuning: -log pi, averaged over the tokens to imitate."""
 
     loss_name: str = "nll"
     name = "sft"
@@ -288,7 +287,7 @@ class ImitationObjective(TokenObjective):
 
 @dataclass(frozen=True)
 class ComparisonObjective(LossObjective):
-    """A registered preference loss: a mean over the comparisons of the whole batch. Rows of one stay together."""
+    """Averages a registered preference loss over the comparisons of the batch. Rows of a comparison stay together."""
 
     of: str = "pair"  # pair, label, list
     block: int = 2
@@ -304,15 +303,15 @@ class ComparisonObjective(LossObjective):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Log-probs, and other outputs of the policy that the loss names."""
+        """Log-probs, and the other model outputs that the loss names."""
         return frozenset({"log_probs"}) | (POLICY_OUTPUTS & {*self.function.columns})
 
     def counts(self, batch: Columns) -> dict[str, Tensor]:
-        """The number of comparisons with a token to train on."""
+        """The number of comparisons that have a token to train on."""
         return {"num_comparisons": self._blocks(batch["response_mask"]).sum()}
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[Tensor, Metrics]:
-        """Losses of the comparisons of these rows, divided by the number of all."""
+        """Sum of the losses of these rows' comparisons, divided by the number of comparisons in the batch."""
         losses, rewards = self.function({**batch, **outputs})
         metrics, total = Metrics(), losses.sum()
         self.measure(metrics, "preference/", losses.detach(), rewards.detach(), {**batch, **outputs})
@@ -320,8 +319,8 @@ class ComparisonObjective(LossObjective):
         return total / counts["num_comparisons"], metrics
 
     def measure(self, metrics: Metrics, area: str, losses: Tensor, rewards: Tensor, batch: Columns) -> None:
-        """Means over comparisons of the loss, of how the rewards that it implies agree with the order, and over rows of
-        how far the better and the worse responses have moved; `chosen_moved` falls where both get less likely."""
+        """Records the mean loss, the agreement of implicit rewards with the given order, and the change in log-prob of
+        the better and the worse responses; `chosen_moved` is negative where the better ones get less likely."""
         mask, label = batch["response_mask"], batch["label"] != 0
         is_there, count = mask.bool().any(1), self._blocks(mask).sum()
         metrics.mean(area + "loss", losses.sum() / count.clamp(min=1), count)
@@ -348,11 +347,11 @@ class ComparisonObjective(LossObjective):
                     metrics.mean(f"{area}accuracy_{name}", right[rows].mean(), rows.sum())
 
     def _blocks(self, mask: Tensor) -> Tensor:
-        """True for comparisons with a token.   [B, R] -> [B / block]"""
+        """True for comparisons that have a token.   [B, R] -> [B / block]"""
         return mask.bool().any(1).view(-1, self.block).any(1)
 
     def _ends(self, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rewards of the first and the last response of each comparison, and whether the first is the longer."""
+        """The rewards of the first and the last response of each comparison, and whether the first is longer."""
         lengths, rows = mask.sum(1).view(-1, self.block), rewards.view(-1, self.block)
         last = (lengths > 0).sum(1, keepdim=True) - 1
         kept = last[:, 0] > 0
@@ -369,7 +368,7 @@ class GroupObjective(PolicyObjective):
     kind = PREFERENCE_LOSSES
 
     def counts(self, batch: Columns) -> dict[str, Tensor]:
-        """Tokens and rows that are trained on, and pairs."""
+        """The numbers of tokens and rows that are trained on, and of pairs."""
         return super().counts(batch) | {"num_pairs": torch.tensor(len(self._compared(batch)["label"]) // 2)}
 
     def narrowed(self, batch: Batch) -> Batch:
@@ -378,7 +377,7 @@ class GroupObjective(PolicyObjective):
         return super().narrowed(batch.with_columns(loss_mask=loss_mask(batch.tensors()) * paired))
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[Tensor, Metrics]:
-        """Losses of the pairs of these rows, divided by the number of all."""
+        """Sum of the losses of these rows' pairs, divided by the number of pairs in the mini-batch."""
         columns, metrics = {**batch, **outputs}, Metrics()
         compared = self._compared(columns)
         losses, rewards = self.function(compared)
@@ -387,7 +386,7 @@ class GroupObjective(PolicyObjective):
         return self._with_terms(losses.sum() / counts["num_pairs"].clamp(min=1), columns, counts, metrics), metrics
 
     def _compared(self, columns: Columns) -> dict[str, Tensor]:
-        """The columns of the loss with the pairs as neighbouring rows, the better first; a row has its trajectory."""
+        """The columns of the loss, each pair as two neighbouring rows, the better first; a row has its trajectory."""
         read = {*self.function.columns, "log_probs", "ref_log_probs", "advantages", "uid", "trajectory_uid"}
         own = {name: columns[name] for name in read & columns.keys()} | {"response_mask": loss_mask(columns)}
         whole = whole_trajectories(own)
@@ -400,7 +399,7 @@ class GroupObjective(PolicyObjective):
 
 @dataclass(frozen=True)
 class PreferenceObjective:
-    """Reward models: the Bradley-Terry loss, a mean over pairs. Rows come in pairs, the chosen response first."""
+    """Loss of reward models: Bradley-Terry, averaged over pairs. Rows come in pairs, the chosen response first."""
 
     center_coef: float = 0.0
     name = "reward_model"
@@ -413,15 +412,15 @@ class PreferenceObjective:
         return {"num_judged": batch["response_mask"][::2].bool().any(1).sum()}
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[Tensor, Metrics]:
-        """Losses of these rows, divided by the number of all."""
+        """Sum of the losses of these rows, divided by the number of pairs or steps of the batch."""
         metrics = Metrics()
         losses, _, _ = self.measure(metrics, "reward_model/", {**batch, **outputs})
         metrics.sum("reward_model/tokens", batch["attention_mask"].sum())
         return losses.sum() / counts["num_judged"], metrics
 
     def measure(self, metrics: Metrics, area: str, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
-        """Losses of pairs, with the logits of the first being the better, and its labels, 1; records
-        means, and how often the chosen score is higher.   [n] x 3"""
+        """Losses of pairs, the logits that the first response is better, and the labels, all 1; records means, and how
+        often the chosen response has the higher score.   [n] x 3"""
         chosen, rejected = columns["scores"].sum(1).view(-1, 2).unbind(1)
         losses = bradley_terry(chosen, rejected, columns["margin"][::2], center_coef=self.center_coef)
         means = {"loss": losses, "accuracy": (chosen > rejected).float(), "margin": chosen - rejected}
@@ -431,7 +430,7 @@ class PreferenceObjective:
 
 @dataclass(frozen=True)
 class StepObjective(PreferenceObjective):
-    """Process reward models: a mean over the steps of all responses. `response_mask` is 1 on the token after a step."""
+    """Averages the loss of process reward models over all steps. `response_mask` is 1 on the token after a step."""
 
     needs = frozenset({"values"})
     block = 1
@@ -441,7 +440,7 @@ class StepObjective(PreferenceObjective):
         return {"num_judged": batch["response_mask"].sum()}
 
     def measure(self, metrics: Metrics, area: str, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
-        """Losses of steps, with their scores and labels; records how often a score is on the side of its label."""
+        """Losses of steps, with their scores and labels; records how often score and label agree."""
         ends = columns["response_mask"] != 0
         scores, labels = columns["values"][ends], columns["label"][ends]
         losses = step_cross_entropy(scores, labels)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments and reward processes in pools of `cluster.placement`, on other machines as a rule: behind the interface
-of a host, and of a scorer."""
+"""Environments and reward processes in pools of `cluster.placement`, usually on other machines, behind the interfaces
+of an environment host and a scorer."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from whet.rollout.episode import MAIN
 from whet.rollout.fleet import Done, Fleet, FleetTask
 from whet.rollout.protocol import POLL_SECONDS
 from whet.rollout.replicas import RankDriver
-from whet.trainers.measured import MeasuredWorker
+from whet.trainers.telemetry import MeasuredWorker
 from whet.types import Outcome, Prompt, RewardItem
 
 ENVIRONMENT, REWARD = "environment", "reward"  # roles
 
 
 class EnvironmentWorker(MeasuredWorker):
-    """A rank that owns the processes of environments, `environment.max_episodes` of them at most."""
+    """A rank that runs the processes of environments, at most `environment.max_episodes`."""
 
     is_replica = True
 
@@ -44,8 +44,8 @@ class EnvironmentWorker(MeasuredWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def serve(self, calls: Sequence[FleetTask], ended: Sequence[str], timeout_seconds: float) -> list[Done]:
-        """Ends episodes, carries out calls (agent, method, arguments), and waits for first results.  Returns these with
-        their agents, behind None for episodes whose reset has begun."""
+        """Ends episodes, starts calls (agent, method, arguments), and waits for the first results.  Returns these with
+        their agents; None marks an episode whose reset has begun."""
         for uid in ended:
             agent, *_ = self._open.pop(uid).what
             self._hosts[agent].close(uid)
@@ -67,15 +67,15 @@ class EnvironmentWorker(MeasuredWorker):
 
 def placed_hosts(group: WorkerGroup, config: EnvironmentConfig) -> dict[str, EnvironmentHost]:
     """Opens hosts by agent, of environments on the ranks of a group. An episode is a task whose parts are its reset and
-    its turns: it stays on its rank, the one with the fewest; where that is lost, it begins again on another, with its
-    seed and turns. The loss of the last rank ends the run."""
+    its turns. It stays on one rank, which had the fewest episodes; if that is lost, the episode begins again on
+    another, with the same seed and turns. The loss of the last rank ends the run."""
     ranks, hosts, attempts = RankDriver(group, Fleet(has_parts=True)), dict[str, PlacedHost](), count()
     ranks.join(range(group.world_size))
     return {agent: PlacedHost(agent, ranks, hosts, attempts) for agent in (MAIN, *config.agents)}
 
 
 class PlacedHost(EnvironmentHost):
-    """The environments of an agent on ranks that serve all `hosts`."""
+    """The environments of an agent, on ranks that serve all agents of `hosts`."""
 
     def __init__(self, agent: str, ranks: RankDriver, hosts: dict[str, PlacedHost], attempts: Iterator[int]) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class RewardWorker(MeasuredWorker):
 
     @register()
     def scores_alone(self, caller: int) -> bool:
-        """True where `caller`, a process, may submit items one by one, and does not wait for each."""
+        """True if process `caller` may submit items one by one without waiting for each."""
         return self._scorer.scores_alone and caller != os.getpid()
 
     @register(Dispatch.ONE_TO_ALL, concurrent=True)
@@ -133,8 +133,8 @@ class RewardWorker(MeasuredWorker):
 
 
 class PlacedRewards:
-    """The scorer of a run whose reward processes belong to the ranks of a group. Items go to the rank that has the
-    fewest, and to another if theirs is lost; the loss of the last rank ends the run."""
+    """The scorer of a run whose reward processes belong to the ranks of a group. An item goes to the rank that has the
+    fewest, and to another if that rank is lost; the loss of the last rank ends the run."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self.ranks, self._uids = RankDriver(group, Fleet(), concurrent=True), map(str, count())
@@ -149,7 +149,7 @@ class PlacedRewards:
         return Placed(self, task.uid)
 
     def turn(self, timeout_seconds: float) -> None:
-        """Takes outcomes that have come.  Raises: what a worker raises, and LostWorkerError where none is left."""
+        """Collects the outcomes that have arrived.  Raises: the errors of workers; LostWorkerError without a rank."""
         self.found |= {event.uid: event.what for event in self.ranks.turn(timeout_seconds)}
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class PlacedRewards:
 
 @dataclass
 class Placed:
-    """The outcomes of items on the ranks of `rewards`."""
+    """The pending outcomes of items on the ranks of `rewards`."""
 
     rewards: PlacedRewards
     uid: str

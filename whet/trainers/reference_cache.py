@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs of a reference in a file: computed once, for all examples, and used by every run on the same ones."""
+"""Log-probs of a reference model in a file: computed once, and read by every run with the same examples and model."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Rows = Sequence[tuple[int, Comparison, int | None]]  # of `whet.trainers.prefere
 
 
 class ReferenceCache:
-    """Log-probs of responses, each [R] of its own length, and digests of the inputs that gave them."""
+    """Log-probs of responses, each [R] of its own length, and digests of the inputs that they were computed from."""
 
     def __init__(self, inputs: Mapping[str, str], log_probs: Mapping[Key, Tensor]) -> None:
         self.inputs, self._log_probs = inputs, log_probs
 
     @classmethod
     def load(cls, path: Path, inputs: Mapping[str, str]) -> ReferenceCache:
-        """Reads a file.  Raises: StorageError where it was computed from other inputs, or is damaged."""
+        """Reads a file.  Raises: StorageError if it was computed from other inputs, or is damaged."""
         try:
             saved = serialization.load(path)
             found = {str(name): str(digest) for name, digest in saved["inputs"].items()}
@@ -53,8 +53,7 @@ class ReferenceCache:
         batches: Iterator[tuple[Rows, Batch]],
         forward: Callable[[Batch], Tensor],
     ) -> ReferenceCache:
-        """Computes the log-probs of all rows with `forward` ([B, R]), of batches with their rows, and writes the
-        file."""
+        """Computes the log-probs of the rows of all `batches` with `forward` ([B, R]), and writes the file."""
         log_probs: dict[Key, Tensor] = {}
         for rows, batch in batches:
             for (_, example, number), row in zip(rows, forward(batch), strict=True):
@@ -80,5 +79,5 @@ class ReferenceCache:
 
 
 def digest_of_all(examples: Sequence[Comparison]) -> str:
-    """The digest of examples as a set."""
+    """The digest of the examples, independent of their order."""
     return hashlib.sha256("".join(sorted({each.digest for each in examples})).encode()).hexdigest()

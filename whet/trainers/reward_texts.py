@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts for a reward model whose vocabulary is not the policy's: conversations by its own chat template and tokenizer.
 
-What goes over is text: a score of a conversation. Numbers of single tokens (values, log-probs) have no counterpart in
-another vocabulary."""
+The model reads the text of a conversation and returns one score. Numbers of single tokens (values, log-probs) have no
+counterpart in another vocabulary."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEPT = 4  # tokenizers
 
 @dataclass(frozen=True)
 class TextReader:
-    """The tokenizer of the reward model at `path`, with its chat template, and the number of its positions."""
+    """The tokenizer of the reward model at `path`, with its chat template and its context length."""
 
     path: str
     tokenizer: PreTrainedTokenizerBase
@@ -51,7 +51,7 @@ class TextReader:
 
 @lru_cache(KEPT)
 def text_reader(path: str, trusted: bool, policy: PreTrainedTokenizerBase) -> TextReader | None:
-    """The reader of a reward model; None where it has all tokens of the policy with their ids, and reads the ids.
+    """The reader of a reward model; None if the model has all tokens of the policy with the same ids, and so reads ids.
 
     Raises: ModelError."""
     tokenizer = load_tokenizer(path, path, trust_remote_code=trusted)
@@ -62,8 +62,8 @@ def text_reader(path: str, trusted: bool, policy: PreTrainedTokenizerBase) -> Te
 
 
 def text_batch(batch: Batch, trajectories: Sequence[Trajectory], reader: TextReader) -> Batch:
-    """A row for each row of `batch`: the conversation of its trajectory where its `response_mask` has tokens, with the
-    last token as its response; else a row that is not read."""
+    """The conversations as rows: a row of `batch` with a token in `response_mask` gets the conversation of its
+    trajectory, with the last token as its response; other rows are not read."""
     read = batch["response_mask"].bool().any(1).tolist()
     owners = [trajectories[number] for number in batch["trajectory_uid"].tolist()]
     encoded = iter(reader.encode([each for each, is_read in zip(owners, read, strict=True) if is_read]))
@@ -71,7 +71,7 @@ def text_batch(batch: Batch, trajectories: Sequence[Trajectory], reader: TextRea
 
 
 def rows_of(texts: Sequence[Sequence[int]]) -> Batch:
-    """A batch of texts to be scored, each with its last token as the response; an empty one is not read."""
+    """A batch of texts to be scored, each with its last token as the response; an empty text is not read."""
     rows = [ids or [0, 0] for ids in texts]
     width = max(map(len, rows))
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])

@@ -18,16 +18,15 @@ from whet.config.schema import ActorConfig
 from whet.controller.worker_group import PendingCall
 from whet.keyed import key
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 from whet.rollout.batch import unscored, with_scores
+from whet.trainers.batch_metrics import measure_batch, measure_environment, measure_groups, measure_part
 from whet.trainers.columns import judged
-from whet.trainers.measure import measure_batch, measure_environment, measure_groups, measure_part
 from whet.trainers.run import Run
 from whet.trainers.schedule import Schedule
 
 
 def fit(run: Run) -> None:
-    """Trains until `run.total_steps`, from wherever `run.step` stands."""
+    """Trains from `run.step` to `run.total_steps`."""
     with Schedule(run, validate) as schedule:
         while run.step < run.total_steps:
             step, metrics = run.step + 1, Metrics()
@@ -43,12 +42,12 @@ def fit(run: Run) -> None:
 
 
 def sample(run: Run, step: int, metrics: Metrics) -> Batch:
-    """A batch of responses to the next prompts, sampled with the weights of the step before, scored, written to
-    rollouts/, and with all columns that the algorithm reads. Models that need no scores read it while it is scored.
+    """Samples and scores responses to the next prompts with the weights of the step before, writes them to rollouts/,
+    and adds all columns that the algorithm reads. Models that need no scores run during scoring.
 
     Raises: RewardError and its like where every response failed."""
     sampled = run.rollouts.start(run.config.data.train_batch_size, step=step)
-    batch: Batch = unscored(sampled.groups, pad_token_id=run.pad_token_id)
+    batch = unscored(sampled.groups, pad_token_id=run.pad_token_id)
     batch = run.columns.add(batch, run.sources(sampled.groups, step), metrics, is_scored=False)
     scored = sampled.result()
     metrics.merge(scored.metrics)
@@ -63,7 +62,7 @@ def sample(run: Run, step: int, metrics: Metrics) -> Batch:
 
 
 def add_advantages(run: Run, batch: Batch, step: int, metrics: Metrics) -> Batch:
-    """Scores to rewards to advantages, and the mask of the tokens that are trained on."""
+    """Turns scores into rewards and advantages, and adds the mask of the trained tokens."""
     run.health.check_sampler(run, batch, step)
     with metrics.time("time/advantage"):
         batch = run.shaper.rewards(batch, metrics)
@@ -75,7 +74,7 @@ def add_advantages(run: Run, batch: Batch, step: int, metrics: Metrics) -> Batch
 
 
 def update(run: Run, batch: Batch, step: int, metrics: Metrics) -> None:
-    """The optimizer steps of critic and actor, side by side where they have processes of their own."""
+    """Takes the optimizer steps of critic and actor, at the same time if they have processes of their own."""
     with metrics.time("time/update"):
         pending = list[PendingCall]()
         if run.value_objective is not None:
@@ -94,12 +93,12 @@ def update(run: Run, batch: Batch, step: int, metrics: Metrics) -> None:
 
 
 def estimate_advantages(run: Run, batch: Batch, metrics: Metrics) -> Batch:
-    """Adds `advantages` of all rows, and `returns` where the estimator gives them or a critic learns them."""
+    """Adds `advantages` of all rows, and `returns` if the estimator gives them or a critic learns them."""
     with_returns = run.value_objective is not None
     entry = run.estimator.entry
     supplied = {"config": run.config, "non_tensor_batch": batch.non_tensor_batch}
     if "batch" in (*entry.parameters, *entry.options):  # verl's form: a TensorDict
-        supplied["batch"] = DataProto.from_batch(batch).batch
+        supplied["batch"] = batch.tensor_dict()
     estimated = estimate(run.estimator, batch.tensors(), supplied, with_returns=with_returns)
     for name, value in estimated.metrics.items():
         metrics.mean(name if "/" in name else f"critic/{name}", value)
@@ -108,7 +107,7 @@ def estimate_advantages(run: Run, batch: Batch, metrics: Metrics) -> Batch:
 
 
 def mini_batches(run: Run, batch: Batch, role: ActorConfig, step: int) -> Iterator[Batch]:
-    """A role's passes over the step's rows: mini-batches of whole prompts, in a new order every epoch."""
+    """Yields mini-batches of whole prompts for one role, in a new order in every epoch over the step's rows."""
     groups = batch["uid"].unique()
     for epoch in range(role.epochs):
         draw = torch.Generator().manual_seed(key(run.config.trainer.seed, "mini_batches", step, epoch))
@@ -118,7 +117,7 @@ def mini_batches(run: Run, batch: Batch, role: ActorConfig, step: int) -> Iterat
 
 
 def validate(run: Run, step: int) -> Metrics:
-    """Accuracy, reward and length on the held-out prompts, over all, by data source and by domain."""
+    """Accuracy, reward and length on the held-out prompts: over all, by data source and by domain."""
     metrics, n = Metrics(), run.config.trainer.validation.n
     with metrics.time("time/validation"):
         # Its own collector: these seconds and failures are no part of a step's.

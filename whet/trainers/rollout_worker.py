@@ -26,7 +26,6 @@ from whet.models.load import load_tokenizer, torch_dtype
 from whet.models.lora import adapted_layers
 from whet.phases import span
 from whet.rollout.build import load_model, rollout_engine
-from whet.rollout.planned import CacheRoom
 from whet.rollout.protocol import (
     Event,
     LoadsAdapter,
@@ -41,7 +40,8 @@ from whet.rollout.protocol import (
     TakesDelta,
     Weights,
 )
-from whet.trainers.measured import MeasuredWorker
+from whet.rollout.requirements import CacheRoom
+from whet.trainers.telemetry import MeasuredWorker
 from whet.trainers.workers import TrainWorker, actor_beside, with_adapter
 from whet.weight_sync import buckets
 from whet.weight_sync.buckets import Broken, Digest, Inlet, LinkClosedError, receive
@@ -53,8 +53,8 @@ HALF_FILLED_SECONDS = 0.05  # between two looks for weights that come again
 
 
 class Direct:
-    """The engine of a rollout worker of this process, which the loop calls without a router; the worker gives it
-    weights. Its errors name the role, as those of worker groups do."""
+    """The engine of a rollout worker in this process, which the loop calls without a router; the worker supplies its
+    weights. Errors name the role, like the errors of worker groups."""
 
     num_lost = 0
 
@@ -65,11 +65,11 @@ class Direct:
 
     @property
     def reads_trained_weights(self) -> bool:
-        """Tells whether it computes with the trainer's own tensors, without a copy or a recorded step between."""
+        """Tells whether the engine computes with the trainer's own tensors, without a copy or a recorded step."""
         return self._worker.is_attached and self._worker.device.type == "cpu"
 
     def submit(self, request: Request) -> bool:
-        """Gives the engine a request; False where it has no room."""
+        """Submits a request to the engine; False if it has no room."""
         with self._named("submit"):
             return self._engine.submit(request)
 
@@ -79,7 +79,7 @@ class Direct:
             return self._engine.poll(timeout_seconds)
 
     def sync(self, version: int) -> str:
-        """Lets the engine have the weights of `version`.  Returns their digest."""
+        """Brings the weights of `version` into the engine.  Returns their digest."""
         with self._named("sync"):
             return self._worker.sync(version)
 
@@ -100,8 +100,8 @@ class Modes:
 
     @contextmanager
     def rollout_mode(self) -> Iterator[None]:
-        """Opens a block in which trained models and their optimizers are off the device; one inside it changes nothing.
-        After it the rollout's cache and own weights are off the device."""
+        """Opens a block in which trained models and their optimizers are off the device; a nested block changes
+        nothing. At its end the rollout's cache and own weights leave the device."""
         if self._samples:
             yield
             return
@@ -122,8 +122,8 @@ class Modes:
 
 
 class Lent:
-    """The engine of a rank that lends its devices to another rank's engine: it takes part in making weights whole.
-    `part` is the part of the server on this node, where the other rank is on another one."""
+    """The engine of a rank that lends its devices to the engine of another rank: it only takes part in gathering
+    weights. `part` is this node's part of the server, if that rank is on another node."""
 
     def __init__(self, options: Mapping[str, object], part: RolloutEngine | None = None) -> None:
         self._part = part
@@ -131,7 +131,7 @@ class Lent:
         self.version = 0
 
     def load(self, weights: Weights, version: int) -> None:
-        """Reads all weights, as the other ranks do."""
+        """Iterates over all weights, as the other ranks do, and keeps none."""
         for _ in weights:
             pass
         self.version = version
@@ -139,7 +139,7 @@ class Lent:
     load_adapter = load
 
     def status(self) -> Status:
-        """Returns a status without requests."""
+        """Returns a status with no requests."""
         return Status(self.version, 0, 0)
 
     def close(self) -> None:
@@ -149,8 +149,8 @@ class Lent:
 
 
 class RolloutWorker(MeasuredWorker):
-    """A rank that samples: from the module of an actor in its process where its engine can, else from weights of its
-    own, which come by `load`. Of `num_ranks` consecutive ranks the first one has an engine on the devices of all."""
+    """A rank that samples: with the module of an actor in its process if its engine can, else with weights of its own
+    that `load` brings. The first of every `num_ranks` ranks has an engine on the devices of all of them."""
 
     is_replica = True
 
@@ -196,8 +196,8 @@ class RolloutWorker(MeasuredWorker):
     def serve(
         self, requests: Sequence[Request], aborted: Sequence[str], timeout_seconds: float, gathers: bool
     ) -> list[Event | Lost]:
-        """Takes requests, ends others, samples, and returns with the first events; where it `gathers` with all events
-        of `timeout_seconds`, or as soon as nothing is left. The last one may say that the engine is lost.
+        """Takes requests, aborts others, samples, and returns at the first events; with `gathers` it returns all events
+        of `timeout_seconds`, or as soon as nothing is left. The last event may report that the engine is lost.
 
         Raises: EngineError, WeightSyncError."""
         events = list[Event | Lost]()
@@ -229,7 +229,7 @@ class RolloutWorker(MeasuredWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def restart(self) -> None:
-        """Starts an engine that is lost again, with the newest weights.  Raises: EngineError, WeightSyncError."""
+        """Starts a lost engine again, with the newest weights.  Raises: EngineError, WeightSyncError."""
         assert isinstance(self.engine, Restarts)
         self.engine.restart()  # takes long, and weights may arrive meanwhile
         with self._turn:
@@ -243,7 +243,7 @@ class RolloutWorker(MeasuredWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def resume(self) -> None:
-        """Goes on after `pause`."""
+        """Continues after `pause`."""
         with self._turn:
             self.engine.resume()
 
@@ -254,14 +254,14 @@ class RolloutWorker(MeasuredWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def is_beside_actor(self) -> bool:
-        """Tells whether this process has a rank of the actor too."""
+        """Tells whether this process also has a rank of the actor."""
         return "actor" in self.neighbours
 
     @register(Dispatch.ONE_TO_ALL)
     def sync(self, version: int) -> str:
-        """Takes the weights of `version` from the actor beside it: its module itself where the engine can sample from
-        it, it is whole on this rank, computes in the same dtype, and has no adapter that slows down every token.
-        Returns their digest."""
+        """Takes the weights of `version` from the actor in this process. The engine samples from the actor's module
+        itself if it can, and if the module is whole on this rank, has the same dtype and no adapter that slows down
+        every token."""
         actor = actor_beside(self)
         module, weights = actor.engine.whole_module(), actor.engine.named_weights()
         if isinstance(self.engine, SharesModule):
@@ -278,7 +278,7 @@ class RolloutWorker(MeasuredWorker):
         return buckets.copy(self._fill, weights, version, self.dtype)
 
     def _take_module(self, module: PreTrainedModel | None) -> None:
-        """Gives an engine that samples from a module of this process one of its own to fill."""
+        """Gives an engine that samples from a module of this process a module of its own."""
         if isinstance(self.engine, SharesModule) and not self._owns_module:
             if module is not None:
                 self.engine.adopt(module)
@@ -288,12 +288,12 @@ class RolloutWorker(MeasuredWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def takes_adapter(self) -> bool:
-        """Tells whether this rank samples with the trained adapter beside the first weights, and wants it alone."""
+        """Tells whether this rank's engine keeps the first weights and takes only the trained adapter."""
         return isinstance(self.engine, LoadsAdapter) and self.engine.takes_adapter
 
     @register(Dispatch.ONE_TO_ALL)
     def takes_delta(self) -> bool:
-        """Tells whether weights come to this rank as their changes."""
+        """Tells whether this rank receives weights as changes."""
         return isinstance(self.engine, TakesDelta) and self.engine.takes_delta
 
     def _fill(self, weights: Weights, version: int) -> None:
@@ -310,15 +310,15 @@ class RolloutWorker(MeasuredWorker):
 
     @register(Dispatch.ALL_TO_ALL, concurrent=True)
     def open_inlet(self, route: Route, deadline_seconds: float) -> None:
-        """Opens this rank's end of the link to the trainer, in the place of an earlier one."""
+        """Opens this rank's end of the link to the trainer, replacing an earlier one."""
         self._close_link()
         self._inlet = open_inlet(route, deadline_seconds, self.device)
         self._base = DeltaBase() if self.takes_delta() else None
 
     @register(Dispatch.ONE_TO_ALL, concurrent=True)
     def receive(self, version: int) -> str | Broken:
-        """Takes the weights of `version` from the link, and returns their digest, or Broken. While requests are
-        sampled they are gathered in memory, and go in between two decode steps.
+        """Takes the weights of `version` from the link, and returns their digest, or Broken. While requests are being
+        sampled the weights are gathered in memory, and loaded between two decode steps.
 
         Raises: WeightSyncError.
         """
@@ -346,7 +346,7 @@ class RolloutWorker(MeasuredWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def rollout_mode(self) -> None:
-        """Moves what is trained in this process off the device, but for the weights that this rank samples from."""
+        """Moves trained models and optimizers of this process off the device, except weights that this rank uses."""
         for role, engine in self._engines_beside().items():
             engine.offload(weights=not (self.is_attached and role == "actor"))
         self._meet()
@@ -355,7 +355,7 @@ class RolloutWorker(MeasuredWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def trainer_mode(self) -> None:
-        """Undoes `rollout_mode`, and frees what sampling alone needs."""
+        """Undoes `rollout_mode`, and frees the memory that only sampling needs."""
         if isinstance(self.engine, Sleeps):
             self.engine.sleep()
         self._meet()
@@ -367,13 +367,13 @@ class RolloutWorker(MeasuredWorker):
         self.engine.close()
 
     def _meet(self) -> None:
-        """Waits for the ranks whose devices an engine uses, in a pool that trains too."""
+        """Waits for the other ranks whose devices the engine uses, in a pool that also trains."""
         if self._num_ranks > 1 and self.process_group is not None:
             torch.distributed.all_reduce(torch.zeros(()), group=self.process_group)  # the hosts meet
 
     def _place(self, hosts: Sequence[Host]) -> tuple[Span | None, bool]:
-        """The part of the engine on this node, where it has several, and whether this rank starts it: the first one on
-        the node. On Ray the processes that this one starts then see the devices of all that are here."""
+        """The engine's part on this node, if it spans several, and whether this rank starts that part: the node's first
+        rank does. On Ray the processes that it starts see the devices of all its ranks on the node."""
         first = self.dp_rank * self._num_ranks
         together = hosts[first : first + self._num_ranks]
         if not together or self._num_ranks == 1:

@@ -49,7 +49,7 @@ Record = Mapping[str, Any]
 
 @dataclass(kw_only=True, repr=False)
 class Run(Frame):
-    """A training run. The loop reads it; only `step` and what roles hold change."""
+    """A training run. The loop reads it; only `step` and the state of the roles change."""
 
     config: TrainConfig
     rollouts: Rollouts
@@ -68,7 +68,7 @@ class Run(Frame):
 
     @property
     def engine(self) -> Replicas | Direct:
-        """The rollout's ranks, or its engine in this process."""
+        """The rollout's ranks, or the rollout engine in this process."""
         return cast(Replicas | Direct, self.rollouts.driver.engine)
 
     @property
@@ -77,12 +77,12 @@ class Run(Frame):
 
     @cached_property
     def environment_name(self) -> str:
-        """The environment in names of metrics."""
+        """The environment's name in metrics."""
         return self.config.environment.label
 
     @property
     def samples_apart(self) -> bool:
-        """Tells whether the rollout has processes of its own, and a validation needs no others."""
+        """Tells whether the rollout has processes of its own and a validation needs no other role."""
         cluster = self.config.cluster
         if self.columns.judges.roles or self.config.reward_model.judge is not None:
             return False
@@ -94,8 +94,8 @@ class Run(Frame):
         return Sources(self.roles, step, by_player(groups), self.policy_objective.temperature, self.rollouts)
 
     def judge(self, groups: Sequence[Group], step: int) -> list[Group]:
-        """Held-out groups with the score of the reward model or judge as the part `reward_model`; in a run without one
-        as they are. Where a verdict failed the reason is logged, and the trajectory keeps its reward and accuracy."""
+        """Held-out groups with the score of the reward model or judge as the part `reward_model`; unchanged in a run
+        without one. If a verdict fails, the reason is logged, and the trajectory keeps its reward and accuracy."""
         if not self.columns.judges.providers:
             return list(groups)
         found = list[Group]()
@@ -106,7 +106,7 @@ class Run(Frame):
         return [with_truth(*pair) for pair in zip(groups, found, strict=True)]
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Hands a step's numbers to trackers and callbacks; warns of a gap between rewards and held-out accuracy."""
+        """Logs a step's metrics to trackers and callbacks; warns of a gap between rewards and held-out accuracy."""
         if lost := self.engine.num_lost:
             metrics.max("rollout/lost_ranks", lost)
         if metrics.value("val/accuracy") is not None:
@@ -132,7 +132,7 @@ class Run(Frame):
         self.health.load_state(state["health"])
 
     def start(self) -> None:
-        """Goes on where the checkpoint that was found was written, and lets the rollout have the weights."""
+        """Continues from the checkpoint that was found, and syncs the rollout's weights."""
         super().start()
         self.rollouts.may_stop = self.signals.here
         self.sync(self.step)
@@ -142,21 +142,22 @@ class Run(Frame):
         self.health.check(self, batch, self.step, metrics)
 
     def interruptible(self) -> AbstractContextManager[None]:
-        """Marks a block at the start of a step that changes no weights: a stopped run ends in it, with the checkpoint
-        of the step before. Workers in other processes finish their call first, unless there is nothing to save yet."""
+        """Marks a block at the start of a step that changes no weights: a stop request ends the run in it, with the
+        checkpoint of the step before. Workers in other processes finish their call first, unless nothing is saved yet.
+        """
         if self.step == 0 or self.stays_here:
             return self.signals.at_once()
         self.signals.here()
         return nullcontext()
 
     def sync(self, step: int) -> None:
-        """Lets the rollout sample from the weights of `step`.  Raises: WeightSyncError, DeadlineError, WorkerError."""
+        """Syncs the weights of `step` to the rollout.  Raises: WeightSyncError, DeadlineError, WorkerError."""
         self.digests[step] = self.engine.sync(step)
         self.rollouts.on_weights(step)
 
     def write_rollouts(self, step: int, groups: Sequence[Group], purpose: str = "rollout") -> None:
         """Writes each trajectory as a JSON object to rollouts/, its images and videos to media/, and some trajectories
-        to a table of the trackers that show one."""
+        to the table of trackers that support one."""
         every, dropping = self.config.trainer.log_rollouts, self.config.algorithm.filter
         if every == 0 or not groups or (purpose != "validation" and step % every):
             return
@@ -178,8 +179,8 @@ class Run(Frame):
             self.trackers.add_table(f"generations/{purpose}", rows)
 
     def write_tokens(self, step: int, batch: Batch) -> None:
-        """Writes a JSON object a row, in tokens/: each token as text, and its number in every column. The policy's
-        entropy and log-probs are computed for the file where no function of the run reads them."""
+        """Writes a JSON object for each row to tokens/: each token as text, and its value in every column. The policy's
+        entropy and log-probs are computed for the file if no function of the run reads them."""
         every = self.config.trainer.log_tokens
         if every and step % every == 0:
             self._write_tokens(step, batch)
@@ -208,7 +209,7 @@ class Run(Frame):
         )
 
     def _write_jumps(self, path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Writes the responses whose reward grew most since the validation before."""
+        """Writes the responses whose reward grew most since the last validation."""
         earlier = [each for each in sorted(path.parent.glob("validation_*.jsonl")) if each.name < path.name]
         if not earlier:
             return
@@ -224,8 +225,8 @@ class Run(Frame):
 
 
 def copy_media(folder: Path, groups: Sequence[Group]) -> None:
-    """Copies images and videos that were read from files into `folder`, under their digests, so that a copied run
-    folder has them; larger ones than 32 MiB and files that are gone are left out."""
+    """Copies images and videos that were read from files into `folder`, named by their digests, so that a copied run
+    folder has them; files over 32 MiB and missing files are left out."""
     turns = (turn for group in groups for each in group.trajectories for turn in each.turns)
     prompts = (media for group in groups for media in group.prompt.media)
     for media in dict.fromkeys(chain(prompts, (media for turn in turns for media in turn.media))):
@@ -257,7 +258,7 @@ def table_rows(lines: Sequence[Sequence[dict[str, Any]]], limit: int) -> list[Ta
 
 def readable_tokens(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
     """Yields for each row its trajectory, its tokens, whether they were sampled and are trained on, their turns and
-    policy versions, and its float columns [B, R]. With a teacher `k` is its log-prob less that of the policy."""
+    policy versions, and its float columns [B, R]. With a teacher `k` is the teacher's log-prob minus the policy's."""
     shape = batch["response_mask"].shape
     columns = {name: column for name, column in batch.tensors().items() if column.shape == shape}
     columns = {name: column for name, column in columns.items() if column.is_floating_point()}
@@ -277,7 +278,7 @@ def readable_tokens(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Iterato
 
 
 def reward_gap(history: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    """The gap at the last validation, and how much it grew since the first; 0 where there is nothing to compare.
+    """Gap between training reward and held-out accuracy at the last validation, and its growth since the first, or 0.
 
     The gap is the mean training reward of the last steps, as a share of the range of all rewards so far, less the
     held-out accuracy. With a reward model its score is the training reward, if the reward function pays anything, as
@@ -310,8 +311,8 @@ def reward_gap(history: Sequence[Mapping[str, float]]) -> tuple[float, float]:
 
 
 def largest_jumps(before: Sequence[Record], after: Sequence[Record]) -> list[dict[str, Any]]:
-    """The responses whose reward grew most between two validations, the largest jump first, of equal ones those that
-    are wrong; records are `readable`."""
+    """The responses whose reward grew most between two validations, the largest jump first, at equal jumps wrong ones
+    first; records are `readable`."""
     earlier = {row["uid"]: row for row in before}
     jumps = [
         {

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's folder: its lock, the checkpoint that a run goes on from, the files that are cut back to it, and the
-digests of the data and code that the run is made of.
+"""A run's folder: its lock, the checkpoint to resume from, the files that are cut back to that checkpoint, and the
+digests of the run's data and code.
 
 config.yaml  inputs.json  run.json  metrics.jsonl  timings.jsonl  rollouts/  tokens/  media/  checkpoints/  .lock
 """
@@ -65,7 +65,7 @@ Items = Sequence[Prompt] | Sequence[Example]
 
 @dataclass(frozen=True)
 class RunDir:
-    """A folder that no other run writes to for as long as this is open."""
+    """A run folder, locked against other runs while it is open."""
 
     path: Path
     found: Path | None = None  # the checkpoint to go on from
@@ -75,27 +75,26 @@ class RunDir:
 
     @property
     def first_step(self) -> int:
-        """Steps that were done before."""
+        """The number of steps done before."""
         return 0 if self.found is None else checkpoint.step_of(self.found)
 
     @property
     def is_taken(self) -> bool:
-        """Tells whether the run writes to it."""
+        """Tells whether this run has locked the folder."""
         return self.lock is not None
 
     def close(self) -> None:
-        """Unlocks it."""
+        """Unlocks the folder."""
         if self.lock is not None:
             self.lock.close()
 
 
 def open_run_dir(path: Path, config: RunConfig, inputs: Mapping[str, str] | None = None) -> RunDir:
-    """Takes the folder, finds the checkpoint to go on from, says which, cuts the run's files back to it, deletes the
-    checkpoints over `trainer.save_limit`, and writes the config and the digests of the `inputs` (code and data).
+    """Locks the folder, finds and names the checkpoint to resume from, cuts the run's files back to it, deletes
+    checkpoints beyond `trainer.save_limit`, and writes the config and the digests of the `inputs` (code and data).
 
-    Raises: ConfigError where another run is in the folder, where it is of another config or has had other inputs, and
-    where a fresh start would write into an earlier run; CheckpointError; StorageError.
-    """
+    Raises: ConfigError where another run is in the folder, where its run has another config or other inputs, and where
+    a fresh start would write into an earlier run; CheckpointError; StorageError."""
     resume = config.trainer.resume
     with ExitStack() as undo:
         undo.enter_context(disk_errors(path))
@@ -130,12 +129,11 @@ def open_run_dir(path: Path, config: RunConfig, inputs: Mapping[str, str] | None
 
 
 def cut_back_files(run_dir: Path, found: Path | None, *, is_logged: bool = False) -> list[dict[str, float]]:
-    """Drops what a killed run wrote after the checkpoint `found`: lines of metric files and whole files of rollouts.
-    Returns the metrics that are left. `is_logged`: what is dropped is logged, for a run that is taken back on purpose.
+    """Deletes lines of metric files and whole rollout files that a killed run wrote after the checkpoint `found`.
+    Returns the remaining metrics. `is_logged`: logs the deletions, for a run that a user takes back to an earlier step.
 
-    Checkpoints of later steps (damaged ones, or those that the run is taken back behind) are renamed, so that they
-    neither are resumed from nor count for `save_limit`.
-    """
+    Checkpoints of later steps (damaged, or later than the step that the user goes back to) are renamed, so that they
+    neither are resumed from nor count for `save_limit`."""
     step = -1 if found is None else checkpoint.step_of(found)
     found_files = {name: path for name in METRIC_FILES if (path := run_dir / name).exists()}
     lines = {name: path.read_bytes().count(b"\n") for name, path in found_files.items()}
@@ -164,8 +162,8 @@ def cut_back_files(run_dir: Path, found: Path | None, *, is_logged: bool = False
 
 
 def lock_folder(path: Path, name: str = ".lock") -> TextIOWrapper:
-    """Takes a folder by a file in it. The operating system lets go of it when the process ends, however it ends;
-    children of a fork do not hold it.  Raises: ConfigError where another process has it."""
+    """Locks a folder through a file in it. The operating system releases the lock when the process ends, however it
+    ends; children of a fork do not hold it.  Raises: ConfigError where another process has it."""
     file = open(  # noqa: SIM115  # it is returned
         path / name, "a+", errors="replace", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)
     )
@@ -192,7 +190,7 @@ def _check_links(path: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Deletes what a run wrote to its folder, except media, which the new run has added to, and no other file there."""
+    """Deletes the files of an earlier run in the folder, except media, which the new run has added to."""
     for name in (*OWN - {MEDIA}, *METRIC_FILES, CONFIG, INPUTS):
         place = path / name
         if place.is_dir() and not place.is_symlink():
@@ -202,7 +200,7 @@ def _delete(path: Path) -> None:
 
 
 def _unlock() -> None:
-    """Closes the locks in a child of a fork, which may outlive the run."""
+    """Closes the locks in a forked child, which may outlive the run."""
     for lock in LOCKS:
         lock.close()
 
@@ -211,7 +209,7 @@ os.register_at_fork(after_in_child=_unlock)
 
 
 def is_begun(path: Path, config: RunConfig, inputs: Mapping[str, str]) -> bool:
-    """Tells whether a folder's run is the one that `config` and `inputs` describe, started as `trainer.resume` says.
+    """Tells whether the folder holds the run that `config` and `inputs` describe, started as `trainer.resume` says.
 
     Raises: ConfigError naming the keys by which a step would compute something else than the run so far, unless a path
     in `trainer.resume` asks for that.
@@ -234,9 +232,9 @@ def is_begun(path: Path, config: RunConfig, inputs: Mapping[str, str]) -> bool:
 
 
 def noted(path: Path, config: RunConfig) -> dict[str, Any]:
-    """The config and the digests that the run in a folder was last started with, by dotted key.
+    """The config and the digests with which the run in a folder was last started, by dotted key.
 
-    Raises: ConfigError for files that are damaged, and for a run of another command."""
+    Raises: ConfigError for damaged files, and for a run of another command."""
     found: dict[str, Any] = {}
     for file in (path / CONFIG, path / INPUTS):
         try:
@@ -260,8 +258,8 @@ def noted(path: Path, config: RunConfig) -> dict[str, Any]:
 
 
 def digests(config: RunConfig, train: Items, val: Items, reward: Callable[..., Any] | None = None) -> dict[str, str]:
-    """Returns the digests of the rows, of the files whose functions the config names and of those beside them that they
-    import, by key, and of a reward function that was given as an object, as far as its source is known."""
+    """Returns the digests, by key, of the data rows, of the code files that the config names and that these import, and
+    of a reward function passed as an object, if its source is known."""
     found = {f"data.{name}_files, rows": _of_rows(rows) for name, rows in (("train", train), ("val", val)) if rows}
     for key, value in ((COMMAND, config.command), *flatten(config.model_dump(mode="json"))):
         for target in value if isinstance(value, list) else [value]:
@@ -279,7 +277,7 @@ def _of(content: bytes) -> str:
 
 
 def _of_rows(rows: Items) -> str:
-    """Digest of all that a step reads of them; of an object that is not plain only the type counts."""
+    """Digest of the parts of the rows that a step reads; an object without plain fields counts by its type only."""
     found = hashlib.sha256()
     for row in rows:
         read = (*row.content, [media.digest for media in row.media]) if row.media else row.content
@@ -301,8 +299,8 @@ def _file_of(target: str) -> Path | None:
 
 
 def _imported(file: Path) -> dict[str, Path]:
-    """The files that a file imports, and those that these import, by their paths below the folder that its package lies
-    in; import statements are read, nothing is run."""
+    """The files that `file` imports, directly or through other files, by their paths below the folder of its package.
+    Reads import statements and runs nothing."""
     file = file.absolute()
     root = next(folder for folder in file.parents if not (folder / "__init__.py").is_file())
     found, waiting = {file}, [file]
@@ -319,7 +317,7 @@ def _imported(file: Path) -> dict[str, Path]:
 
 
 def _import_names(tree: ast.AST, code: Path, root: Path) -> Iterator[tuple[Path, str]]:
-    """The folders and the paths below them that import statements may mean: what a module gives may be one too."""
+    """Yields the folders and the paths below them that import statements may mean; a name may be a file too."""
     for node in ast.walk(tree):
         bases, names = [code.parent, root], list[str]()
         if isinstance(node, ast.Import):

@@ -18,12 +18,11 @@ F = TypeVar("F", bound=Frame)
 
 
 class Schedule(Generic[F]):
-    """Stands around the steps of a loop. `validate` returns the metrics of the held-out data after a step.
+    """Wraps the steps of a loop. `validate` returns the metrics of the held-out data after a step.
 
-    Where the rollout has processes of its own, these have nothing to do while models train, and still hold the weights
-    of the step before: a validation waits until then, and with it the step's line in the log. Not where a checkpoint is
-    due too, which notes the validation's score.
-    """
+    Where the rollout has processes of its own, these are idle while models train, and still hold the weights of the
+    step before: a validation is delayed until then, and with it the step's line in the log, unless a checkpoint is due
+    too, since it stores the validation's score."""
 
     def __init__(self, run: F, validate: Callable[[F, int], Metrics]) -> None:
         self._run, self._validate = run, validate
@@ -39,11 +38,11 @@ class Schedule(Generic[F]):
         return self
 
     def sampling(self) -> AbstractContextManager[None]:
-        """Marks a block that changes no weights, at the start of a step: a stopped run does not wait for its end."""
+        """Marks a block at the start of a step that changes no weights, in which a stop request ends the run."""
         return self._run.interruptible()
 
     def training(self) -> AbstractContextManager[None]:
-        """Marks a block that does not change the rollout's weights: a validation that is held runs beside it."""
+        """Marks a block that leaves the rollout's weights unchanged, so that a delayed validation runs beside it."""
         return nullcontext() if self._held is None else self._beside(*self._held)
 
     @contextmanager

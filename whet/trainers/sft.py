@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning on the same engine: imitates the responses of a data set, and nothing but the responses."""
+"""Supervised fine-tuning on the same engine: learns the responses of a data set, and only the responses."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from whet.errors import no_exit
 from whet.metrics import Metrics
 from whet.models.packing import LATER_MEDIA
 from whet.models.positions import position_ids, rotary_positions
-from whet.planning.forecast import Counts
 from whet.planning.machine import free_accelerator
-from whet.planning.memory import Lengths, Setup, sized
+from whet.planning.planner import Counts, Setup, planner
 from whet.registry import load_target, register_trainer
 from whet.rollout.build import with_engine
+from whet.rollout.requirements import Lengths
 from whet.tracking.console import USE, ConsoleColumn
 from whet.trainers.frame import Frame, opened_for, run_folder, with_named_dtypes, with_restarts
 from whet.trainers.health import check_skipped
@@ -56,7 +56,7 @@ Callbacks = Sequence[Callable[..., None]]  # get the run after every step
 
 @dataclass(kw_only=True, repr=False)
 class ExamplesRun(Frame):
-    """A run on examples. A trainer adds `objective_of`, `batch` and `validate`; `callbacks` come after every step."""
+    """A run on examples. Subclasses add `objective_of`, `batch`, `validate`; `callbacks` run after every step."""
 
     default_best_metric = "-val/loss"
     noun: ClassVar[str] = "examples"
@@ -83,14 +83,14 @@ class ExamplesRun(Frame):
 
     @classmethod
     def setup(cls, config: Any, lengths: Sequence[int] = ()) -> Setup:
-        """The setup that a plan is made from; without lengths every example is taken to be as long as it may be."""
+        """The setup that the memory plan starts from; without `lengths` every example counts as the longest allowed."""
         lengths = tuple(lengths) or (config.data.max_length,)
         roles = {spec.role: spec.args[0] for spec in cls.specs(config, 1) if spec.args}
         return Setup(config, roles, {"actor": cls.objective_of(config)}, Lengths(lengths, 0))
 
     @classmethod
     def specs(cls, config: Any, total_steps: int) -> list[WorkerSpec]:
-        """The workers of one process; a worker with a model of its own has the settings as its argument."""
+        """The workers of one process; the settings are the argument of a worker with its own model."""
         return [WorkerSpec("actor", TrainWorker, (cls.settings_of(config, total_steps),))]
 
     @classmethod
@@ -98,11 +98,11 @@ class ExamplesRun(Frame):
         """Checks that the examples fit the config.  Raises: DataError."""
 
     def batch(self, examples: Sequence[Any]) -> Batch:
-        """Examples as rows."""
+        """The batch of the examples."""
         raise NotImplementedError
 
     def prepared(self, examples: Sequence[Any], metrics: Metrics) -> Batch:
-        """Examples as rows to train on, with the columns that models give."""
+        """The batch of the examples to train on, with the columns that models compute."""
         return self.batch(examples)
 
     def updated(self) -> None:
@@ -113,7 +113,7 @@ class ExamplesRun(Frame):
         raise NotImplementedError
 
     def fit(self) -> None:
-        """Trains until `total_steps`."""
+        """Trains to `total_steps`."""
         objective = self.objective
         with Schedule(self, type(self).validate) as schedule:
             while self.step < self.total_steps:
@@ -182,8 +182,8 @@ def train_on_examples(
     """Builds a run of this kind, trains it to the end and returns it; `data` stands in for `data.train_files`,
     `val_data` for `data.val_files`.
 
-    With `dry_run` everything is built, and nothing is trained or written. `callbacks` come before those that
-    `trainer.callbacks` names.  Raises: WhetError for everything that a user can mend."""
+    With `dry_run` everything is built, and nothing is trained or written. `callbacks` come before the callbacks of
+    `trainer.callbacks`.  Raises: WhetError for everything that a user can mend."""
     run = with_restarts(config, lambda once: _train(kind, once, data, val_data, callbacks, dry_run))
     if dry_run:
         counts = len(run.examples), run.noun, len(run.val_examples), run.total_steps
@@ -217,9 +217,9 @@ def _train(kind: type[R], config: Any, data: Rows, val_data: Rows, callbacks: Ca
     inputs |= {f"weights of {path}": model_digest(path, config.model.trust_remote_code) for path in sorted(read)}
     counts = Counts(len(lengths), len(val_examples), total_steps, likely=likely_steps(callbacks, total_steps))
     with opened_for(config, kind.setup, lengths, inputs, counts, dry_run=dry_run) as (opened, services):
-        plan = replace(kind.setup(config, lengths), device=free_accelerator(config.cluster))
+        plan, planned = replace(kind.setup(config, lengths), device=free_accelerator(config.cluster)), planner()
         specs = [
-            replace(each, args=tuple(sized(settings, plan, each.role) for settings in each.args))
+            replace(each, args=tuple(planned.sized(settings, plan, each.role) for settings in each.args))
             for each in kind.specs(config, total_steps)
         ]
         run = kind(
@@ -255,7 +255,7 @@ def train_sft(
 
 
 def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> Batch:
-    """Examples as rows: the first token is the prompt, all others the response; the mask says what is trained on."""
+    """Examples as rows: the first token is the prompt, all others the response; the mask marks the trained tokens."""
     rows = [(each.input_ids[:1], (each.input_ids[1:], each.loss_mask[1:])) for each in examples]
     positions = [rotary_positions(each.input_ids, each.media, each.loss_mask.index(1)) for each in examples]
     media = {LATER_MEDIA: [example.media for example in examples]} if any(each.media for each in examples) else {}
@@ -265,8 +265,8 @@ def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> Batch:
 def padded(
     rows: Sequence[tuple[tuple[int, ...], Response]], pad_token_id: int, positions: Sequence[Tensor | None] = ()
 ) -> dict[str, Tensor]:
-    """The columns of prompts and responses, prompts padded on the left and responses on the right; `positions` are
-    rotary ones, of rows that have some."""
+    """The columns of prompts and responses, prompts padded on the left, responses on the right; `positions` are rotary
+    positions, for rows that have them."""
     lengths = torch.tensor([[len(prompt), len(ids)] for prompt, (ids, _) in rows])
     left, right = lengths.amax(0).tolist()
     places = torch.arange(left + right)
@@ -283,6 +283,6 @@ def padded(
 
 
 def weights_of(examples: Sequence[SupervisedExample]) -> dict[str, Tensor]:
-    """The column of the examples' weights, where they are not all 1."""
+    """The column of the examples' weights, empty if all are 1."""
     weights = [each.weight for each in examples]
     return {"example_weights": torch.tensor(weights)} if {*weights} != {1.0} else {}

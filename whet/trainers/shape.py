@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shaping of rewards before the estimator, of advantages after it, and of losses by how far the sampler was off; with
-the controllers of the weights of the KL and of the entropy bonus."""
+"""Shaping of rewards before the estimator and of advantages after it, corrections of losses for the difference of
+sampler and trainer, and controllers of the weights of KL and entropy bonus."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, WEIGHTS, Re
 
 
 class Shaper:
-    """Scores to rewards: penalty for length, normalisation, clip, KL term. Its state is in the checkpoint."""
+    """Scores to rewards: penalty for length, normalisation, clip, KL term. Checkpoints keep its state."""
 
     def __init__(self, config: TrainConfig) -> None:
         kl = config.algorithm.kl
@@ -52,7 +52,7 @@ class Shaper:
         )
 
     def rewards(self, batch: Batch, metrics: Metrics) -> Batch:
-        """Adds `token_level_rewards`, of `token_level_scores`; algorithm.truncated=drop masks truncated responses."""
+        """Adds `token_level_rewards` from `token_level_scores`; algorithm.truncated=drop masks truncated responses."""
         if self.config.algorithm.truncated == "drop":
             batch = without_truncated(batch, metrics)
         rewards = batch["token_level_scores"]
@@ -72,12 +72,12 @@ class Shaper:
         return batch if advantages is batch["advantages"] else batch.with_columns(advantages=advantages)
 
     def state(self) -> dict[str, Any]:
-        """Returns what a resumed run needs."""
+        """Returns the controllers' and running statistics' state, for the checkpoint."""
         running = {name: each.state() for name, each in self.running.items()}
         return {"kl_controller": self.kl_controller.state(), "running": running}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state` gave."""
+        """Restores the state that `state` returned."""
         self.kl_controller.load_state(state["kl_controller"])
         running = state["running"]
         for domain, saved in ({"": running} if "count" in running else running).items():
@@ -108,7 +108,7 @@ class Shaper:
         return rewards
 
     def _normalised(self, rewards: Tensor, batch: Batch, metrics: Metrics) -> Tensor:
-        """The rewards normalised, those of each domain apart."""
+        """Normalises the rewards, separately for each domain."""
         general, configs = self.config.algorithm.shaping, self.config.reward.domains
         domains = batch["domain"] if configs else np.full(len(batch), "")
         found = rewards
@@ -127,7 +127,7 @@ class Shaper:
         return found
 
     def _with_model(self, scores: Tensor, batch: Batch, metrics: Metrics) -> Tensor:
-        """The scores of the reward functions, replaced by those of the reward model or judge, or with them.   [B, R]"""
+        """The scores of the reward functions, replaced by or added to scores of the reward model or judge.   [B, R]"""
         role = self.config.reward_model
         paid = forms.pay_on_last_token(role.weight * batch[str(self._scored_by)], batch["response_mask"])
         return paid if role.combine == "replace" else scores + paid
@@ -146,7 +146,7 @@ class Shaper:
 
 
 def without_truncated(batch: Batch, metrics: Metrics) -> Batch:
-    """Masks the responses that the length limit cut off: they belong to no group and are not trained on."""
+    """Masks responses cut off by the length limit: they belong to no group and are not trained on."""
     cut, mask = batch["truncated"], batch["response_mask"]
     metrics.mean("reward/truncated", cut.float().mean(), len(cut))
     return batch.with_columns(response_mask=mask.masked_fill(cut[:, None], 0))
@@ -154,7 +154,7 @@ def without_truncated(batch: Batch, metrics: Metrics) -> Batch:
 
 @dataclass
 class Fixed:
-    """A constant weight. It has no state: a resumed run uses its config."""
+    """A constant weight. It has no state: a resumed run uses the config's value."""
 
     coef: float
 
@@ -204,11 +204,11 @@ class AdaptiveEntropy:
 
     @property
     def coef(self) -> float:
-        """The weight for the next step: 0 where the last entropy reached the target."""
+        """The weight for the next step: 0 if the last entropy reached the target."""
         return self._coef if self._is_low else 0.0
 
     def update(self, entropy: float | None) -> None:
-        """Adapts the weight to a step's mean entropy; None where the step trained no token."""
+        """Adapts the weight to a step's mean entropy; None if the step trained no token."""
         if entropy is None:
             return
         self._is_low = entropy < self.target
@@ -232,11 +232,11 @@ def estimator(algorithm: AlgorithmConfig) -> Bound:
 @dataclass(frozen=True)
 class Correction:
     """The rejection, the weight and the loss that a config chooses: functions of a whole step or mini-batch, called
-    before its update. Rejections say which tokens are not trained on (`loss_mask`), weights what the others count for
-    (`token_weights`); some losses have columns of their own.
+    before its update. Rejections mark the tokens to train on (`loss_mask`), weights scale their loss (`token_weights`);
+    some losses have columns of their own.
 
-    `response_mask` stays the mask of the tokens that were sampled: ratios of sequences and statistics of rows are of
-    them. Losses are summed over `loss_mask` and divided by its counts."""
+    `response_mask` stays the mask of sampled tokens: ratios of sequences and statistics of rows use all of them. Losses
+    are summed over `loss_mask` and divided by its counts."""
 
     loss: Bound
     weight: Bound | None = None
@@ -256,7 +256,7 @@ class Correction:
 
     def reject(self, batch: Batch, metrics: Metrics) -> Batch:
         """Adds `loss_mask`, the sampled tokens that are trained on, after advantages were estimated from all of them;
-        and measures how far sampler and trainer are apart."""
+        records the difference between sampler and trainer."""
         if "old_log_probs" in batch:
             apart = gap(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
             for name, value in apart.items():
@@ -270,7 +270,7 @@ class Correction:
         return batch.with_columns(loss_mask=kept.to(batch["response_mask"].dtype))
 
     def _measure(self, mini_batch: Batch, weights: torch.Tensor, counted: torch.Tensor, metrics: Metrics) -> None:
-        """Records the spread of the weights, and how many ratios are outside the bounds of a weight that has them."""
+        """Records the spread of the weights, and the number of ratios outside the bounds, if the weight has bounds."""
         assert self.weight is not None
         spread, options = weight_metrics(weights, counted), self.weight.options
         for name, value in spread.items():
@@ -282,8 +282,8 @@ class Correction:
             metrics.mean("correction/out_of_bounds", share, int(counted.sum()))
 
     def weigh(self, mini_batch: Batch, metrics: Metrics) -> Batch:
-        """Adds `token_weights`, which are of all tokens that were sampled, and the loss's own columns, which are of
-        those that are trained on."""
+        """Adds `token_weights`, computed over all sampled tokens, and the loss's own columns, computed over the trained
+        tokens."""
         if self.weight is not None:
             mini_batch = mini_batch.with_columns(token_weights=self._weights(self.weight, mini_batch, metrics))
         if "before" in self.loss.entry.marks:

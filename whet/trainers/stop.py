@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to end a run early in good order: Ctrl-C, SIGTERM (a spot instance that is taken back, a scheduler's limit),
-SIGUSR1, or a file named `stop` in the run's folder.
+"""Ways to end a run early and keep its steps: Ctrl-C, SIGTERM (a spot instance that is taken back, a scheduler's
+limit), SIGUSR1, or a file named `stop` in the run's folder.
 
 The run ends at the next place where its state is that of a whole step, saves, and says how to go on. A second signal
 ends it at once.
@@ -22,7 +22,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Stopped(KeyboardInterrupt):
-    """The run was asked to end. `number` is the signal's, None for the file. No `except Exception` swallows it."""
+    """Raised to end the run. `number` is the signal's, None for the file `stop`. It passes through `except
+    Exception`."""
 
     def __init__(self, reason: str, number: int | None) -> None:
         super().__init__(reason)
@@ -31,28 +32,27 @@ class Stopped(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class EarlyStop:
-    """A callback that makes the step just done the last one where the run is good enough."""
+    """A callback that ends the run after the step at which `is_enough(run)` is true."""
 
     likely_steps: int | None  # at which that is expected; None: unknown
     is_enough: Callable[[Any], bool]  # of a run
 
     def __call__(self, run: Any, *_: object) -> None:
-        """Stops the run where it is good enough."""
+        """Ends the run if `is_enough(run)` is true."""
         if self.is_enough(run):
             run.stop()
 
 
 def likely_steps(callbacks: Iterable[object], total_steps: int) -> int | None:
-    """The step at which a run with these callbacks is expected to end; None for a run that does not end early."""
+    """The step at which a run with these callbacks is expected to end; None if it does not end early."""
     ends = (each.likely_steps or total_steps for each in callbacks if isinstance(each, EarlyStop))
     return min(ends, default=None)
 
 
 class StopSignals:
-    """Takes the signals while it is entered.
+    """Receives the signals while it is entered.
 
-    `here` raises Stopped where one has come; inside `at_once` it is raised wherever the run then is.
-    """
+    `here` raises Stopped if a signal has come; inside `at_once` a signal raises it at any line."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -79,7 +79,7 @@ class StopSignals:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Marks a block that may be left anywhere, because nothing that is saved changes in it."""
+        """Marks a block in which nothing that is saved changes, so that a signal may end it at any line."""
         self.here()
         self._at_once = True
         try:

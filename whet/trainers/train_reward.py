@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of a reward model from preference pairs, on the same engine: the chosen response shall score higher."""
+"""Training of a reward model from preference pairs, on the same engine: the chosen response gets the higher score."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class RewardTrainingRun(ExamplesRun):
 
     @cached_property
     def model_config(self) -> Any:
-        """The config of the classifier, for `whet export`."""
+        """The config of the classifier, which checkpoints keep for `whet export`."""
         path, trusted = self._model_path, self.config.model.trust_remote_code
         config = reward_config(path, is_new=True, trust_remote_code=trusted)
         with torch.device("meta"):
@@ -113,12 +113,12 @@ def train_reward(
 
 
 def has_steps(examples: Sequence[Any]) -> bool:
-    """Tells examples with labels of steps from pairs."""
+    """Tells whether examples have labels of steps; otherwise they are pairs."""
     return bool(examples) and isinstance(examples[0], StepExample)
 
 
 def step_batch(examples: Sequence[StepExample], pad_token_id: int) -> Batch:
-    """Steps as rows; `label` [B, R] is the label of a step where the mask is 1."""
+    """The batch of examples with steps; `label` [B, R] is the label of a step where the mask is 1."""
     batch = to_rows(examples, pad_token_id)
     labels = torch.tensor([label for each in examples for label in each.labels])
     mask = batch["response_mask"]
@@ -126,7 +126,7 @@ def step_batch(examples: Sequence[StepExample], pad_token_id: int) -> Batch:
 
 
 def to_batch(pairs: Sequence[Comparison], pad_token_id: int) -> Batch:
-    """Pairs as rows, the chosen response first. The tokens that a pair shares are the prompt of both, computed once."""
+    """The batch of pairs, the chosen response first. The tokens that a pair shares are the prompt of both rows."""
     rows = [(pair.chosen, pair.rejected) for pair in pairs]
     shared = [max(1, min(common_prefix(*row), *(len(ids) - 1 for ids in row))) for row in rows]
     both = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker that trains or reads a model, and the training side of its link to rollout ranks in other processes."""
+"""The worker that trains or reads a model, with the trainer's end of the link to rollout ranks in other processes."""
 
 from __future__ import annotations
 
@@ -35,12 +35,11 @@ from whet.metrics import Metrics
 from whet.models.load import context_length, load_tokenizer, reward_config
 from whet.models.lora import LoraSettings
 from whet.phases import span
-from whet.planning.outline import Outline
-from whet.planning.speed import training_flops
+from whet.planning.planner import planner
 from whet.registry import ENGINES
 from whet.tracking import profile
-from whet.trainers.measured import MeasuredWorker
 from whet.trainers.reward_texts import text_reader
+from whet.trainers.telemetry import MeasuredWorker
 from whet.types import Media
 from whet.weight_sync.buckets import Broken, Digest, LinkClosedError, Outlet, send
 from whet.weight_sync.delta import DeltaBase
@@ -48,7 +47,7 @@ from whet.weight_sync.routes import RankSite, Route, Way, open_outlets
 
 
 class EngineWorker(MeasuredWorker):
-    """A rank that calls a training engine."""
+    """Base of ranks that call a training engine."""
 
     engine: TrainEngine
 
@@ -71,7 +70,7 @@ class EngineWorker(MeasuredWorker):
 
 
 class TrainWorker(EngineWorker):
-    """A rank of the actor, the critic, the reference or any other model that is trained or read row by row."""
+    """A rank of the actor, the critic, the reference or any other model that is trained or computes columns."""
 
     def __init__(self, placement: Placement, settings: RoleSettings) -> None:
         super().__init__(placement)
@@ -82,7 +81,7 @@ class TrainWorker(EngineWorker):
         self._outlets: dict[Way, Outlet] = {}
         self._base = DeltaBase()
         self._flops = 0.0  # operations of updates since they were last asked for
-        self._outline = Outline(settings) if profile.peak_flops() else None
+        self._flops_of = planner().update_flops(settings) if profile.peak_flops() else None
         self.start: dict[str, Any] | None = None
         if settings.lora is not None:
             self.start = start_of(settings, settings.lora) | {"fingerprint": with_adapter(self.engine).fingerprint()}
@@ -90,46 +89,46 @@ class TrainWorker(EngineWorker):
     @register(Dispatch.DP_COMPUTE)
     def update(self, batch: Batch, objective: Objective) -> Metrics:
         """Takes an optimizer step on the mini-batch `batch`."""
-        if self._outline is not None:  # ranks that share rows are taken to share their work evenly
-            self._flops += training_flops(self._outline, batch) * self.dp_size / self.world_size
+        if self._flops_of is not None:  # ranks that share rows are taken to share their work evenly
+            self._flops += self._flops_of(batch) * self.dp_size / self.world_size
         metrics = self.engine.forward_backward(batch, objective)
         metrics.merge(self.engine.step())
         return metrics
 
     @register(Dispatch.DP_COMPUTE)
     def forward_backward(self, batch: Batch, objective: Objective, counts: Columns) -> Metrics:
-        """Adds up the gradients of parts of a mini-batch, for `step`; `counts` are those of the whole."""
+        """Accumulates the gradients of parts of a mini-batch, for `step`; `counts` count the whole mini-batch."""
         return self.engine.forward_backward(batch, objective, counts)
 
     @register(Dispatch.ONE_TO_ALL)
     def step(self) -> Metrics:
-        """Takes an optimizer step with the gradients that were added up. All ranks return the same metrics."""
+        """Takes an optimizer step with the accumulated gradients. All ranks return the same metrics."""
         return self.engine.step()
 
     @register(Dispatch.ONE_TO_ALL)
     def digest(self) -> str:
-        """The digest of the model's weights, with an adapter added in; on every rank."""
+        """The digest of the model's weights, with an adapter merged; on every rank."""
         return str(Digest.of(self.engine.named_weights()))
 
     @register(concurrent=True)
     def peak_flops(self) -> float:
-        """The peak of this rank's accelerator in operations a second."""
+        """The peak speed of this rank's accelerator in operations a second."""
         return profile.peak_flops()
 
     @register(concurrent=True)
     def update_flops(self) -> float:
-        """The operations of this rank's updates since the last call; 0.0 where the peak is not known."""
+        """The operations of this rank's updates since the last call; 0.0 if the peak is unknown."""
         found, self._flops = self._flops, 0.0
         return found
 
     @register(Dispatch.ONE_TO_ALL)
     def has_finite_weights(self) -> bool:
-        """Tells whether this rank's part of the trained weights, and what they give for a row, is finite."""
+        """Tells whether this rank's part of the trained weights, and a model output computed with them, is finite."""
         return self.engine.has_finite_weights()
 
     @register(Dispatch.ONE_TO_ALL)
     def save(self, path: str) -> None:
-        """Writes weights, optimizer state and step count; of an adapter what it was put into too.
+        """Writes weights, optimizer state and step count; for an adapter also the model that it belongs to.
 
         Raises: CheckpointError.
         """
@@ -140,7 +139,7 @@ class TrainWorker(EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, path: str) -> None:
-        """Puts back what `save` wrote.  Raises: CheckpointError."""
+        """Restores the state that `save` wrote.  Raises: CheckpointError."""
         if not Path(path).exists():
             raise CheckpointError(path, "is missing", f"a state of the role {self.role!r}", "name another checkpoint")
         try:
@@ -160,7 +159,7 @@ class TrainWorker(EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def open_outlets(self, routes: Sequence[Route], deadline_seconds: float) -> dict[Way, str]:
-        """Opens this rank's ends of links, in the place of earlier ones.  Returns their addresses."""
+        """Opens this rank's ends of links, replacing earlier ones.  Returns their addresses."""
         self.close()
         self._base = DeltaBase()
         self._outlets = open_outlets(routes, self.rank, self.address, deadline_seconds, self.device)
@@ -168,9 +167,9 @@ class TrainWorker(EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def publish(self, version: int, dtype: str, only_adapter: bool, as_delta: bool = False) -> str | Broken | None:
-        """Sends the weights of `version`, or only the adapter's, in the rollout's dtype: whole or, `as_delta`, the
-        changes since the last version of these links. Every rank takes part, as making them whole may need it.  Returns
-        their digest; None on a rank that sends to nobody; Broken."""
+        """Sends the weights of `version`, or only the adapter's, in the rollout's dtype: whole or, with `as_delta`, as
+        changes since the last version. Every rank must call this, as gathering the weights may need it.  Returns their
+        digest; None on a rank without a link; Broken."""
         try:
             weights = with_adapter(self.engine).adapter_weights() if only_adapter else self.engine.named_weights()
             with span("weight sync"):
@@ -188,7 +187,7 @@ class TrainWorker(EngineWorker):
 
 
 class AdapterOffWorker(EngineWorker):
-    """The reference where the actor trains an adapter: the actor's own module, with the adapter off."""
+    """The reference of a run that trains an adapter: the actor's own module, with the adapter off."""
 
     def __init__(self, placement: Placement) -> None:
         super().__init__(placement)
@@ -200,7 +199,7 @@ class AdapterOffWorker(EngineWorker):
 
 
 def start_of(settings: RoleSettings, lora: LoraSettings) -> dict[str, Any]:
-    """The model that an adapter is for, as a checkpoint notes it, with whole paths of folders."""
+    """The model that an adapter belongs to, for the checkpoint, with absolute paths."""
 
     def whole(path: str | None) -> str | None:
         return str(Path(path).resolve()) if path is not None and Path(path).is_dir() else path
@@ -215,7 +214,7 @@ def start_of(settings: RoleSettings, lora: LoraSettings) -> dict[str, Any]:
 
 
 def actor_beside(worker: Worker) -> TrainWorker:
-    """The actor in the process of another worker.  Raises: WorkerError."""
+    """The actor's worker in the process of another worker.  Raises: WorkerError."""
     actor = worker.neighbours["actor"]
     if not isinstance(actor, TrainWorker) or actor.settings.is_value_model:
         found, expected = "has no actor with a language model in its process", "both roles in one pool"
@@ -224,7 +223,7 @@ def actor_beside(worker: Worker) -> TrainWorker:
 
 
 def with_adapter(engine: TrainEngine) -> TrainsAdapter:
-    """The same engine.  Raises: EngineError for one that trains no adapters."""
+    """Returns the engine with its adapter methods.  Raises: EngineError if it trains no adapters."""
     if not isinstance(engine, TrainsAdapter):
         change = "unset model.lora.rank, or choose another engine"
         raise EngineError(type(engine).__name__, "trains no adapters", "", change)
@@ -241,7 +240,7 @@ def path_of(model: ModelConfig) -> str:
 def settings_of(
     model: ModelConfig, role: ActorConfig | RefConfig | RewardModelConfig | ExamplesConfig, path: str | None = None
 ) -> RoleSettings:
-    """The settings of a role that only reads the model at `path`, by default that of the policy."""
+    """The settings of a role that only reads the model at `path`, by default the policy's model."""
     assert model.dtype != "auto", "`with_dtypes` comes first, in the driver"
     return RoleSettings(
         model_path=path or path_of(model),
@@ -272,7 +271,7 @@ def settings_trained(
 
 
 def tokenizer_of(config: RunConfig, *others: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of the policy, which has to be that of the models at `others` too.
+    """The tokenizer of the policy, after a check that the models at `others` share it.
 
     Raises: ModelError; ConfigError where the model's context is too short."""
     path, trusted = path_of(config.model), config.model.trust_remote_code
@@ -283,8 +282,8 @@ def tokenizer_of(config: RunConfig, *others: str | None) -> PreTrainedTokenizerB
 
 
 def check_media(config: RunConfig, media: Mapping[str, Sequence[Media]]) -> None:
-    """Checks that the training engines compute rows with images or videos, where a row has some; `media` are those of a
-    row, by its name.  Raises: ConfigError."""
+    """Checks that the training engines support rows with images or videos, if there are such rows; `media` maps the
+    name of a row to its media.  Raises: ConfigError."""
     row = next((name for name, own in media.items() if own), None)
     keys = [f"{name}.engine" for name in ("actor", "critic", "ref", "reward_model") if name in config] or ["engine"]
     for key in keys if row is not None else ():
@@ -293,7 +292,7 @@ def check_media(config: RunConfig, media: Mapping[str, Sequence[Media]]) -> None
 
 
 def check_vocabularies(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Checks that the models which give numbers of single tokens have the vocabulary of the policy.
+    """Checks that models which compute numbers of single tokens have the vocabulary of the policy.
 
     Raises: ConfigError."""
     teachers = {f"teacher.model_paths.{source}": path for source, path in config.teacher.model_paths.items()}
@@ -305,8 +304,8 @@ def check_vocabularies(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) 
 def check_vocabulary(
     paths: Mapping[str, str | None], policy: ModelConfig, tokenizer: PreTrainedTokenizerBase, change: str
 ) -> None:
-    """Checks that the models at `paths`, by key, have the vocabulary of the policy, where their folders have a
-    tokenizer.  Raises: ConfigError."""
+    """Checks that the models at `paths`, by key, have the vocabulary of the policy; a model without a tokenizer in its
+    folder is skipped.  Raises: ConfigError."""
     expected = "a model with the policy's vocabulary: its numbers of single tokens have none in another"
     for key, path in paths.items():
         with suppress(ModelError):  # without a tokenizer it is taken to be the policy's
@@ -315,8 +314,8 @@ def check_vocabulary(
 
 
 def check_reward_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Checks that the reward model is a classifier with one label, which reads the token ids of the policy or, with
-    another vocabulary, texts by its own chat template.  Raises: ModelError."""
+    """Checks that the reward model is a classifier with one label that reads the policy's token ids or, with another
+    vocabulary, texts by its own chat template.  Raises: ModelError."""
     path, trusted = config.reward_model.model_path, config.model.trust_remote_code
     if path is None or config.reward_model.rubric is not None:
         return

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight sync: sends a version of the weights from the ranks that train it to the ranks that sample from it."""
+"""Weight sync: sends a version of the weights from the training ranks to the sampling ranks."""

@@ -38,11 +38,11 @@ COLUMN_FACTOR, ROW_FACTOR = -7046029254386353131, -4658895280553007687  # odd, s
 def send(
     weights: Weights, version: int, outlets: Sequence[Outlet], dtype: torch.dtype, base: DeltaBase | None = None
 ) -> str | None:
-    """Sends all weights, floating-point ones in `dtype`; as deltas where the receivers have the version of `base`,
-    which becomes this one.  Returns their digest.
+    """Sends all weights, floating-point ones in `dtype`; as deltas if the receivers have the version of `base`, which
+    then becomes this version.  Returns their digest.
 
-    Every rank iterates over all weights, as gathering them may need it: also one without outlets, which returns None,
-    and one whose link broke.
+    Every rank iterates over all weights, as gathering them may need it: also a rank without outlets, which returns
+    None, and a rank whose link broke.
 
     Raises: DeadlineError, LinkClosedError.
     """
@@ -73,8 +73,8 @@ def send(
 def receive(
     inlet: Inlet, version: int, digest: Digest, base: DeltaBase | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields whole weights as they arrive, each after its checksum was verified, and adds them to `digest`. Deltas are
-    those to the version of `base`, which becomes this one.
+    """Yields whole weights as they arrive, each after its checksum was verified, and adds them to `digest`. Deltas
+    refer to the version of `base`, which then becomes this version.
 
     A weight may be a view of the bucket: copy it before the next one is requested.
     Raises: WeightSyncError for another version, a wrong checksum or digest; DeadlineError.
@@ -140,24 +140,24 @@ class WeightRange(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The torch dtype of that name."""
+        """The torch dtype named by `dtype`."""
         dtype = vars(torch)[self.dtype]
         assert isinstance(dtype, torch.dtype)
         return dtype
 
     @property
     def whole_size(self) -> int:
-        """Bytes of the whole weight."""
+        """The number of bytes of the whole weight."""
         return torch.Size(self.shape).numel() * self.torch_dtype.itemsize
 
     @property
     def sent_size(self) -> int:
-        """Bytes in all buckets."""
+        """The number of bytes sent in all buckets."""
         return self.whole_size if self.delta_size is None else self.delta_size
 
 
 class Header(BaseModel):
-    """The header of a bucket. The last one of a version has the digest of all weights."""
+    """The header of a bucket. A version's last header has the digest of all weights."""
 
     version: int
     base: int | None  # version that deltas change
@@ -177,7 +177,7 @@ class Header(BaseModel):
 
 
 def used_bytes(bucket: torch.Tensor) -> int:
-    """Number of bytes of a bucket that are in use; only its start must have arrived."""
+    """The number of used bytes of a bucket; only its start must have arrived."""
     used: int = _SIZES.unpack(bucket[: _SIZES.size].cpu().numpy().tobytes())[1]
     return used
 
@@ -192,7 +192,7 @@ class _Packer:
         self._header_room = self._end = 0
 
     def add(self, name: str, weight: torch.Tensor, delta: torch.Tensor | None = None) -> None:
-        """Writes a weight, or its delta, into this bucket and as many more as it needs."""
+        """Writes a weight, or its delta, into this bucket and as many further buckets as it needs."""
         delta = None if self._base is None else delta
         octets, start = bytes_of(weight) if delta is None else delta, 0
         delta_size = None if delta is None else len(delta)
@@ -221,7 +221,7 @@ class _Packer:
         self._bucket = None
 
     def _bucket_with_room(self, header_chars: int) -> torch.Tensor:
-        """The current bucket, or the next one where it or its header is full."""
+        """The current bucket, or the next one if the current bucket or its header is full."""
         if self._bucket is not None and (self._end >= len(self._bucket) or self._header_room < header_chars):
             self.post()
         if self._bucket is None:
@@ -232,7 +232,7 @@ class _Packer:
 
 class Digest:
     """The sum, modulo 2^64, of a hash of each weight's name, dtype, shape and checksum: equal for equal weights in any
-    order. Checksums are computed on the weights' device; the host reads all of them at once, when one is needed."""
+    order. Checksums are computed on the weights' device; the host reads all of them at once, at the first use."""
 
     def __init__(self) -> None:
         self._sum = 0
@@ -298,7 +298,7 @@ def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
 
 
 def attach(rollout: SharesModule, module: PreTrainedModel, weights: Weights, version: int) -> str:
-    """Makes the rollout sample from `module` itself.  Returns the digest of its `weights`."""
+    """Makes the rollout sample with `module` itself.  Returns the digest of its `weights`."""
     digest = Digest.of(weights)
     rollout.attach(module, version)
     return str(digest)
@@ -323,13 +323,13 @@ SLOTS = 2  # buckets of the sender: it fills one while the other is being sent
 
 
 class LinkClosedError(WeightSyncError):
-    """The other side closed the link; its own error has the reason."""
+    """Raised when the other side has closed the link; its own error has the reason."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A broken link, given instead of the digest. As an error it would end all ranks, and one that is lost breaks the
-    links of the others."""
+    """A broken link, returned instead of a digest. Raised as an error it would end all ranks, although a lost rank only
+    breaks the links of others."""
 
     error: DeadlineError | LinkClosedError
 
@@ -351,7 +351,7 @@ class LinkEnd(ABC):
 
     @contextmanager
     def waiting(self, doing: str) -> Iterator[None]:
-        """Converts errors of the connection to DeadlineError or LinkClosedError; `doing` names the wait in them."""
+        """Converts errors of the connection to DeadlineError or LinkClosedError, which name the wait `doing`."""
         try:
             yield
         except (OSError, EOFError, ValueError, RuntimeError) as error:  # gloo raises RuntimeError for everything
@@ -368,8 +368,8 @@ class Outlet(LinkEnd):
 
     @abstractmethod
     def buffer(self) -> torch.Tensor:
-        """The memory for the next bucket. Waits until its last content has been read.
-        Raises: DeadlineError, LinkClosedError."""
+        """The memory for the next bucket, after its previous content has been read. Waits until its last content has
+        been read.  Raises: DeadlineError, LinkClosedError."""
 
     @abstractmethod
     def post(self, used: int) -> None:

@@ -2,7 +2,7 @@
 """Deltas of weights: the elements whose bits differ from the version before, exact for every dtype. In bytes:
 
     top | mask | values    top: a bit for each byte of the mask, set unless that is 0; mask: the bytes with a bit set,
-                           which has one for each element that changed; values: the new elements. Nothing: no change.
+                           which has one for each element that changed; values: the new elements. No bytes: no change.
 
 Where a share p of the elements changes, an element takes about 1/64 + (1 - (1 - p)^8) / 8 + p * itemsize bytes."""
 
@@ -16,14 +16,14 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by b
 
 
 class DeltaBase:
-    """The weights of a version in the host's memory, at an end of a link: the next version may come as its delta."""
+    """The weights of a version in host memory, at one end of a link: the next version may then be sent as a delta."""
 
     def __init__(self) -> None:
         self.version: int | None = None  # None before the first one, and while one is on its way
         self.weights: dict[str, torch.Tensor] = {}
 
     def begin(self) -> int | None:
-        """Begins the next version.  Returns the one that is here."""
+        """Begins the next version.  Returns the version that the base has."""
         before, self.version = self.version, None
         return before
 
@@ -34,14 +34,14 @@ class DeltaBase:
         self.weights[name].copy_(weight)
 
     def replace(self, name: str, weight: torch.Tensor) -> torch.Tensor | None:
-        """Keeps a weight, and returns the bytes of its delta; None where the whole weight has fewer."""
+        """Replaces a weight.  Returns the bytes of its delta; None where the whole weight has fewer."""
         before = self.weights.get(name)
         found = None if before is None else delta(before.to(weight.device), weight)
         self.keep(name, weight)
         return found if found is not None and len(found) < weight.nbytes else None
 
     def changed(self, name: str, octets: torch.Tensor) -> torch.Tensor:
-        """Applies a delta to the weight that is here.  Returns it, on the device of the delta."""
+        """Applies a delta to the stored weight.  Returns it, on the device of the delta."""
         weight = self.weights[name].to(octets.device)
         apply(weight, octets)
         self.keep(name, weight)
@@ -49,7 +49,7 @@ class DeltaBase:
 
 
 def delta(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """The bytes of the change from a weight to another of its dtype and shape, on their device."""
+    """The bytes of the change between two weights of equal dtype and shape, on their device."""
     words = WORDS[after.itemsize]
     old, new = (each.detach().contiguous().view(-1).view(words) for each in (before, after))
     changed = old != new
@@ -60,7 +60,7 @@ def delta(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
 
 
 def apply(weight: torch.Tensor, octets: torch.Tensor) -> None:
-    """Applies a delta to a contiguous weight. Bytes of another length leave it as it is: its checksum tells."""
+    """Applies a delta to a contiguous weight. Bytes of a wrong length change nothing, and the checksum detects this."""
     words = weight.view(-1).view(WORDS[weight.itemsize])
     size = -(-len(words) // 8)
     tops, mask = -(-size // 8), torch.zeros(size, dtype=torch.uint8, device=octets.device)
@@ -77,13 +77,13 @@ def apply(weight: torch.Tensor, octets: torch.Tensor) -> None:
 
 
 def _packed(bits: torch.Tensor) -> torch.Tensor:
-    """Eight bits a byte: bool [n] to uint8 [n / 8, rounded up]."""
+    """Packs eight bits into a byte: bool [n] to uint8 [n / 8, rounded up]."""
     table = torch.nn.functional.pad(bits.to(torch.uint8), (0, -len(bits) % 8)).view(-1, 8)
     return (table << _places(bits.device)).sum(1, dtype=torch.uint8)
 
 
 def _unpacked(octets: torch.Tensor, count: int) -> torch.Tensor:
-    """The first `count` bits of bytes."""
+    """The first `count` bits of packed bytes."""
     return ((octets[:, None] >> _places(octets.device)) & 1).view(-1)[:count].bool()
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of weights: the sender and the kind of link for each receiver; the controller's side of a weight sync; and the
-two kinds of link: a broadcast to other machines, over gloo, or nccl between accelerators; and shared memory, for
+"""Routes of weights: the sender and the kind of link for each receiver; the controller's side of a weight sync; and two
+kinds of link: a broadcast to other machines, over gloo, or nccl between accelerators; and shared memory between
 processes of one machine.
 
 The ranks of two pools have no common process group, so a broadcast makes its own, with the sender as rank 0. The sender
@@ -124,7 +124,7 @@ def open_inlet(route: Route, deadline_seconds: float, device: torch.device) -> I
 
 
 def weight_sync(actor: WorkerGroup, rollout: WorkerGroup, dtype: str, deadline_seconds: float) -> WeightSync:
-    """Chooses how weights are sent: `rollout.sync` where each rollout rank has an actor rank in its process, else
+    """Chooses the way of sending weights: `rollout.sync` if each rollout rank has an actor rank in its process, else
     `BetweenPools`. `dtype` is the rollout's."""
     if all(rollout.is_beside_actor()):
         return lambda version, *_: _common(rollout.sync(version), version)
@@ -132,12 +132,11 @@ def weight_sync(actor: WorkerGroup, rollout: WorkerGroup, dtype: str, deadline_s
 
 
 class BetweenPools:
-    """Sends weights from the ranks of the actor to those of the rollout, which run in other processes.
+    """Sends weights from the ranks of the actor to the ranks of the rollout, in other processes.
 
     Links are opened for the first version and reused until the ranks change. Both sides are called at the same time and
-    wait for each other, for one bucket at most half of `deadline_seconds`: so the sender is not late itself where a
-    receiver hangs. Where the rollout takes deltas, the first version over a link is whole.
-    """
+    wait for each other, for one bucket at most half of `deadline_seconds`: so a hanging receiver does not make the
+    sender late. If the rollout takes deltas, the first version over a link is still whole."""
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, dtype: str, deadline_seconds: float) -> None:
         self._actor, self._rollout, self._dtype = actor, rollout, dtype
@@ -148,8 +147,8 @@ class BetweenPools:
     def __call__(
         self, version: int, ranks: Mapping[int, int] | None = None, lost: dict[int, Loss] | None = None
     ) -> str:
-        """Sends one version to `ranks`, by default all, each with a number that is new when its process is. `lost` gets
-        the ranks that are lost while others go on; without it that is an error.
+        """Sends one version to `ranks` (by default all), a mapping from each rank to a number that changes with its
+        process. `lost` collects ranks that are lost while others continue; without it their loss is an error.
 
         Raises: WeightSyncError, DeadlineError, WorkerError."""
         ranks = ranks or dict.fromkeys(self._rollout.reporting, 0)
@@ -181,7 +180,7 @@ class BetweenPools:
         return _common(digests, version)
 
     def _open(self, ranks: Iterable[int], lost: dict[int, Loss]) -> None:
-        """Opens links to ranks, and closes earlier ones; begins again where one is lost meanwhile."""
+        """Opens links to ranks, and closes earlier ones; starts again if a rank is lost meanwhile."""
         left, seconds = None, self._deadline_seconds / 2
         while left is None or len(left) > len(self._on("open_inlet", left, lost)):
             asked = [rank for rank in ranks if rank not in lost]
@@ -192,7 +191,7 @@ class BetweenPools:
             left = {rank: (route, seconds) for rank, route in zip(there, routes, strict=True)}
 
     def _on(self, method: str, arguments: Mapping[int, tuple[Any, ...]], lost: dict[int, Loss]) -> list[Any]:
-        """Calls ranks at the same time.  Returns their results; `lost` gets those that are lost while others go on."""
+        """Calls ranks at the same time.  Returns results; `lost` collects ranks that are lost while others continue."""
         calls = {rank: self._rollout.start_on(rank, method, *each) for rank, each in arguments.items()}
         found = list[Any]()
         for rank, call in calls.items():
@@ -206,7 +205,7 @@ class BetweenPools:
 
 
 def _common(digests: Iterable[str | None], version: int) -> str:
-    """The digest of all ranks.  Raises: WeightSyncError where they differ."""
+    """The digest that all ranks share.  Raises: WeightSyncError if they differ."""
     found = {digest for digest in digests if digest is not None}
     if len(found) != 1:
         shown = ", ".join(sorted(found))
@@ -215,7 +214,7 @@ def _common(digests: Iterable[str | None], version: int) -> str:
 
 
 class CollectiveOutlet(Outlet):
-    """The sender's end, for a number of receivers; the group is made for the first bucket."""
+    """The sender's end for several receivers; the process group is made at the first bucket."""
 
     def __init__(
         self,
@@ -235,7 +234,7 @@ class CollectiveOutlet(Outlet):
         self._posted = 0
 
     def buffer(self) -> torch.Tensor:
-        """Waits until the next slot has been sent.  Returns it."""
+        """The next slot, after its content has been sent."""
         if self._group is None:
             with self.waiting("waiting for rollout ranks to connect for weights"):
                 self._group = _group(self._store, 0, self._size, self._host, self._slots.device, self.deadline_seconds)
@@ -313,7 +312,7 @@ class CollectiveInlet(Inlet):
 
 
 def spans(device: torch.device) -> bool:
-    """True where a broadcast between two such devices does not go through host memory."""
+    """True if a broadcast between two such devices does not pass through host memory."""
     return dist.Backend.default_device_backend_map.get(device.type) == "nccl"
 
 
@@ -343,7 +342,7 @@ def _end(group: Any) -> None:
 
 
 def _address_towards(host: str, port: int) -> str:
-    """The local address of a route to another machine; nothing is sent."""
+    """The local address on the route to another machine; sends nothing."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
@@ -351,7 +350,7 @@ def _address_towards(host: str, port: int) -> str:
 
 
 class SharedMemoryOutlet(Outlet):
-    """The sender's end, for a number of receivers; where it `spares` the others, one that fails is left out."""
+    """The sender's end for several receivers; with `spares`, a receiver that fails is dropped alone."""
 
     def __init__(
         self, receivers: int, deadline_seconds: float, bucket_bytes: int = BUCKET_BYTES, *, spares: bool = False
@@ -371,7 +370,7 @@ class SharedMemoryOutlet(Outlet):
         self._posted = 0
 
     def buffer(self) -> torch.Tensor:
-        """Waits until every receiver has read the next slot.  Returns it."""
+        """The next slot, after every receiver has read it."""
         self._accept()
         self._wait_for(SLOTS - 1)
         return self._slots[self._posted % SLOTS]
@@ -416,7 +415,7 @@ class SharedMemoryOutlet(Outlet):
 
     @contextmanager
     def _sparing(self, receiver: socket.socket, doing: str) -> Iterator[None]:
-        """Waits for a receiver, which is left out where it fails and the outlet `spares` the others."""
+        """Waits for a receiver; with `spares`, a receiver that fails is dropped."""
         try:
             with self.waiting(doing):
                 yield
@@ -429,7 +428,7 @@ class SharedMemoryOutlet(Outlet):
 
 
 class SharedMemoryInlet(Inlet):
-    """A receiver's end. It connects at once, and gets the memory with the first bucket."""
+    """A receiver's end. It connects at once, and gets the shared memory with the first bucket."""
 
     def __init__(self, address: str, deadline_seconds: float) -> None:
         super().__init__(deadline_seconds)
@@ -441,7 +440,7 @@ class SharedMemoryInlet(Inlet):
         self._num_read = 0
 
     def bucket(self) -> torch.Tensor:
-        """Waits until the next slot is full.  Returns it."""
+        """The next slot, once it is full."""
         with self.waiting("waiting for weights"):
             if self._slots is None:
                 _, (file,), _, _ = socket.recv_fds(self._socket, 1, 1)  # ValueError without a descriptor
@@ -457,7 +456,7 @@ class SharedMemoryInlet(Inlet):
             self._socket.sendall(b".")
 
     def finish(self) -> None:
-        """Does nothing: the last bucket was released after all weights had been verified."""
+        """Does nothing: the last bucket is released only after all weights are verified."""
 
     def close(self) -> None:
         self._socket.close()
@@ -465,7 +464,7 @@ class SharedMemoryInlet(Inlet):
 
 
 def _mapped(file: int) -> torch.Tensor:
-    """Maps the file as a tensor [SLOTS, bytes], which keeps the mapping alive."""
+    """Maps a file as a tensor [SLOTS, bytes], which keeps the mapping alive."""
     return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8).view(SLOTS, -1)
 
 

@@ -17,7 +17,7 @@ from whet.types import Message, Prompt
 
 
 class Says:
-    """An engine that says what it was told to say, turn by turn."""
+    """An engine that returns scripted texts, turn by turn."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], end: str) -> None:
         self.turns = [tuple(tokenizer.encode(turn + end, add_special_tokens=False)) for turn in turns]

@@ -196,7 +196,7 @@ PHI = """\
 
 @dataclass(frozen=True)
 class Family:
-    """A template, its control tokens, and a conversation: opening, then turns and what stands between them."""
+    """A template, its control tokens, and a conversation: opening, then turns and the text between them."""
 
     template: str
     tokens: tuple[str, ...]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsers of tool calls: each format as published, what models get wrong, and any text at all."""
+"""Parsers of tool calls: each format as published, mistakes of models, and any text at all."""
 
 from __future__ import annotations
 

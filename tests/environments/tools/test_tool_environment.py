@@ -142,7 +142,7 @@ def opened(file: str) -> Any:
 
 
 def at(file: str, tool: Any) -> Any:
-    """An entry whose names are those of the file."""
+    """An entry with names in `file`."""
     if isinstance(tool, str):
         return f"{file}:{tool}"
     return {**tool, "python": f"{file}:{tool['python']}"} if "python" in tool else tool

@@ -150,6 +150,6 @@ def video_of(frames: Sequence[Image.Image]) -> Media:
 
 
 def text_of(media: Media) -> str:
-    """What takes the placeholder's place."""
+    """The text that replaces the placeholder."""
     assert media.tokens is not None
     return "".join(piece * times for piece, times in media.tokens.text)

@@ -36,7 +36,7 @@ def ids_of(folder: Path, media: list[Media]) -> torch.Tensor:
 
 
 def stock_inputs(vision: Encoders, media: list[Media], ids: torch.Tensor) -> dict[str, Any]:
-    """What transformers' processor would pass to its model's forward."""
+    """The inputs that transformers' processor would pass to its model's forward."""
     parts = [vision.prepared(each) for each in media]
     axis = 1 if vision.config.model_type == "smolvlm" else 0
     found: dict[str, Any] = {name: torch.cat([part[name] for part in parts], axis) for name in parts[0]}

@@ -35,7 +35,7 @@ PROCESSORS = {
 
 
 def video_processor(folder: Path) -> Any:
-    """Transformers' own; that of Qwen2-VL, with the same patches, cannot be imported without torchvision."""
+    """Transformers' own processor; Qwen2-VL's, with the same patches, cannot be imported without torchvision."""
     return VIDEO.Qwen3VLVideoProcessor.from_pretrained(folder)
 
 

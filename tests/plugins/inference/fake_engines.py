@@ -33,8 +33,9 @@ def starting(
     monkeypatch: pytest.MonkeyPatch,
     other: str | None = None,
 ) -> Iterator[Start]:
-    """Gives what starts engines of the model in `folder`, and closes them at the end. Their server is the script
-    `fake`, or another command; `found` looks like the server's package, `other` is its version, if not its own."""
+    """Yields a function that starts engines of the model in `folder`, and closes them at the end. Their server is the
+    script `fake`, or another command; `found` looks like the server's package, `other` is its version, if not its own.
+    """
     started: list[ServerEngine] = []
     environment = Interpreter(sys.executable, found, kind.package, other)
     monkeypatch.setattr("whet.plugins.inference.servers.engine.find_environment", lambda *_: environment)

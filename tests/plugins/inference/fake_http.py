@@ -28,11 +28,11 @@ class JsonHandler(BaseHTTPRequestHandler):
         self.post(json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"null"))
 
     def get(self) -> None:
-        """Answers what asks."""
+        """Answers a request that reads."""
         raise NotImplementedError
 
     def post(self, body: Any) -> None:
-        """Answers what changes something."""
+        """Answers a request that changes the server."""
         raise NotImplementedError
 
     def answer(self, value: Any, status: int = 200) -> None:

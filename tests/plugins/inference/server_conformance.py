@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every rollout engine with a server of its own is held to, beside rollout_conformance.py.
+"""Requirements of every rollout engine with its own server, beside rollout_conformance.py.
 
 A check of CHECKS takes the engine and the model that its server samples from, and begins after `reset`."""
 
@@ -96,7 +96,7 @@ def require(package: Package) -> None:
 
 @contextmanager
 def starting(kind: type[Any]) -> Iterator[Start]:
-    """Gives what starts engines on a model's folder, and closes them at the end."""
+    """Yields a function that starts engines on a model's folder, and closes them at the end."""
     require(kind.package)
     started: list[ServerEngine] = []
 
@@ -185,7 +185,7 @@ def server_bytes(engine: ServerEngine) -> int:
 
 
 def check_native_tokens(engine: ServerEngine, model: PreTrainedModel, **params: Any) -> None:
-    """Tokens are those of the native engine."""
+    """Checks that tokens equal the native engine's."""
     native = NativeEngine()
     native.attach(model, 0)
     made = suite.requests(groups=8, n=4, longest=60, **params)
@@ -199,7 +199,7 @@ def check_company(engine: ServerEngine, model: PreTrainedModel) -> None:
 
 
 def check_mixed(engine: ServerEngine) -> None:
-    """Requests of different sampling in one batch give what they give alone."""
+    """Checks that requests with different sampling parameters in one batch give the same results as alone."""
     mixed = [
         replace(made, uid=f"{number}:{made.uid}")
         for number, params in enumerate(suite.SAMPLING)
@@ -218,7 +218,7 @@ def check_streams(engine: ServerEngine, model: PreTrainedModel) -> None:
 
 
 def check_refusals(engine: ServerEngine, model: PreTrainedModel) -> None:
-    """What can never be sampled is refused."""
+    """Checks that impossible requests are refused."""
     [request] = suite.requests(groups=1, n=1)
     with raises(EngineError, key=f"request {request.uid}", expected=re.compile(rf"2048 .*{engine.package.title}")):
         engine.submit(replace(request, params=SamplingParams(10**4)))
@@ -277,7 +277,7 @@ def check_attempts(engine: ServerEngine, model: PreTrainedModel) -> None:
 
 
 def check_pause(engine: ServerEngine, model: PreTrainedModel) -> None:
-    """A paused engine gives what it has, and is silent."""
+    """Checks that a paused engine returns its tokens so far, and then nothing."""
     engine.load(named(model), version=4)
     made = long_requests(engine, 1, 3)
     whole = generate(engine, made)
@@ -320,8 +320,8 @@ def on_new_weights(engine: ServerEngine, handling: OnNewWeights) -> Iterator[Non
 def check_load(
     engine: ServerEngine, model: PreTrainedModel, pauses: bool = False, handling: OnNewWeights = "recompute"
 ) -> None:
-    """Tokens before a change of weights are the old weights' and those after it a full recompute's under the new ones;
-    the partial responses of a pause have all of the former."""
+    """Checks that tokens before a change of weights come from the old weights, and later ones from a full recomputation
+    with the new ones; partial responses at a pause have all tokens of the former."""
     made = long_requests(engine, 2, 2)
     old = dict(zip([request.uid for request in made], generate(engine, made), strict=True))
 
@@ -461,7 +461,7 @@ def check_broken_weights(engine: ServerEngine, model: PreTrainedModel) -> None:
 
 @contextmanager
 def in_small_parts(engine: ServerEngine, part_bytes: int = 2**17) -> Iterator[list[Part]]:
-    """The engine sends weights in parts of about so many bytes; yields those that it sends."""
+    """Makes the engine send weights in parts of about `part_bytes` bytes; yields the sent parts."""
     sent = list[Part]()
 
     def parts(weights: Weights, readers: int, folder: str | None) -> Iterator[list[Part]]:
@@ -477,8 +477,8 @@ def in_small_parts(engine: ServerEngine, part_bytes: int = 2**17) -> Iterator[li
 
 
 def check_parts(engine: ServerEngine, model: PreTrainedModel) -> None:
-    """Weights that come in parts change running requests as those of one file do. Where they break off behind the
-    first part nothing is sampled, and the next ones mend it. A server without a copy for restarts needs none."""
+    """Checks that weights in parts change running requests like weights in one file. If they break off after the first
+    part, nothing is sampled, and the next ones repair it. A server without a copy for restarts needs none."""
     made = suite.requests(groups=1)
     before = generate(engine, made)
     with in_small_parts(engine) as sent:
@@ -512,8 +512,8 @@ def check_parts(engine: ServerEngine, model: PreTrainedModel) -> None:
 
 
 def check_digests(engine: ServerEngine, model: PreTrainedModel) -> None:
-    """The digest of the trainer's weights is that of the weights that the rank was given, and of the file that the
-    server reads; log-probs are those of these weights. What the server's own memory holds is not read."""
+    """Checks that the digest of the trainer's weights equals the digest of the rank's weights, and of the file that the
+    server reads; log-probs belong to these weights. The server's own memory is not read."""
     suite.check_digests(engine, model)
     other, file = changed(model, 1.0), Digest()
     with torch.no_grad():
@@ -528,7 +528,8 @@ def check_digests(engine: ServerEngine, model: PreTrainedModel) -> None:
 
 
 def check_twenty_updates(engine: ServerEngine, model: PreTrainedModel) -> None:
-    """Log-probs after each are the model's own, that of a tied head too; memory stays."""
+    """Checks that log-probs after each update are the model's own, with a tied head too, and that memory does not
+    grow."""
     suite.check_twenty_updates(engine, model, server_bytes)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of every mesh of two training processes in a server: bit for bit those of the Hugging Face export."""
+"""Weights of every mesh of two training processes in a server, bit for bit equal to the Hugging Face export."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a quickstart: what may be removed in it. What it learns: tests/cli/test_app.py."""
+"""The folder of a quickstart: the files that may be removed in it. tests/cli/test_app.py tests its learning."""
 
 from __future__ import annotations
 

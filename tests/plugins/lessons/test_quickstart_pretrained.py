@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the quickstart with a pretrained model asks, pays and shows; and that it learns (slow, downloads the model)."""
+"""Prompts, rewards and output of the quickstart with a pretrained model; and that it learns (slow, downloads the
+model)."""
 
 from __future__ import annotations
 

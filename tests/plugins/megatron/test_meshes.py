@@ -153,7 +153,7 @@ def test_a_mesh_is_one_process(
 
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_interleaved_stages_never_send_in_batches(virtual: int, folders: dict[str, Path]) -> None:
-    """Their gradients would be those of other micro-batches, without an error."""
+    """In batches, gradients would belong to other micro-batches, without an error."""
     from transformers import AutoConfig
 
     from whet.plugins.megatron.model import config_of

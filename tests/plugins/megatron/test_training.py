@@ -24,7 +24,7 @@ OPTIONS = {"tensor": 2, "distributed_optimizer": "true"}
 
 @pytest.mark.timeout(1200)
 def test_a_run_that_is_killed_has_the_same_numbers(tmp_path: Path) -> None:
-    """And its weights are those of the checkpoint by both ways of export."""
+    """The killed run's weights equal the checkpoint's by both ways of export."""
     from whet.cli.app import app
 
     options = [f"actor.engine.options.{name}={value}" for name, value in OPTIONS.items()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The enumeration is right, what claims to be exact is, and the step that is looked at is the loop's own."""
+"""The enumeration is right, exact claims are exact, and the observed step is the loop's own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 
+from whet.batch import Batch
 from whet.config.algorithm import AlgorithmConfig, CorrectionConfig, FilterConfig, KLConfig, ShapingConfig
 from whet.plugins.proofs.certify import (
     GAP,
@@ -29,7 +30,6 @@ from whet.plugins.proofs.certify import (
     rows,
     rows_of,
 )
-from whet.protocol import DataProto
 from whet.registry import ADV_ESTIMATORS, KINDS, KL_FORMS, POLICY_LOSSES
 from whet.trainers.shape import Shaper
 
@@ -90,7 +90,7 @@ def test_the_step_is_the_loops_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert certify(plain(), SMALL, mode=SUMS).norm_ratio == pytest.approx(2.0)
 
 
-def _doubled(batch: DataProto) -> DataProto:
+def _doubled(batch: Batch) -> Batch:
     return batch.with_columns(token_level_rewards=2 * batch["token_level_rewards"])
 
 
@@ -126,7 +126,7 @@ def test_known_biases() -> None:
 
 
 def test_the_full_kl_is_what_k2_estimates() -> None:
-    """Both follow each token's KL with the states held fixed; what is estimated varies more."""
+    """Both follow each token's KL with the states held fixed; the estimate varies more."""
     estimated, full = (
         certify(plain(kl=KLConfig(where="loss", form=form, coef=0.5)), SMALL, mode=SUMS) for form in ("k2", "full")
     )
@@ -158,7 +158,7 @@ def test_the_table_has_everything() -> None:
 
 
 def test_the_first_to_end_by_counting() -> None:
-    """Against all ways to sample three groups, in all orders of those that end together."""
+    """The formula agrees with all ways to sample three groups, in all orders of groups that end together."""
     durations, weights = torch.tensor([1, 2, 2, 3]), torch.tensor([0.1, 0.2, 0.3, 0.2], dtype=torch.float64)
     found, kinds = torch.zeros(4, dtype=torch.float64), [*range(4), None]  # None: a group that the filter drops
     for first, *others in itertools.product(kinds, repeat=3):
@@ -176,7 +176,8 @@ def test_the_first_to_end_by_counting() -> None:
 
 
 def test_over_sampling_is_biased_towards_short_responses() -> None:
-    """Exact without it; with it the gradient is that of groups which end early, here by sampling batches."""
+    """Without over-sampling the gradient is exact; with it the gradient favours groups that end early, here by sampling
+    batches."""
 
     def of(extra: float) -> AlgorithmConfig:
         return plain(filter=FilterConfig(name="first_finished", options={"extra": extra}))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Attack:
-    """A program, what holds it, and the ends that it may have."""
+    """A program, the measure that stops it, and the ends that it may have."""
 
     name: str
     held_by: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every attack is held, by what it names; nothing of it is left on the machine."""
+"""Every attack is stopped by the measure that it names, and leaves nothing on the machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.slow, needs_bubblewrap]
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[dict[str, object]]:
-    """What a program is not to reach: a file, services of this machine, a variable."""
+    """The things that a program must not reach: a file, services of this machine, a variable."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         secret = Path(folder, "answers")
         secret.write_text("42")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The service and its client give what the local sandbox gives, failures included."""
+"""The service and its client give the same results as the local sandbox, failures included."""
 
 from __future__ import annotations
 

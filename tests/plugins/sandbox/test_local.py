@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E501 - a program is one line
-"""Programs in a sandbox of this machine: what they get, how they end, and that nothing is left."""
+"""Programs in a sandbox of this machine: their input, their ends, and that nothing is left."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs with a change; `python -m tests.plugins.scores.mutants` writes docs/mutants.md: those that pass.
+"""Changed programs; `python -m tests.plugins.scores.mutants` writes docs/mutants.md, the list of HumanEval's mutants that
+pass.
 
 It needs HumanEval beside the repository (shared/data) and bubblewrap, and takes a few minutes."""
 

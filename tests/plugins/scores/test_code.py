@@ -528,8 +528,8 @@ def test_no_code_and_unknown_languages() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not HUMAN_EVAL.exists(), reason="HumanEval is not beside the repository (shared/data)")
 def test_human_eval_and_its_mutants() -> None:
-    """Every canonical solution passes; every mutant has the verdict of a run without any sandbox, and those that pass
-    are listed in docs/mutants.md."""
+    """Every canonical solution passes; every mutant has the same verdict as in a run without any sandbox, and
+    docs/mutants.md lists the mutants that pass."""
     unpaid, found = of_human_eval()
     assert not unpaid
     assert len(found) >= 500

@@ -42,7 +42,8 @@ def test_other_ground_truths_are_no_tests(truth: Any) -> None:
 
 
 def exit_code(solution_str: str, ground_truth: Any) -> float:
-    """The code and its tests in one process: whatever leaves with success, or replaces what the tests use, is paid."""
+    """Runs the code and its tests in one process: a program that exits with success, or replaces functions of the
+    tests, is paid."""
     code = solution_str.removeprefix("```python\n").removesuffix("```") + "\n" + "\n".join(ground_truth)
     done = subprocess.run([sys.executable, "-I", "-"], input=code.encode(errors="replace"), capture_output=True)
     return float(done.returncode == 0)

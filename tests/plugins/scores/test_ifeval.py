@@ -23,7 +23,7 @@ class FakeLanguages(ModuleType):
     """langdetect's interface: the language by the script of most letters."""
 
     class LangDetectException(Exception):  # noqa: N818  # langdetect's name
-        """What langdetect raises for a text without letters."""
+        """Raised by langdetect for a text without letters."""
 
     DetectorFactory = SimpleNamespace(seed=None)
 

@@ -23,6 +23,6 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture(scope="session")
 def echo(qwen25_folder: Path) -> Iterator[Running]:
-    """A server that says what the user said."""
+    """A server that repeats the user's message."""
     with started(qwen25_folder, "--name", "m", "--engine", ECHO) as running:
         yield running

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout engine that says what the user said, in place of a model."""
+"""A rollout engine that repeats the user's message, in place of a model."""
 
 from __future__ import annotations
 

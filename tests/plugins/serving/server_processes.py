@@ -19,7 +19,7 @@ Start = Callable[..., "Running"]
 
 
 class Running:
-    """A server, its address, and what it has printed."""
+    """A server, its address, and its output."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process, self.lines = process, list[str]()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of requests: what reaches the engine, and what is refused."""
+"""Fields of requests: the values that reach the engine, and the refused ones."""
 
 from __future__ import annotations
 

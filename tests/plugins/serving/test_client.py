@@ -117,7 +117,8 @@ def test_prompts_in_every_form(client: openai.OpenAI, qwen25_folder: Path) -> No
 
 
 def test_the_log_probs_of_a_prompt(server: Running, qwen25_folder: Path) -> None:
-    """Those of the model's own forward, of the text's tokens and the three likeliest; every sample has its prompt's."""
+    """The log-probs equal the model's own forward, for the text's tokens and the three most probable ones; every sample
+    has its prompt's."""
     tokenizer, model = load_tokenizer(qwen25_folder), load_policy(qwen25_folder)
     prompts = [tokenizer.encode(text) for text in ("six times", "seven", "s")]
     body = {"model": "m", "prompt": prompts, "max_tokens": 1, "n": 2, "prompt_logprobs": 3}
@@ -179,7 +180,7 @@ def test_a_streamed_text(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}], ids=str)
 def test_a_call_that_is_begun_for_the_model(echo: Running, choice: Any) -> None:
-    """The model says the rest; what becomes no call is text, with its beginning."""
+    """The model writes the rest of the call; text that becomes no call stays text, with its beginning."""
     create = echo.client().chat.completions.create
     rest, begun = ' {"a": 1, "b": 2}}\n</tool_call>', '<tool_call>\n{"name": "add", "arguments":'
     more = '\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
@@ -199,7 +200,7 @@ def test_a_call_that_is_begun_for_the_model(echo: Running, choice: Any) -> None:
 
 
 def test_log_probs_of_the_likeliest_tokens(client: openai.OpenAI, qwen25_folder: Path) -> None:
-    """Those of the model's own forward, for chats and texts, whole and in parts; the tokens are the same."""
+    """The log-probs equal the model's own forward, for chats and texts, whole and in parts; the tokens are the same."""
     model, tokenizer = load_policy(qwen25_folder).eval(), load_tokenizer(qwen25_folder)
     texts = TokenTexts(tokenizer)
     ids: dict[str, Any] = {"model": "m", "seed": 2, "max_tokens": 6, "extra_body": {"return_token_ids": True}}

@@ -42,7 +42,8 @@ class SecondIsBest:
 
 
 def check(server: Running, checkpoint: Path, version: int, out: Path) -> None:
-    """Log-probs of the server are those of the checkpoint's own model, and it names the version."""
+    """Checks that log-probs of the server equal the ones of the checkpoint's own model, and that it names the
+    version."""
     prompt = [5, 9, 12]
     response = server.client().completions.create(
         model="run", prompt=prompt, max_tokens=20, logprobs=0, seed=1, extra_body={"return_token_ids": True}

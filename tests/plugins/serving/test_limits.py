@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server refuses, and how it ends what nobody waits for."""
+"""Refusals of a server, and the end of requests that nobody waits for."""
 
 from __future__ import annotations
 

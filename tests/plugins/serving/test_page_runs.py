@@ -21,7 +21,7 @@ from whet.config import TrainConfig, load_config
 from whet.models.load import load_tokenizer
 from whet.plugins.lessons.init_model import init_model
 from whet.trainers.build import build, build_scorer
-from whet.trainers.hints import chat_of, hints_of
+from whet.trainers.teacher import chat_of, hints_of
 
 pytestmark = pytest.mark.slow
 PAGE = blocks(ROOT / "docs" / "serving.md")

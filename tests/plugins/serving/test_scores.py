@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet serve` of a reward model: scores are those of transformers, and a run trains on them."""
+"""`whet serve` of a reward model: scores equal transformers', and a run trains on them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TALK = [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A classifier whose vocabulary is not that of the runs' policies."""
+    """A classifier whose vocabulary differs from the runs' policies'."""
     alphabet = "%0123456789+-*/=() abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;!?<>|_'\n"
     made = init_model(tmp_path_factory.mktemp("models") / "served", "llama", "nano", alphabet=alphabet)
     model = load_reward_model(made, new_head_seed=0)
@@ -106,7 +106,7 @@ def test_a_key_and_a_signal(start: Start, folder: Path) -> None:
 def test_a_run_trains_on_its_scores(
     running: Running, folder: Path, train_config: Callable[..., TrainConfig], additions: Rows, tmp_path: Path
 ) -> None:
-    """On a rank of the pool with the role `reward`; the numbers are those of the reward model as a role of the run."""
+    """On a rank of the pool with the role `reward`, the numbers equal the reward model's as a role of the run."""
     pools = {"main": {"processes": 1}, "scores": {"processes": 1, "roles": ["reward"]}}
     served = {
         "reward.function": "reward_server",

@@ -16,7 +16,7 @@ FLUSH_SECONDS = 3.0  # in which a service has written what it was told, most of 
 
 
 def value(step: int) -> float:
-    """What is logged in a step."""
+    """The number that is logged in a step."""
     return step / 8
 
 

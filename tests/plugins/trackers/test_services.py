@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every service with its own library: killed, resumed, and read back with what the library reads."""
+"""Every service with its own library: killed, resumed, and read back with the library."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Told = dict[int, list[dict[str, Any]]]  # tables by step
 
 
 def run_worker(folder: Path, service: str, *arguments: object, environment: dict[str, str] | None = None) -> str:
-    """What a process that logs to the service printed; it is killed where the arguments say so."""
+    """The output of a process that logs to the service; the arguments may have it killed."""
     python = interpreter("WHET_TRACKIO_VENV", ".venv-trackio") if service == "trackio" else Path(sys.executable)
     settings = {"WANDB_MODE": "offline", "SWANLAB_MODE": "offline", "TRACKIO_DIR": str(folder / "trackio")}
     keep = {name: each for name, each in os.environ.items() if not name.startswith(("WANDB", "SWANLAB", "MLFLOW"))}

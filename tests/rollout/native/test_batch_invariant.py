@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from benchmarks.workers.card_invariant import batch_of
 from tests.engines.engine_conformance import update
-from tests.models.interpreted import exact_products
+from tests.kernels.interpreted import exact_products
 from tests.raising import raises
 from tests.rollout.standin import install
 from whet.config import TrainConfig, load_config
@@ -24,8 +24,8 @@ from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
 from whet.engines.role import RoleSettings
 from whet.engines.single import SingleEngine
 from whet.errors import ConfigError, EngineError
+from whet.kernels import batch_invariant_triton
 from whet.keyed import key
-from whet.models import fixed_kernels
 from whet.models.load import load_policy
 from whet.plugins.lessons.init_model import init_model
 from whet.rollout.native import columns, engine, scheduler
@@ -34,7 +34,7 @@ from whet.rollout.protocol import Completion, Request, SamplingParams, generate
 from whet.trainers.objectives import PolicyObjective
 from whet.weight_sync.buckets import in_dtype
 
-pytestmark = pytest.mark.skipif(not fixed_kernels.INTERPRETED, reason="needs Triton's interpreter")
+pytestmark = pytest.mark.skipif(not batch_invariant_triton.INTERPRETED, reason="needs Triton's interpreter")
 LOG_PROBS = frozenset({"log_probs"})
 
 

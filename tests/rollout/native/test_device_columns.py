@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from tests.rollout import rollout_conformance as suite
 from tests.rollout.standin import Recorder, install
+from whet.kernels.paged_attention import BLOCK_SIZE
 from whet.models.caches import token_bytes
 from whet.models.load import load_policy
 from whet.rollout.native.columns import DeviceColumns, batch_size
 from whet.rollout.native.engine import NativeEngine
-from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.protocol import Completion, Partial, Request, SamplingParams, generate
 
 NEAR = 5e-5  # attention of prompts and of single tokens rounds differently

@@ -15,15 +15,15 @@ from tests.models.test_outputs import random_batch
 from tests.rollout import rollout_conformance as suite
 from tests.rollout.standin import install
 from whet.devices import HOST
+from whet.kernels.delta_rule import PackedFlow
 from whet.models.caches import Pages, State, layer_caches, sequence_bytes, token_bytes
-from whet.models.linear_attention import PackedFlow
 from whet.models.load import load_policy
 from whet.models.outputs import ForwardSettings, model_outputs
 from whet.plugins.lessons.init_model import Arch, init_model
 from whet.rollout.native.cache import BlockCache
 from whet.rollout.native.engine import NativeEngine
-from whet.rollout.planned import Decoding, Lengths
 from whet.rollout.protocol import Completion, Finished, Request, SamplingParams, generate
+from whet.rollout.requirements import Decoding, Lengths
 
 ARCHS = ["gpt_oss", "deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5"]
 

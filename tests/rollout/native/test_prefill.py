@@ -62,7 +62,8 @@ def test_batches_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_batch_is_replayed_with_other_prompts(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is recorded gives the bits of what is not: other prompts, lengths and numbers of them come to one size."""
+    """A replayed step gives the same bits as a run one: other prompts, lengths and numbers of them fall into one
+    size."""
     work = [suite.requests(groups=groups, n=2, seed=groups) for groups in (2, 4, 3)]
     install(monkeypatch)
     engine = NativeEngine(kv_cache_bytes=2**24)
@@ -93,7 +94,7 @@ def test_long_prompts_are_computed_in_parts(model: PreTrainedModel, monkeypatch:
 
 @pytest.mark.slow
 def test_a_cache_for_longer_prompts_than_the_model_was_made_for(model: PreTrainedModel, device: None) -> None:
-    """Block tables grow where a request needs more than the model's positions, and what is recorded is forgotten."""
+    """Block tables grow if a request needs more than the model's positions, and recorded steps are dropped."""
     engine = NativeEngine(kv_cache_bytes=2**24)
     engine.attach(model, 0)
     short = suite.requests(groups=2, n=2)

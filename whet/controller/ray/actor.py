@@ -60,7 +60,7 @@ class RankActor:
         return self._name
 
     def prepare(self, code: UserCode, opens_store: bool, deadline_seconds: float) -> Location:
-        """Makes the user's code importable, and opens the pool's store where asked.  Returns the actor's location."""
+        """Makes the user's code importable, and opens the pool's store if asked to.  Returns the actor's location."""
         address = ray.util.get_node_ip_address()
         if opens_store:
             self._store = devices.open_store(address, deadline_seconds)
@@ -70,7 +70,7 @@ class RankActor:
         return Location(address, context.get_node_id(), gpu_ids, self._store.port if opens_store else None)
 
     def assign(self, spec: RankSpec, gpu_ids: Sequence[str]) -> None:
-        """Makes the actor a rank of its pool, which sees the GPUs `gpu_ids`, or those that Ray gave it."""
+        """Makes the actor a rank of its pool; it sees the GPUs `gpu_ids`, or else the GPUs that Ray assigned to it."""
         if gpu_ids:
             manager: Any = get_accelerator_manager_for_resource("GPU")
             manager.set_current_process_visible_accelerator_ids(list(gpu_ids))

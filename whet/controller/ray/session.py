@@ -72,8 +72,8 @@ class Reservation:
 
 @contextmanager
 def connected(cluster: ClusterConfig) -> Iterator[bool]:
-    """Connects to the cluster that the config names, else to a running one, else starts one. The connection, and a
-    cluster that was started, end with the block. Yields whether the cluster was started here (no node can join it).
+    """Connects to the cluster that the config names, else to a running one, else starts one. The block's end closes the
+    connection, and a cluster that was started. Yields whether the cluster was started here (no node can join it).
 
     Raises: ConfigError where no cluster runs at the address."""
     if ray.is_initialized():
@@ -106,7 +106,7 @@ def connected(cluster: ClusterConfig) -> Iterator[bool]:
 def authenticated(*, starts: bool) -> Iterator[None]:
     """Sends this machine's token to a running cluster, which may ask for it; Ray itself does so only for address auto.
 
-    A cluster that the block `starts` gets a token of its own where the machine has none. Ray would write one to
+    A cluster that the block `starts` gets its own token if the machine has none. Ray would write one to
     ~/.ray/auth_token, and every later `ray start --head` would ask other nodes for it."""
     if not HAS_TOKENS:
         yield
@@ -183,8 +183,8 @@ def reserve(slots: Sequence[Slot], cluster: ClusterConfig, *, is_alone: bool) ->
 
 
 def _cpus(wanted: list[tuple[int, int]]) -> float | None:
-    """The CPUs for each that is wanted, at most 1, on the live nodes with the most; None where some are missing.
-    `wanted` has the GPUs and CPUs of each node."""
+    """CPUs for each process, at most 1, on the live nodes with the most CPUs; None if too few nodes are alive. `wanted`
+    has the GPUs and CPUs of each node."""
     left = sorted(alive_nodes(), key=lambda node: -node.total.get("CPU", 0.0))
     found = 1.0
     for gpus, cpus in sorted(wanted, reverse=True):  # a node for many GPUs is one for fewer too
@@ -203,14 +203,14 @@ def head_address() -> tuple[str, int]:
 
 
 def attempt(seconds: float, action: Callable[[], Any]) -> None:
-    """Runs an action that may fail, for at most `seconds`: when its head is lost, Ray waits for a minute."""
+    """Runs an action that may fail, for at most `seconds`: Ray waits for a minute if the head node is lost."""
     late = DeadlineError("Ray", f"no answer in {seconds:g} s", change="check it with `ray status`")
     with contextlib.suppress(DeadlineError, RayError, RuntimeError, ValueError):
         within(seconds, action, late)
 
 
 def _connection_error(address: str) -> OSError | None:
-    """The error of a connection to host:port; None where it succeeds. Ray itself would try for half a minute."""
+    """The error of a connection to host:port; None if it succeeds. Ray itself would try for half a minute."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError("cluster.address", address, "host:port, auto or local")

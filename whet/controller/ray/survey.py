@@ -70,8 +70,8 @@ def survey(cluster: ClusterConfig, packages: Sequence[str], paths: Sequence[str]
 
 
 def bfloat16_by_node(cluster: ClusterConfig) -> dict[str, list[str]]:
-    """The instructions of each node's processor for products of bfloat16, by address; empty where no cluster runs yet,
-    and the run starts one on this machine.  Raises: ConfigError."""
+    """The processor instructions for bfloat16 products, by node address; empty if no cluster runs yet and the run
+    starts one on this machine.  Raises: ConfigError."""
     named = cluster.address or os.environ.get("RAY_ADDRESS") or read_ray_address()
     if not ray.is_initialized() and named in (None, "local"):
         return {}
@@ -82,7 +82,7 @@ def bfloat16_by_node(cluster: ClusterConfig) -> dict[str, list[str]]:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Versions of Python and of the installed ones among the packages."""
+    """Versions of Python and of the installed packages among `packages`."""
     found = {"python": platform.python_version()}
     for name in packages:
         try:
@@ -94,7 +94,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 class _Probe:
-    """An actor that examines its node, with the standard library alone."""
+    """An actor that examines its node, using only the standard library."""
 
     def listen(self, address: str) -> int:
         """Starts to accept connections.  Returns the port."""
@@ -114,7 +114,7 @@ class _Probe:
     def examine(
         self, packages: Sequence[str], paths: Sequence[str], others: Mapping[str, tuple[str, int]], seconds: float
     ) -> dict[str, Any]:
-        """Returns fields of a Report."""
+        """Returns the fields of a Report."""
         unreached = {}
         for address, listener in others.items():
             try:
@@ -131,7 +131,7 @@ class _Probe:
 
 
 def _there(node: Node) -> dict[str, Any]:
-    """The options of what runs on a node, beside all else."""
+    """Ray options that place an actor on the node, even if its CPUs are in use."""
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False)}
 
 
@@ -151,7 +151,7 @@ def _report(
 
 
 def _clock(probe: Any) -> float:
-    """Seconds by which the node's clock is ahead: of the reading with the shortest round trip."""
+    """Seconds by which the node's clock is ahead, from the reading with the shortest round trip."""
     readings: list[tuple[float, float]] = []
     for _ in range(CLOCK_READINGS):
         before = time.time()

@@ -121,13 +121,13 @@ class RayTransport(RemoteTransport[_Actor]):
         return peer
 
     def _found(self, peer: _Actor, location: Location) -> _Actor:
-        """The actor at its location; notes the GPUs that Ray gave it."""
+        """Records the actor's location, and the GPUs that Ray assigned to it."""
         numbers = [(peer.slot.node, device) for device in peer.slot.devices]
         self._gpu_ids |= dict(zip(numbers, location.gpu_ids, strict=False))
         return replace(peer, location=location)
 
     def _assign(self, peer: _Actor) -> Any:
-        """Makes the actor a rank, with the GPU that another one reserved where they share it."""
+        """Makes the actor a rank; ranks that share a GPU use the one that the first of them reserved."""
         gpu_ids = [] if peer.slot.is_first else self._gpus_of(peer.slot)
         return peer.handle.assign.remote(self._rank_spec(peer), gpu_ids)
 
@@ -154,7 +154,7 @@ class RayTransport(RemoteTransport[_Actor]):
         self._connection.close()
 
     def prepare(self, frames: list[wire.Frame]) -> Any:
-        """Returns a message, or the reference of a large one in the object store."""
+        """Returns a message, or for a large one its reference in the object store."""
         message = FramedMessage(frames)
         if message.size < INLINE_BYTES:
             return message
@@ -183,7 +183,7 @@ class RayTransport(RemoteTransport[_Actor]):
             peer.replies.put((call, reply))
 
     def end_processes(self, *, is_orderly: bool) -> None:
-        """Closes the workers where `is_orderly`, then kills all actors and releases their nodes."""
+        """Closes the workers if `is_orderly`, then kills all actors and releases their nodes."""
         if self._watch is not None:
             self._watch.stop()
         if not ray.is_initialized():
@@ -275,14 +275,14 @@ class RayTransport(RemoteTransport[_Actor]):
             self.complete(peer, message.frames, call.number)
 
     def _get(self, reference: Any) -> Any:
-        """Waits for the object of a reference; None once the launch has ended."""
+        """Waits for the object behind a reference; None once the launch has ended."""
         while not self.ended.is_set():
             with contextlib.suppress(GetTimeoutError):
                 return ray.get(reference, timeout=CHECK_SECONDS)
         return None
 
     def _failure(self, peer: _Actor, call: OpenCall | None, error: RayError) -> WhetError:
-        """Converts an error of Ray to one of whet."""
+        """Converts an error of Ray to an error of whet."""
         name = peer.name(call.role if call else "")
         if isinstance(error, RayTaskError):  # not from a worker's method: its error comes in the reply
             found = f"{type(error.cause).__name__}: {error.cause}".rstrip(": ")

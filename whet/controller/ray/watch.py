@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A watch over machines: Ray itself takes half a minute or more to report a lost one.
+"""A watch over machines; Ray itself takes half a minute or more to report a lost machine.
 
 The watch connects to a port on which each machine listens. A refused connection means that the listening process has
 ended; two timeouts in a row mean that the machine or the network to it is down. Both are detected within ten seconds.
@@ -22,8 +22,8 @@ Address = tuple[str, int]
 
 
 class Watch:
-    """Checks all `addresses` (by name) in a thread, every second, until `stop`, and calls `lost` with the name and the
-    reason of each that is lost."""
+    """Checks all `addresses` (by name) every second in a thread, until `stop`, and calls `lost` with the name of each
+    lost machine and the reason."""
 
     def __init__(self, addresses: Mapping[str, Address], lost: Callable[[str, str], None]) -> None:
         self._addresses, self._lost = dict(addresses), lost
@@ -53,7 +53,7 @@ class Watch:
 
 
 def connection_error(host: str, port: int, seconds: float) -> OSError | None:
-    """The error of a connection to an address; None where it succeeds."""
+    """The error of a connection to an address; None if it succeeds."""
     try:
         socket.create_connection((host, port), seconds).close()
     except OSError as error:  # includes TimeoutError

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sharded state in a folder: every rank writes what it holds, and any number of ranks reads what it needs.
+"""A sharded state in a folder: every rank writes its shards, and any number of ranks reads the state again.
 
-    engine.json                                   steps, and what an adapter was put into
+    engine.json                                   steps, and the model of an adapter
     shard-00001-model-00001-of-00002.safetensors  of the first rank, the first of its two files
 
 Written and read by torch.distributed.checkpoint in its safetensors form, which loads without running code. Names are
@@ -63,10 +63,9 @@ def save(
 def load(
     path: Path, weights: Mapping[str, torch.Tensor], states: Mapping[str, Named], group: dist.ProcessGroup
 ) -> dict[str, Any]:
-    """Fills `weights`, and `states` with what there is.  Returns the `progress`.
+    """Fills `weights`, and `states` as far as the folder has them.  Returns the `progress`.
 
-    Raises: EngineError for the state of another model or engine; CheckpointError for one that cannot be read.
-    """
+    Raises: EngineError for the state of another model or engine; CheckpointError for an unreadable state."""
     if not path.is_dir():
         change = "set engine.name to that of the run that wrote it"
         raise EngineError(f"{path}", "is a file", "a folder, which this engine writes", change)
@@ -91,14 +90,14 @@ def load(
 
 
 def _everyones(own: dict[str, T], group: dist.ProcessGroup) -> dict[str, T]:
-    """Joins the mappings of all ranks: a stage of a pipeline has some of the weights."""
+    """Joins the mappings of all ranks, as each stage of a pipeline has only some weights."""
     everyone: list[Any] = [own] * group.size()
     dist.all_gather_object(everyone, own, group=group)
     return {name: value for each in everyone for name, value in each.items()}
 
 
 def _as_shard(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A rank's part of an optimizer's state as a part of a whole that is sharded like its weight."""
+    """Makes a rank's part of an optimizer's state a part of a whole tensor that is sharded like its weight."""
     if isinstance(value, DTensor):
         return value
     if value.dim() == 0:
@@ -110,7 +109,7 @@ def _as_shard(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _empty(saved: TensorStorageMetadata, name: str, weight: torch.Tensor) -> torch.Tensor:
-    """Memory for this rank's part of a saved state."""
+    """Allocates memory for this rank's part of a saved state."""
     if name == STEP:
         return torch.zeros(saved.size, dtype=saved.properties.dtype)
     assert isinstance(weight, DTensor)

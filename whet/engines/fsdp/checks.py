@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that do not go together with FSDP2, found without torch."""
+"""Checks for settings that FSDP2 cannot combine; loads no torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def refuses(use: EngineUse) -> Iterator[ConfigError]:
 
 
 def _pipeline(use: EngineUse, key: str, size: int) -> Iterator[ConfigError]:
-    """Settings that stages of a pipeline do not have."""
+    """Yields the errors for settings that a pipeline does not support."""
     reasons = {
         f"model.lora.rank={use.model.lora.rank}": use.model.lora.rank is not None,
         f"{use.key}.packing=false": use.engine.packing is False,
@@ -48,7 +48,7 @@ def _pipeline(use: EngineUse, key: str, size: int) -> Iterator[ConfigError]:
 
 
 def _sizes(use: EngineUse) -> Iterator[ConfigError]:
-    """Sizes whose product is not the number of processes."""
+    """Yields the errors for sizes whose product differs from the number of processes."""
     key, given = f"{use.key}.options.mesh", use.options["mesh"] or {}
     if uneven := list(uneven_sizes(use, key, given)):
         yield from uneven

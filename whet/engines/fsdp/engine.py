@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sharded training engine: every rank holds a part of each weight, of its gradient and of its optimizer state.
 
-Whole layers exist one at a time, gathered before they are used and given up after. Sums over ranks are those of
-`SingleEngine`, so that both take the same steps.
-"""
+Whole layers exist one at a time, gathered before use and freed after. Sums over ranks equal `SingleEngine`'s, so that
+both take the same steps."""
 
 from __future__ import annotations
 
@@ -20,7 +19,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from whet.devices import HOST
-from whet.engines.compact_adamw import CompactAdamW, own_part
 from whet.engines.engine import Engine, rows_of
 from whet.engines.fsdp import checkpoint, checks
 from whet.engines.fsdp.pipeline import padded, run_schedule, stages_of
@@ -30,9 +28,10 @@ from whet.engines.optim import optimizer_for, optimizers_of
 from whet.engines.protocol import Columns, Objective, Spread
 from whet.engines.role import RoleSettings
 from whet.engines.stages import everywhere, run_forward
+from whet.kernels.compact_adamw import CompactAdamW, own_part
+from whet.kernels.compiled_layers import compile_layers
 from whet.metrics import Metrics
-from whet.models.compiled_layers import compile_layers
-from whet.models.load import body_of, cast_weights
+from whet.models.load import body_of, cast_weights, layers
 from whet.models.outputs import layout_of, tokens_of
 from whet.models.packing import Layout
 from whet.models.sequence_parallel import heads_ranks
@@ -80,7 +79,7 @@ class FSDPEngine(Engine):
         if optim is not None and optim.weight_rounding is not None:
             cast_weights(model, torch.bfloat16)
         if compile:
-            compile_layers(model)
+            compile_layers(layers(body_of(model)))
         parts, width = [model], self.ranks.mesh.pipeline
         own, self._num_stages = range(dist.get_rank(self.ranks.pipeline_group), width * stages_per_rank, width), 1
         if width > 1:
@@ -108,7 +107,7 @@ class FSDPEngine(Engine):
 
     @classmethod
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
-        """A part of everything in each process, on the host where it is offloaded."""
+        """The placement of a part of everything in each process, on the host if it is offloaded."""
         mesh = Mesh.of(processes, options["mesh"])
         return Spread(mesh.shards, options["cpu_offload"], mesh.row_ranks * mesh.pipeline, token_shares=mesh.context)
 
@@ -132,11 +131,11 @@ class FSDPEngine(Engine):
         return outputs
 
     def save(self, path: Path, start: dict[str, Any] | None) -> None:
-        """A folder with a file or more of every rank: what it holds."""
+        """Writes a folder with one file or more from every rank, for its shards."""
         checkpoint.save(path, self._saved(), self._states(), {**self._progress(), "start": start}, self.ranks.group)
 
     def load(self, path: Path) -> dict[str, Any] | None:
-        """Puts back what any number of ranks wrote.  Returns its `start`.
+        """Restores a state that any number of ranks wrote.  Returns its `start`.
 
         Raises: EngineError for the state of another model or engine.
         """
@@ -152,7 +151,7 @@ class FSDPEngine(Engine):
         return start
 
     def _saved(self) -> dict[str, torch.Tensor]:
-        """The weights of a checkpoint, of an adapter its own alone."""
+        """The weights of a checkpoint; for an adapter its own weights alone."""
         self._reshard()
         return self._checkpointed()
 
@@ -162,13 +161,13 @@ class FSDPEngine(Engine):
             super()._move(device, weights=weights)
 
     def _reshard(self) -> None:
-        """Gives up what was gathered: torch keeps the outermost weights after a forward pass."""
+        """Frees gathered weights: torch keeps the outermost weights after a forward pass."""
         for module in chain.from_iterable(whole.modules() for whole in self._stages.values()):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def _states(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Returns the optimizer's state of each weight that it changes."""
+        """Returns the optimizer's state of each trained weight."""
         found: dict[str, dict[str, torch.Tensor]] = {}
         names = {id(weight): name for name, weight in self.model.named_parameters()}
         for optimizer in [] if self.optimizer is None else optimizers_of(self.optimizer):
@@ -177,7 +176,7 @@ class FSDPEngine(Engine):
         return found
 
     def passes(self, columns: Columns, block: int | str) -> list[list[int]]:
-        """Returns as many passes on every rank: all ranks take part in gathering weights."""
+        """Returns the same number of passes on every rank, as all ranks take part in gathering weights."""
         ends = (self._num_stages, self.pipeline_ranks) if self._num_stages > 1 else (0, 1)  # what the schedules take
         return self._evened(super().passes(columns, block), *ends)
 
@@ -208,7 +207,7 @@ class FSDPEngine(Engine):
     def _stage(
         self, index: int, where: Layout, hidden: torch.Tensor | None, needs: frozenset[str], temperature: float
     ) -> dict[str, torch.Tensor]:
-        """Outputs of a stage, from hidden states with padding behind them."""
+        """Outputs of a stage, from hidden states with padding at the end."""
         whole = self._stages[index]
         if hidden is not None:
             receives: Any = body_of(whole.model).get_input_embeddings()
@@ -224,7 +223,7 @@ class FSDPEngine(Engine):
         return found if needs <= found.keys() else {name: torch.zeros(where.shape) for name in needs}
 
     def _keep_gradients(self) -> None:
-        """Keeps gradients in float32, where weights are narrower, for later passes to be added."""
+        """Keeps gradients in float32 between passes, if weights have fewer bits."""
         if self._sums_wide:
             for weight in self._trained():
                 if weight.grad is not None and weight.grad.dtype != torch.float32:
@@ -232,7 +231,7 @@ class FSDPEngine(Engine):
 
     @torch.no_grad()
     def _clip(self) -> torch.Tensor:
-        """The norm of the gradient before it is clipped: of all shards, each counted once."""
+        """The norm of the gradient before clipping: over all shards, each counted once."""
         grads = [weight.grad for weight in self._trained() if isinstance(weight.grad, DTensor)]
         size, squares = self.ranks.mesh.stage_ranks, torch.zeros((), dtype=torch.float64, device=self.device)
         for grad in grads:
@@ -248,7 +247,8 @@ class FSDPEngine(Engine):
 
 
 def _gathered(weight: Any) -> torch.Tensor:
-    """The whole of a sharded weight: over one dimension of ranks after another, of which torch warns if it does it."""
+    """The whole of a sharded weight, gathered over one dimension of ranks after another, without the warning of torch's
+    own function."""
     placements = list(weight.placements)
     for dim in range(len(placements)):
         placements[dim] = Replicate()
@@ -258,7 +258,7 @@ def _gathered(weight: Any) -> torch.Tensor:
 
 
 def _shards(tensor: DTensor) -> int:
-    """Into how many different parts it is split."""
+    """The number of different parts into which a tensor is split."""
     count = 1
     for dim, placement in enumerate(tensor.placements):
         count *= 1 if placement.is_replicate() else tensor.device_mesh.size(dim)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages of a pipeline: slices of a model's layer list, run by torch.distributed.pipelining; the last owns the loss.
 
-A stage is the model's own modules, with `Absent` in the place of those of other stages, so weights keep their names.
-"""
+A stage has the model's own modules, with `Absent` in place of modules of other stages, so weights keep their names."""
 
 from __future__ import annotations
 
@@ -25,27 +24,27 @@ Run = Callable[[int, torch.Tensor | None], torch.Tensor]  # of a micro-batch: hi
 
 
 class Absent(nn.Module):
-    """A module of another stage: hidden states pass through it."""
+    """A placeholder for a module of another stage: hidden states pass through it."""
 
     weight = None
 
     def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """The hidden states as they are."""
+        """The hidden states, unchanged."""
         return hidden
 
 
 class Receives(Absent):
-    """The start of a stage, in the place of the embedding: gives the hidden states that came, whatever the tokens."""
+    """The start of a later stage, in place of the embedding: returns the received hidden states and ignores tokens."""
 
     hidden: torch.Tensor
 
     def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """The hidden states that came."""
+        """The received hidden states."""
         return self.hidden
 
 
 def stages_of(model: nn.Module, count: int, own: Sequence[int]) -> tuple[nn.Module, list[nn.Module]]:
-    """The model of a rank, with the stages `own` of `count`; and each of them alone.  Raises: ConfigError."""
+    """The model of a rank, with the stages `own` of `count`; and each of these stages alone.  Raises: ConfigError."""
     body, listed = body_of(model), layers(body_of(model))
     config = body.config
     if config.get_text_config() is not config or config.tie_word_embeddings:
@@ -84,7 +83,8 @@ def replaced(module: nn.Module, table: Mapping[int, nn.Module]) -> nn.Module:
 
 
 class _Stage(nn.Module):
-    """A stage as torch's schedules call it. (FSDP is inside, so gradients are summed after each micro-batch.)"""
+    """A stage in the form that torch's schedules call. (FSDP is inside, so gradients are summed after each
+    micro-batch.)"""
 
     def __init__(self, run: Run, is_first: bool) -> None:
         super().__init__()
@@ -103,8 +103,8 @@ def run_schedule(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> None:
-    """Runs all micro-batches forward and backward, one forward and one backward in turn, through the stages `runs` of
-    `count` on this rank; `shape` is that of hidden states between stages."""
+    """Runs all micro-batches through the stages `runs` of `count` on this rank, one forward and one backward in turn;
+    `shape` is the shape of hidden states between stages."""
     hidden, number = torch.zeros(shape, device=device), torch.zeros(1, device=device)
     made = []
     for index, run in runs.items():
@@ -120,5 +120,5 @@ def run_schedule(
 
 
 def padded(hidden: torch.Tensor, tokens: int) -> torch.Tensor:
-    """[T, H] -> [tokens, H]."""
+    """Pads hidden states with zeros at the end: [T, H] -> [tokens, H]."""
     return F.pad(hidden, (0, 0, 0, tokens - len(hidden)))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks of a role, with their shards of the weights and of the rows; and the model's modules given to torch: layers
-one by one, their heads and experts split over ranks first where that is asked for."""
+one by one, their heads and experts first split over ranks on request."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ADDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 class Whole(nn.Module):
-    """A forward pass from rows to outputs as one module, before which torch gathers the weights outside layers."""
+    """A forward pass from rows to outputs as one module, before which torch gathers the weights outside of layers."""
 
     def __init__(self, model: nn.Module, is_last: bool = True) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Whole(nn.Module):
         self, where: Layout, needs: frozenset[str], settings: ForwardSettings, temperature: float
     ) -> dict[str, torch.Tensor]:
         """Returns copies of `outputs_of`: FSDP registers hooks on the tensors that a module returns. A stage before the
-        last returns its hidden states."""
+        last one returns its hidden states."""
         if not self.is_last:
             return {"states": states_of(self.model, where, settings).clone()}
         outputs = outputs_of(self.model, where, needs, settings, temperature)
@@ -108,8 +108,8 @@ def shard(
 
 
 class SummedGradient(ParallelStyle):  # type: ignore[misc]  # torch's class has no types
-    """Weights that are whole on every rank and see its own heads only, such as norms of queries: their gradients are
-    summed over the ranks."""
+    """Weights that are whole on every rank but compute its own heads only, such as norms of queries: their gradients
+    are summed over the ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
@@ -143,7 +143,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Splits the linear layers that `base_model_tp_plan` names: each rank has some heads and some of an MLP's inner
     numbers; embedding, norms and output are whole on every rank. `split_experts` splits experts.  Raises: ConfigError
-    where that cannot be.
+    if the heads cannot be split.
 
     Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053."""
     config, body = model.config.get_text_config(), model.base_model
@@ -207,8 +207,8 @@ def split_experts(model: PreTrainedModel, ranks: Ranks) -> Iterator[nn.Module]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a role. Weights lie in shards over `shard_mesh`, whose first dimension counts copies where it has
-    two. The groups are lines through the grid, and this rank is in each."""
+    """The ranks of a role. Weights are sharded over `shard_mesh`; if it has two dimensions, the first counts copies.
+    The groups are lines through the grid that contain this rank."""
 
     group: dist.ProcessGroup
     pipeline_group: dist.ProcessGroup  # one rank of each stage; all that follow are of a stage
@@ -221,7 +221,7 @@ class Ranks:
     rows_group: dist.ProcessGroup  # together they read every row once
 
     def token_share(self, heads: int) -> TokenShare:
-        """The split of tokens over the context ranks, of which `heads` consecutive ones share heads."""
+        """The split of tokens over the context ranks; each `heads` consecutive ranks share heads."""
         grid = torch.tensor(dist.get_process_group_ranks(self.context_group)).view(-1, heads)
         inner, outer = _line(self.context_group, grid.tolist()), _line(self.context_group, grid.T.tolist())
         return TokenShare(self.context_group, inner, outer)
@@ -234,7 +234,7 @@ class Ranks:
 
 
 def arrange(group: dist.ProcessGroup | None, device_type: str, given: Mapping[str, int] | None) -> Ranks:
-    """The arrangement of the ranks in `group` (None: of this process alone), which the sizes of a mesh divide."""
+    """The arrangement of the ranks in `group` (None: this process alone) by the sizes of a mesh."""
     group = group if group is not None else _alone(device_type)
     mesh, everyone = Mesh.of(group.size(), given), group
     stages = torch.tensor(dist.get_process_group_ranks(group)).view(mesh.pipeline, -1)
@@ -260,12 +260,12 @@ def arrange(group: dist.ProcessGroup | None, device_type: str, given: Mapping[st
 
 
 def divisors(number: int) -> list[int]:
-    """Returns the divisors, rising."""
+    """Returns the divisors, ascending."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def _mesh(group: dist.ProcessGroup, sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
-    """The group's ranks in this shape, without a call on ranks that are not in it."""
+    """The mesh of the group's ranks, without a call on other ranks."""
     grid = torch.tensor(dist.get_process_group_ranks(group)).view(*sizes.values())
     lines = [grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist() for dim in range(grid.dim())]
     groups = [_line(group, each) for each in lines]
@@ -273,7 +273,7 @@ def _mesh(group: dist.ProcessGroup, sizes: Mapping[str, int], device_type: str) 
 
 
 def _line(group: dist.ProcessGroup, lines: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """The group of that one of the lines that this rank is in."""
+    """The process group of the line that contains this rank."""
     ranks = next(line for line in lines if dist.get_rank() in line)
     if list(ranks) == dist.get_process_group_ranks(group):
         return group
@@ -283,7 +283,7 @@ def _line(group: dist.ProcessGroup, lines: Sequence[Sequence[int]]) -> dist.Proc
 
 
 def _alone(device_type: str) -> dist.ProcessGroup:
-    """A group of this process, which roles of one process share."""
+    """A group of this process alone, shared by its roles."""
     if not dist.is_initialized():
         dist.init_process_group(backends(device_type), store=dist.HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None

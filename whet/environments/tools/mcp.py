@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MCP servers: a process (stdio), an address (streamable HTTP) or an object in Python; each episode has a session."""
+"""MCP servers: a process (stdio), an address (streamable HTTP) or a Python object; each episode has its own session."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class McpSource(ToolSource):
-    """The tools of an MCP server. `known` are its schemas where it was asked before."""
+    """The tools of an MCP server. `known` has its schemas if they were read before."""
 
     def __init__(
         self, server: Mapping[str, Any], where: str, seconds: float, known: Sequence[ToolSchema] | None = None
@@ -60,7 +60,7 @@ class McpSource(ToolSource):
 
 
 class McpSession(Session):
-    """A connection to a server. One task opens and closes it, as the library demands; calls may come from any."""
+    """A connection to a server. One task opens and closes it, as the library requires; any task may call it."""
 
     def __init__(self, opener: Callable[[], Any], name: str) -> None:
         self._opener, self.name = opener, name
@@ -114,7 +114,7 @@ class McpSession(Session):
             self._ready.set_exception(ToolError(self.name, found, "a running server", change))
 
     async def _request(self, request: Coroutine[Any, Any, T]) -> T:
-        """The answer of the server.  Raises: ToolError where the connection is lost; BadCallError."""
+        """The server's reply.  Raises: ToolError if the connection is lost; BadCallError."""
         from mcp.shared.exceptions import MCPError
         from mcp_types import CONNECTION_CLOSED
 
@@ -135,7 +135,7 @@ class McpSession(Session):
 
 
 def _opener(server: Mapping[str, Any], where: str) -> Callable[[], Any]:
-    """A function that makes the client of a server.  Raises: ConfigError for another form."""
+    """A function that creates the client of a server.  Raises: ConfigError for an unknown form."""
     import mcp
     from mcp.client.stdio import StdioServerParameters, stdio_client
 
@@ -162,7 +162,7 @@ def _opener(server: Mapping[str, Any], where: str) -> Callable[[], Any]:
 
 
 def _headers(given: Mapping[str, Any], where: str) -> dict[str, str]:
-    """The headers of requests, with the values of the environment variables that they name as `$NAME` or `${NAME}`.
+    """The headers of requests, with `$NAME` or `${NAME}` replaced by the values of environment variables.
 
     Raises: ConfigError for a variable that is not set, and for a secret in the config, which runs save."""
     found = {}
@@ -187,7 +187,7 @@ async def _over_http(url: str, headers: dict[str, str]) -> AsyncIterator[Any]:
 
 
 def _part(content: Any) -> Part:
-    """A part of a result: text, an image, or for other content its type.  Raises: BadCallError for a broken image."""
+    """A part of a result: text, an image, or for other content its type.  Raises: BadCallError for a damaged image."""
     if content.type != "image":
         return str(content.text) if content.type == "text" else f"[{content.type}]"
     try:

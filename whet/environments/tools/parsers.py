@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsers of tool calls: the text of a turn to calls and the text around them, one registered function a format.
+"""Parsers of tool calls, one registered function a format: they split the text of a turn into calls and other text.
 
-A parser yields the text in parts: a `Call` with its text, or other text. No text makes it raise. A part that was meant
-as a call but is none is a `Call` with an `error`, which the model reads as its result: nothing is dropped.
+A parser yields the text in parts: a `Call` with its text, or other text. It never raises. A part that was meant as a
+call but is malformed becomes a `Call` with an `error`, which the model reads as its result: no text is dropped.
 
-Marks of the decorator let a server give text and calls while they are sampled. Each call has one of the texts `begin`
-or a match of `begin_patterns`; what comes before that is text. After one of the texts `end`, the parts before it no
-longer change, but for a call at their end that has an error. Without `begin` all waits for the end of the response.
-With `opening`, the texts before and behind the name of a call's tool, a server can have the model begin with a call.
-"""
+Marks of the decorator let a server stream text and calls while they are sampled. Each call has one of the texts `begin`
+or a match of `begin_patterns`; all text before it is plain. After one of the texts `end`, the parts before it no longer
+change, except a final call with an error. Without `begin` all parts wait for the end of the response. With `opening`,
+the texts before and after the name of a call's tool, a server can force the model to begin with a call."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool, or what was meant as one and has an error."""
+    """A call of a tool, or a malformed call with its error."""
 
     name: str
     arguments: Mapping[str, object] = field(default_factory=dict)
@@ -60,13 +59,13 @@ class Parsed:
 
     @property
     def errors(self) -> tuple[Call, ...]:
-        """The calls that are malformed."""
+        """The malformed calls."""
         return tuple(call for call in self.calls if call.error is not None)
 
 
 def parse(parser: str, text: str, schemas: Schemas) -> Parsed:
-    """Parses a turn with a registered parser, or with one named by a path. JSON of a call that the parser left as text
-    is a call with an error.  Raises: RegistryError."""
+    """Parses a turn with a parser, registered or named by a path. JSON of a call that the parser left as text becomes a
+    call with an error.  Raises: RegistryError."""
     expected = f"expected {FORMS.get(parser, 'the format that you were told')}"
     content, calls = "", list[Call]()
     for part in parts_of(parser, text, schemas):
@@ -79,9 +78,9 @@ def parse(parser: str, text: str, schemas: Schemas) -> Parsed:
 
 
 def parts_of(parser: str, text: str, schemas: Schemas, *, is_whole: bool = True) -> Iterator[str | Call]:
-    """The parts of a text by a registered parser, which reads none of its thoughts: they are text. Without its closing
-    tag a thought goes on to the end; with `is_whole` all before the first closing tag is one, with an opening tag or
-    not. Tags in the text of a valid call are the call's. The channels of gpt-oss are left to its parser."""
+    """The parts of a text by a registered parser, which skips thoughts: they are text. A thought without its closing
+    tag lasts to the end; with `is_whole` all text before the first closing tag is one, with or without an opening tag.
+    Tags inside a valid call belong to the call. The channels of gpt-oss are left to its parser."""
     load = TOOL_PARSERS[parser].load()
 
     def read(text: str) -> Iterator[str | Call]:
@@ -104,7 +103,7 @@ def parts_of(parser: str, text: str, schemas: Schemas, *, is_whole: bool = True)
 
 
 def _of_json(call: Call) -> Call:
-    """The call, with an error where it has an argument that JSON does not have, such as NaN."""
+    """The call, with an error if it has an argument that JSON lacks, such as NaN."""
     try:
         json.dumps(dict(call.arguments), allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
@@ -113,7 +112,7 @@ def _of_json(call: Call) -> Call:
 
 
 def parser_of(template: str) -> str | None:
-    """The name of the parser for the calls that a chat template writes; None if the template shows no known format."""
+    """The name of the parser for the calls of a chat template; None if the template shows no known format."""
     return next((name for sign, name in SIGNS.items() if sign in template), None)
 
 
@@ -121,7 +120,7 @@ def parser_of(template: str) -> str | None:
     "hermes", begin=("<tool_call>",), end=("</tool_call>",), opening=('<tool_call>\n{"name": "', '", "arguments":')
 )
 def hermes(text: str, schemas: Schemas) -> Iterator[str | Call]:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes, Qwen2.5 and Qwen3 write it."""
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the format of Hermes, Qwen2.5 and Qwen3."""
     yield from _tagged(text, lambda part, body: [_json_call(part, body, "arguments")])
 
 
@@ -132,8 +131,8 @@ def hermes(text: str, schemas: Schemas) -> Iterator[str | Call]:
     opening=('{"name": "', '", "parameters":'),
 )
 def llama3_json(text: str, schemas: Schemas) -> Iterator[str | Call]:
-    """`{"name": ..., "parameters": {...}}` without a tag or after `<|python_tag|>`, as Llama 3 writes it; `;` or
-    a line break separates calls."""
+    """`{"name": ..., "parameters": {...}}` without a tag or after `<|python_tag|>`, the format of Llama 3; `;` or a
+    line break separates calls."""
     start = position = 0
     while found := re.compile(r"(?:<\|python_tag\|>|(?:^|(?<=\n)|;)[^\S\n]*(?=\{))").search(text, position):
         value, end = _decoded(text, found.end())
@@ -153,8 +152,8 @@ def llama3_json(text: str, schemas: Schemas) -> Iterator[str | Call]:
 
 @register_tool_parser("mistral", begin=("[TOOL_CALLS]",))
 def mistral(text: str, schemas: Schemas) -> Iterator[str | Call]:
-    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, as Mistral writes it, or for each call
-    `[TOOL_CALLS]name[ARGS]{...}`, with or without `[CALL_ID]...` after the name, as its newer models do."""
+    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, the format of Mistral, or for each call
+    `[TOOL_CALLS]name[ARGS]{...}`, with or without `[CALL_ID]...` after the name, as in its newer models."""
     before, tag, after = text.partition("[TOOL_CALLS]")
     if before:
         yield before
@@ -177,7 +176,7 @@ def mistral(text: str, schemas: Schemas) -> Iterator[str | Call]:
 
 @register_tool_parser("phi", begin=("<|tool_call|>",), end=("<|/tool_call|>",))
 def phi(text: str, schemas: Schemas) -> Iterator[str | Call]:
-    """`<|tool_call|>[{"name": ..., "arguments": {...}}, ...]<|/tool_call|>` or one object, as Phi-4-mini writes it."""
+    """`<|tool_call|>[{"name": ..., "arguments": {...}}, ...]<|/tool_call|>` or one object, the format of Phi-4-mini."""
 
     def calls(part: str, body: str) -> Iterable[Call]:
         value, end = _decoded(body, 0)
@@ -191,7 +190,7 @@ def phi(text: str, schemas: Schemas) -> Iterator[str | Call]:
     "qwen3_coder", begin=("<tool_call>",), end=("</tool_call>",), opening=("<tool_call>\n<function=", ">\n")
 )
 def qwen3_coder(text: str, schemas: Schemas) -> Iterator[str | Call]:
-    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, as Qwen3-Coder writes it;
+    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, the format of Qwen3-Coder;
     the schema of the tool tells which values are text."""
 
     def whole(text: str, start: int) -> int:
@@ -203,7 +202,7 @@ def qwen3_coder(text: str, schemas: Schemas) -> Iterator[str | Call]:
 
 @register_tool_parser("gpt-oss", begin=("<|start|>", "<|channel|>", "to="), end=("<|message|>", "<|call|>", "<|end|>"))
 def gpt_oss(text: str, schemas: Schemas) -> Iterator[str | Call]:
-    """`<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>`, as gpt-oss writes it."""
+    """`<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>`, the format of gpt-oss."""
     for part in re.split(r"(?<=<\|call\|>)|(?<=<\|end\|>)|(?=<\|start\|>)", text):
         head, tag, body = part.partition("<|message|>")
         to = re.search(r"\bto=(?:functions\.)?([\w.-]+)", head)
@@ -236,9 +235,9 @@ def _tagged(
     end: str = "</tool_call>",
     whole: Callable[[str, int], int] = lambda text, start: _decoded(text, start)[1] or start,
 ) -> Iterator[str | Call]:
-    """Splits at `begin` ... `end`; `read` makes calls of such a part and of the text between its tags. A call without
-    its end goes on to the next one; an end without a beginning, and XML of a call without tags, are errors too. `whole`
-    finds the end of what stands whole behind a tag, in which tags are text."""
+    """Splits at `begin` ... `end`; `read` makes calls from such a part and from the text between its tags. A call
+    without its end lasts to the next one; an end without a beginning, and XML of a call without tags, are errors too.
+    `whole` finds the end of a complete value after a tag, inside which tags are text."""
     error, position = f"a call stands between {begin} and {end}; a tag is missing", 0
     tag = re.compile(rf"{re.escape(end)}|(?={re.escape(begin)})|\Z")
     while position < len(text):
@@ -254,9 +253,9 @@ def _tagged(
 
 
 def _outside(text: str, schemas: Schemas, expected: str) -> Iterator[str | Call]:
-    """Splits text around calls at JSON that was meant as one, which has an error: an object with a tool of `schemas`
-    (at the start of the text with any name) and arguments, or, up to the end, JSON that breaks off and names a tool.
-    Thoughts may have such JSON."""
+    """Splits text around calls at JSON that was meant as a call, which gets an error: an object with a tool of
+    `schemas` (at the start of the text with any name) and arguments, or JSON that breaks off at the end and names a
+    tool. Thoughts may have such JSON."""
     if not re.search(r"""["'](?:name|function)["']\s*:""", text):
         yield text
         return
@@ -287,7 +286,7 @@ def _outside(text: str, schemas: Schemas, expected: str) -> Iterator[str | Call]
 
 
 def _name_in(value: Any) -> str | None:
-    """The tool that an object names, and has arguments for, in any of the usual forms."""
+    """The tool that an object names, if it has arguments, in any of the usual forms."""
     match value:
         case {"name": str(name)} | {"function": str(name)} if _ARGUMENTS & {*value}:
             return name
@@ -295,7 +294,7 @@ def _name_in(value: Any) -> str | None:
 
 
 def _json_call(text: str, body: str, key: str) -> Call:
-    """The call of JSON text; `key` is the usual name of its arguments."""
+    """The call in a JSON text; `key` is the usual name of its arguments."""
     value, end = _decoded(body, 0)
     if end == 0:
         return Call("", error=f"the call is not valid JSON; {_expected(key)}", text=text)
@@ -305,7 +304,7 @@ def _json_call(text: str, body: str, key: str) -> Call:
 
 
 def _calls_of(values: Sequence[object], text: str, key: str) -> list[Call]:
-    """The calls of a list; the text of all is that of the first."""
+    """The calls of a list; the first one carries the text of all."""
     return [_call_of(each, text if number == 0 else "", key) for number, each in enumerate(values)]
 
 
@@ -325,7 +324,7 @@ def _expected(key: str) -> str:
 
 
 def _more(text: str) -> bool:
-    """Tells whether there is more than white space and ends of turns."""
+    """Tells whether a text has more than white space and ends of turns."""
     return bool(CONTROL.sub("", text).strip())
 
 
@@ -337,8 +336,8 @@ def _name_of(value: object) -> str | None:
 
 
 def _decoded(text: str, start: int, *, whole: bool = False) -> tuple[Any, int]:
-    """The JSON value at `start`, with literal line breaks in its strings or without, and its end; (None, 0) without
-    one, or with `whole` where other text follows it."""
+    """The JSON value at `start`, with or without literal line breaks in its strings, and its end; (None, 0) without
+    one, or with `whole` if other text follows it."""
     while start < len(text) and text[start].isspace():
         start += 1
     try:
@@ -364,7 +363,7 @@ def _xml_call(part: str, body: str, schemas: Schemas) -> Call:
 
 
 def _kinds(schema: object, root: Mapping[str, object], seen: tuple[str, ...] = ()) -> set[str]:
-    """The types that a schema names, by itself, by its values, in its parts or by references into `root`."""
+    """The types that a schema names: itself, by its values, in its parts or by references into `root`."""
     if not isinstance(schema, Mapping):  # true is a schema too
         return set()
     named = _list(schema.get("type")) or [schema.get("type")]
@@ -387,7 +386,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _typed(value: str, kinds: set[str]) -> object:
-    """A value of XML as a schema of these types has it: text, or JSON where that is no text."""
+    """A value of XML, converted for a schema of these types: text, or JSON if the schema has no text."""
     value = value.removeprefix("\n").removesuffix("\n")
     if not kinds or kinds == {"string"}:
         return value

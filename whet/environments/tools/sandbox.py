@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tool that ships: a Python interpreter in the sandbox."""
+"""A shipped tool: a Python interpreter in the sandbox."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Python:
 
 
 def with_last_value(code: str) -> str:
-    """A program that prints the value of an expression at its end, as an interactive interpreter does."""
+    """A program that also prints the value of an expression at its end, like an interactive interpreter."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools that ship: a calculator, and a search in a corpus."""
+"""Shipped tools: a calculator, and a search in a corpus."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def calculator(expression: str) -> str:
 
 @register_tool("search")
 class Search:
-    """Searches a corpus by BM25. `corpus` is a .jsonl file with `text`, and `title` if there is one, in each line."""
+    """Searches a corpus by BM25. `corpus` is a .jsonl file with `text`, and optionally `title`, in each line."""
 
     def __init__(self, *, corpus: str, top: Count = 3) -> None:
         self._index, self._top = _index(corpus), top
@@ -68,7 +68,7 @@ class BM25:
                 self._weights.setdefault(word, []).append((number, count * (k1 + 1) / (count + norm)))
 
     def scores(self, query: str) -> dict[int, float]:
-        """The scores of the documents that have a word of the query."""
+        """The scores of the documents that contain a word of the query."""
         found = Counter[int]()
         for word in words(query):
             with_word = self._weights.get(word, [])
@@ -85,7 +85,7 @@ class BM25:
 
 
 def words(text: str) -> list[str]:
-    """The words of a text in small letters; of Chinese and Japanese, which have no spaces, each character."""
+    """The lower-case words of a text; each character of Chinese and Japanese text, which has no spaces, is a word."""
     return re.findall(rf"(?=\w)[{_ALONE}]|[^\W{_ALONE}]+", text.lower())
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entries of `environment.tools`: functions, classes with a session an episode, and MCP servers; and the schema of
-a tool, from the signature and the docstring of a function, with the check of arguments against it."""
+a tool, made from a function's signature and docstring, with a check of arguments."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ Part = str | Media  # of the result of a call
 
 
 class BadCallError(Exception):
-    """A call that a tool answers with an error, for the model to read."""
+    """An error in a call, which the tool returns for the model to read."""
 
 
 class Session(ABC):
     """The tools of one entry in one episode."""
 
     async def start(self) -> None:  # noqa: B027 - most have nothing to start
-        """Opens what the session needs.  Raises: ToolError."""
+        """Opens the session's resources.  Raises: ToolError."""
 
     shown: Callable[[Sequence[Media]], Any] | None = None  # takes the media of the conversation, before a turn's calls
 
     @abstractmethod
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Sequence[Part]:
-        """Runs a tool and returns the parts of its result.  Raises: BadCallError; ToolError where the session is lost;
-        what the tool raises."""
+        """Runs a tool and returns the parts of its result.  Raises: BadCallError; ToolError if the session is lost;
+        errors of the tool."""
 
     async def close(self) -> None:  # noqa: B027
-        """Releases it."""
+        """Closes the session's resources."""
 
 
 class ToolSource(ABC):
@@ -79,7 +79,7 @@ def open_source(entry: Any, where: str, seconds: float, known: Sequence[ToolSche
 
 
 class FunctionSource(ToolSource):
-    """A function: parameters before `*` are for the model, those after it options of the config."""
+    """A function as a tool: the model supplies parameters before `*`, the config supplies options after it."""
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any], where: str) -> None:
         schema, model = schema_of(function, function.__name__, where)
@@ -122,7 +122,7 @@ class ClassSource(ToolSource):
 
 
 class PythonSession(Session):
-    """Functions: those that are `async` are awaited, others run in threads of their own."""
+    """Functions as tools: `async` ones are awaited, others run in threads of their own."""
 
     def __init__(
         self,
@@ -148,8 +148,8 @@ class PythonSession(Session):
 
 
 async def _run(call: Callable[[], Any], *, is_async: bool) -> Any:
-    """The result of a call, which other calls and the deadline do not wait for: a thread that hangs is left alone until
-    the process of the episode ends."""
+    """The result of a call that does not block other calls or the deadline: a hanging thread is left alone until the
+    process of the episode ends."""
     if is_async:
         return await call()
     done: Future[Any] = Future()
@@ -169,7 +169,7 @@ async def _run(call: Callable[[], Any], *, is_async: bool) -> Any:
 
 
 def _part(result: Any) -> Part:
-    """Text, images and videos stay, anything else becomes JSON."""
+    """Converts a result: text, images and videos stay, other values become JSON."""
     if isinstance(result, str | Media):
         return result
     if isinstance(result, Image.Image):
@@ -234,7 +234,7 @@ def schema_of(function: Callable[..., Any], name: str, where: str) -> tuple[Tool
 
 
 def checked(model: type[BaseModel], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments as the function takes them.  Raises: ValueError with every fault, for the model to read."""
+    """Arguments in the form that the function takes.  Raises: ValueError with every fault, for the model to read."""
     try:
         found = model.model_validate(dict(arguments))
     except ValidationError as error:
@@ -263,7 +263,7 @@ def read_docstring(doc: str) -> tuple[str, dict[str, str]]:
 
 
 def _without_titles(schema: Any) -> Any:
-    """A JSON schema without the titles that pydantic adds, which tell a model nothing."""
+    """A JSON schema without the titles that pydantic adds, which do not help a model."""
     if isinstance(schema, list):
         return [_without_titles(each) for each in schema]
     if not isinstance(schema, dict):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tools of a run: schemas for the chat template, the parser of calls, the limits; and the environment around
-another: a turn with calls gets their results, another turn goes to the environment inside."""
+"""The tools of a run: schemas for the chat template, the parser of calls, the limits; and an environment that wraps
+another: a turn with calls gets their results, other turns go to the inner environment."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FORM = 'A call looks like this:\n<tool_call>\n{"name": "...", "arguments": {...}
 
 @dataclass(frozen=True)
 class Toolbox:
-    """The tools of a run."""
+    """The tools of a run, with their parser and limits."""
 
     entries: Sequence[Any]
     known: Sequence[Sequence[ToolSchema]]  # of each entry
@@ -49,28 +49,28 @@ class Toolbox:
         return [schema for each in self.known for schema in each]
 
     def around(self, inner: EnvironmentSpec) -> ToolSpec:
-        """The tools around an environment."""
+        """Wraps an environment in the tools."""
         return ToolSpec(inner, self)
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """The arguments of the chat template that tell the model its tools."""
+        """The arguments of the chat template that describe the tools to the model."""
         tools = [schema.to_dict() for schema in self.schemas]
         return {"tools": tools} if self.role == "tool" else {DESCRIBED: described(tools)}
 
     def calls(
         self, tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], turn: int
     ) -> tuple[dict[str, Any], ...]:
-        """The calls in a turn, the `turn`-th of its episode. The parser sees the special tokens that some formats have.
+        """The calls in turn number `turn` of an episode. The parser also sees special tokens, which some formats have.
 
-        An id has nine letters and digits, as Mistral's template wants it.
+        An id has nine letters and digits, as Mistral's template requires.
 
-        Raises: ToolError where the parser raises."""
+        Raises: ToolError if the parser raises."""
         assert self.parser is not None
         return self.typed_calls(str(tokenizer.decode(list(token_ids), skip_special_tokens=False)), turn)
 
     def typed_calls(self, text: str, turn: int = 0) -> tuple[dict[str, Any], ...]:
-        """The calls in a text, by default in the form of Hermes.  Raises: as `calls`."""
+        """The calls in a text, by default in the form of Hermes.  Raises: the errors of `calls`."""
         try:
             parsed = parse(self.parser or "hermes", text, {each.name: each.parameters for each in self.schemas})
         except Exception as error:  # the code of a user's parser
@@ -84,7 +84,7 @@ class Toolbox:
 
 
 def with_tools(data: DataConfig, environment: ToolsConfig) -> DataConfig:
-    """The data section with the run's tools among the arguments of the chat template.  Raises: as `toolbox_of`."""
+    """The data section, with the run's tools among the arguments of the chat template.  Raises: as `toolbox_of`."""
     tools = toolbox_of(environment)
     if tools is None:
         return data
@@ -92,7 +92,7 @@ def with_tools(data: DataConfig, environment: ToolsConfig) -> DataConfig:
 
 
 def toolbox_of(environment: ToolsConfig) -> Toolbox | None:
-    """The tools of the config; None without any. A process loads them, and asks MCP servers for their tools, once.
+    """The tools of the config; None without any. Each process loads them, and asks MCP servers for their tools, once.
 
     Raises: ConfigError; ToolError for an MCP server that does not start."""
     if not environment.tools:
@@ -103,9 +103,9 @@ def toolbox_of(environment: ToolsConfig) -> Toolbox | None:
 
 
 def with_parser(tools: Toolbox, template: str | None) -> Toolbox:
-    """The tools with the parser of a chat template; None stands for text without a template.
+    """The tools with the parser for a chat template; None stands for text without a template.
 
-    Raises: ConfigError where the template shows no known format, or no tools at all."""
+    Raises: ConfigError if the template shows no known format, or no tools at all."""
     if template is not None and tools.role == "tool" and "tools" not in template:
         change = (
             "set environment.tool_role=user, which tells them in the system message and sends results as user "
@@ -121,7 +121,7 @@ def with_parser(tools: Toolbox, template: str | None) -> Toolbox:
 
 
 def described(tools: Sequence[Mapping[str, Any]]) -> str:
-    """The text of a system message that tells a model its tools."""
+    """The text of a system message that describes its tools to a model."""
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return f"You can call these functions:\n<tools>\n{lines}\n</tools>\n{FORM}"
 
@@ -142,13 +142,13 @@ def _open(entries: str, start_seconds: float) -> tuple[tuple[ToolSchema, ...], .
 
 @dataclass(frozen=True)
 class ToolSpec:
-    """Tools and the environment that they wrap, as a process gets them."""
+    """Tools and the environment that they wrap, in picklable form."""
 
     inner: EnvironmentSpec
     tools: Toolbox
 
     def load(self) -> Callable[[Prompt], Environment]:
-        """Returns a function that makes the environment of one episode. Raises: as `open_source`."""
+        """Returns a function that creates the environment of one episode.  Raises: the errors of `open_source`."""
         make, limits, role = self.inner.load(), self.tools.limits, self.tools.role
         entries = enumerate(zip(self.tools.entries, self.tools.known, strict=True))
         sources = [
@@ -176,7 +176,7 @@ class ToolEnvironment:
         self._asked = Observation(done=False)  # the last one of the environment inside
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation:
-        """Starts the sessions, then the environment inside."""
+        """Starts the sessions, then the inner environment."""
         for source in self._sources:
             try:
                 session = source.session(prompt)
@@ -195,7 +195,7 @@ class ToolEnvironment:
         return self._counted(await self._ask("reset", prompt, seed))
 
     async def step(self, answer: Answer) -> Observation:
-        """Answers the calls of a turn, side by side; a turn without any goes to the environment inside."""
+        """Answers the calls of a turn, run concurrently; a turn without calls goes to the inner environment."""
         if not answer.tool_calls:
             return self._counted(await self._ask("step", answer))
         for session in self._sessions if answer.media else ():
@@ -208,7 +208,7 @@ class ToolEnvironment:
         return self._counted(replace(self._asked, messages=told, media=media, **nothing_else))  # of the same turn
 
     async def close(self) -> None:
-        """Ends the sessions and the environment inside."""
+        """Ends the sessions and the inner environment."""
         ended = await asyncio.gather(*(each.close() for each in self._sessions), return_exceptions=True)
         await self._inner.call("close")
         if errors := [each for each in ended if isinstance(each, BaseException)]:
@@ -222,12 +222,12 @@ class ToolEnvironment:
         return outcome
 
     def _counted(self, observation: Observation) -> Observation:
-        """The observation with the counts of the episode so far."""
+        """The observation, with the call counts of the episode so far."""
         fields = {f"tools/{name}": float(self._counts[name]) for name in COUNTS}
         return replace(observation, fields={**fields, **observation.fields})
 
     async def _result(self, call: Mapping[str, Any]) -> Sequence[Part]:
-        """The parts that answer a call.  Raises: ToolError where the session is lost, SandboxError; both fail the
+        """The parts that answer a call.  Raises: ToolError if the session is lost, SandboxError; both fail the
         episode."""
         limits = self._limits
         deadline = asyncio.timeout(limits.seconds)
@@ -279,7 +279,7 @@ class ToolEnvironment:
 
 
 def _content(parts: Sequence[Part]) -> str | list[dict[str, Any]]:
-    """The content of a message: text, or a list of parts where one is an image or a video."""
+    """The content of a message: text, or a list of parts if it has an image or a video."""
     if all(isinstance(part, str) for part in parts):
         return "".join(map(str, parts))
     return [{"type": part.kind} if isinstance(part, Media) else {"type": "text", "text": part} for part in parts]

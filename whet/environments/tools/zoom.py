@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tool that ships: a closer look at a part of an image that the model has read."""
+"""A shipped tool: an enlarged view of a part of an image that the model has read."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from whet.types import Media, Prompt
 class Zoom:
     """Shows a part of an image of the prompt, of an observation or of an earlier call, enlarged by `scale`.
 
-    `unit` is that of boxes: `resized`, pixels of the image as the model reads it (Qwen2.5-VL); `pixels` of the image as
-    it is; `thousandths` of its width and height (Qwen3-VL). A part with a side below `smallest` pixels is an error.
-    """
+    `unit` is the unit of boxes: `resized`, pixels of the image as the model reads it (Qwen2.5-VL); `pixels` of the
+    original image; `thousandths` of its width and height (Qwen3-VL). A part with a side below `smallest` pixels is an
+    error."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Zoom:
         self.shown(prompt.media)
 
     def shown(self, media: Sequence[Media]) -> None:
-        """Takes the images that the model has read so far."""
+        """Receives the images that the model has read so far."""
         self._images = [each for each in media if each.kind == "image"]
 
     def zoom(self, box: list[float], image: int = 1) -> Image.Image:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that see: how each family reads images and videos, and the features of its vision tower."""
+"""Encoders of models with vision: each family's way of reading images and videos, and the features of its tower."""

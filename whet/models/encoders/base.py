@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders of media: an `Encoder` for each family of models; the `Encoders` of a model cache by digest, with a bound in
-bytes."""
+"""Encoders of media: an `Encoder` for each family of models; the `Encoders` of a model, which cache by digest up to a
+number of bytes."""
 
 from __future__ import annotations
 
@@ -37,39 +37,39 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Features:
-    """The tower's output for the patch tokens of one media, in the order of the tokens."""
+    """The tower's output for the patch tokens of one media, in token order."""
 
     kind: str
     hidden: torch.Tensor  # [n, H]
     deepstack: tuple[torch.Tensor, ...] = ()  # [n, H] for each of the first language layers, of Qwen3-VL
 
     def part(self, tokens: slice) -> Features:
-        """The features of some of the media's tokens."""
+        """The features for some of the media's tokens."""
         return Features(self.kind, self.hidden[tokens], tuple(each[tokens] for each in self.deepstack))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """The bytes of all tensors."""
         return sum(each.nbytes for each in (self.hidden, *self.deepstack))
 
 
 @dataclass(frozen=True)
 class EncoderOutput:
-    """The fields of a tower's output that the body of a model reads."""
+    """The fields of a tower's output that the model's body reads."""
 
     pooler_output: Any
     deepstack_features: Any = None
 
 
 def body_of(model: Any) -> nn.Module:
-    """The module that holds the towers: the body of a language model or of a value model."""
+    """The module that contains the towers: the body of a language model or of a value model."""
     found: nn.Module = model.base_model if isinstance(model, PreTrainedModel) else model.body
     parts = dict(model.named_children())
     return parts.get("model", found) if found is model else found  # Llama 4's prefix names no part of it
 
 
 class Encoder(Protocol):
-    """The way in which a family of models reads media of some kinds; holds no weights.
+    """The way in which a family of models reads some kinds of media; holds no weights.
 
     It is registered as MODEL_TYPE/KIND: `@register_encoder("qwen2_vl/image", aliases=("qwen2_vl/video",))`.
     """
@@ -87,36 +87,36 @@ class Encoder(Protocol):
 
     @property
     def patches_per_token(self) -> float:
-        """The number of patches in the tower that become a token of the text."""
+        """The number of patches in the tower that form one token of the text."""
 
     @property
     def forbidden(self) -> tuple[int, ...]:
-        """Token ids that must never be sampled: those of patches."""
+        """Ids of patch tokens, which must never be sampled."""
 
     def measure(self, kind: str, size: Size, seconds: Sequence[float], limits: PixelLimits) -> MediaTokens:
-        """The text and tokens in the place of a media, without decoding it: from height and width in pixels, and from
-        seconds of a video's chosen frames; of an audio from channels and samples, and its seconds.
+        """The text and tokens that stand for a media, computed without decoding: from height and width in pixels, and
+        the seconds of a video's chosen frames; for audio from channels, samples and seconds.
 
         Raises: DataError; ValueError for a size that the processor refuses."""
 
     def prepare(self, media: Media) -> Prepared:
-        """The tensors that the tower reads of a measured media, decoded.  Raises: DataError."""
+        """The tensors that the tower reads for a measured media, after decoding.  Raises: DataError."""
 
     def embed(self, body: Any, prepared: Sequence[Prepared]) -> list[Hidden]:
         """The features of media whose tensors are on the tower's device, in one pass of the tower."""
 
     def output(self, features: Sequence[Features]) -> EncoderOutput:
-        """The features of one stream as the body of the model reads them."""
+        """The features of one stream in the form that the model's body reads."""
 
     def smallest(self) -> Prepared:
         """The tensors of the smallest media, all 0."""
 
     def save(self, folder: Path) -> None:
-        """Writes the files of the processor into a model's folder, as they were read."""
+        """Writes the processor's files, unchanged, into a model's folder."""
 
 
 class Encoders:
-    """The encoders of a model by kind of media. Made by `load_encoders`."""
+    """The encoders of a model by kind of media, made by `load_encoders`. Made by `load_encoders`."""
 
     def __init__(self, by_kind: Mapping[str, Encoder]) -> None:
         self.by_kind, self.own = by_kind, list(dict.fromkeys(by_kind.values()))
@@ -137,9 +137,8 @@ class Encoders:
     ) -> Media:
         """`media` with its `tokens`, as `Encoder.measure` counts them.
 
-        `min_pixels` and `max_pixels` are for an image, or each frame of a video; None: the processor's own.
-        Raises: DataError for a kind that the model does not read, and for a shape that its processor refuses.
-        """
+        `min_pixels` and `max_pixels` are for an image, or each frame of a video; None: the processor's limits.  Raises:
+        DataError for a kind that the model does not read, and for a shape that its processor refuses."""
         if media.kind not in self.kinds:
             reads = " and ".join(f"{kind}s" for kind in sorted(self.kinds))
             change = "remove it, or change the model"
@@ -157,23 +156,24 @@ class Encoders:
             raise DataError("size", found, "", "resize it, or remove the row") from error
 
     def stream(self, kind: str) -> str:
-        """The encoder output that media of a kind are part of."""
+        """The encoder output that contains a kind of media."""
         return self.by_kind[kind].streams.get(kind, kind)
 
     def prepared(self, media: Media) -> Prepared:
-        """The tensors that the tower reads of a measured media, made where they are not cached. Raises: DataError."""
+        """The tensors that the tower reads for a measured media, from the cache or newly made.  Raises: DataError."""
         return PREPARED.get(self._key(media), lambda: self.by_kind[media.kind].prepare(media))
 
     @contextmanager
     def timed(self, metrics: Metrics, ranks: int) -> Iterator[None]:
-        """Records the seconds in which the block waits for prepared media, divided by the ranks that wait beside it."""
+        """Records the seconds for which the block waits for prepared media, divided by the ranks that wait at the same
+        time."""
         before = PREPARED.waited_seconds
         yield
         metrics.seconds("perf/media_wait_seconds", (PREPARED.waited_seconds - before) / ranks)
 
     def prefetch(self, media: Iterable[Media], model: nn.Module | None = None) -> None:
-        """Decodes and prepares media in threads, ahead of passes and in their order, each as often as passes read it;
-        none of which the frozen tower of `model` holds features."""
+        """Decodes and prepares media in threads, ahead of passes and in their order, as often as passes read them;
+        skips media for which the frozen tower of `model` has cached features."""
         version = None if model is None else self.frozen_version(model)
         if version is not None and model is not None:
             held = _cache_of(body_of(model), version)
@@ -181,8 +181,8 @@ class Encoders:
         PREPARED.prefetch((self._key(each), partial(self.by_kind[each.kind].prepare, each)) for each in media)
 
     def encode(self, model: PreTrainedModel, media: Sequence[Media], version: Hashable | None = None) -> dict[str, Any]:
-        """Keywords for the forward pass of the model or its body: the features of the media, in the order of their
-        tokens; empty without media. `version` as in `features`.  Raises: DataError."""
+        """Keywords for the forward pass of the model or its body: the features of the media, in token order; empty
+        without media. `version` as in `features`.  Raises: DataError."""
         return self.outputs(self.features(model, media, version))
 
     def features(
@@ -213,13 +213,14 @@ class Encoders:
         return {"mm_encoder_outputs": found} if found else {}
 
     def types(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Keywords for transformers' own forward, which makes its mask by them: 1 for tokens of media that attend to
+        """Keywords for transformers' own forward, which builds its mask from them: 1 for media tokens that attend to
         each other in both directions."""
         marked = ids.new_tensor(self.both_ways)
         return {"token_type_ids": torch.isin(ids, marked).int()} if self.both_ways else {}
 
     def dummy(self, model: PreTrainedModel) -> torch.Tensor:
-        """0, computed by the towers from their smallest media: for a rank of a sharded model whose batch has none."""
+        """0, computed by the towers from their smallest media: for a rank of a sharded model whose batch has no
+        media."""
         kinds = {encoder: kind for kind, encoder in self.by_kind.items()}.values()
         features = self._embedded(model, [(kind, self.by_kind[kind].smallest()) for kind in kinds])
         sums = [tensor.sum() for each in features for tensor in (each.hidden, *each.deepstack)]
@@ -227,15 +228,15 @@ class Encoders:
 
     @torch.no_grad()
     def fingerprint(self, model: nn.Module) -> Hashable:
-        """Tells the weights of the towers from others: the exclusive or of each one's bits."""
+        """A hash that identifies the weights of the towers: the exclusive or of their bits."""
         return tuple(torch.stack([torch.hash_tensor(weight) for weight in self._weights(model)]).tolist())
 
     def is_frozen(self, model: nn.Module) -> bool:
-        """True where no weight of the towers is trained."""
+        """True if no weight of the towers is trained."""
         return not any(weight.requires_grad for weight in self._weights(model))
 
     def frozen_version(self, model: nn.Module) -> Hashable | None:
-        """The `fingerprint` of frozen towers, computed again after weights were loaded; None where they are trained."""
+        """The `fingerprint` of frozen towers, computed again after weights were loaded; None if they are trained."""
         if not self.is_frozen(model):
             return None
         body, state = body_of(model), tuple((each._version, each.data_ptr()) for each in self._weights(model))
@@ -244,7 +245,7 @@ class Encoders:
         return _FROZEN[body][1]
 
     def tower_weights(self, model: nn.Module) -> list[str]:
-        """Names of the towers' weights in the model, tied ones under each name."""
+        """Names of the towers' weights in the model, tied weights under each name."""
         parts = [f".{tower}." for tower in self.towers]
         names = (name for name, _ in model.named_parameters(remove_duplicate=False))
         return [name for name in names if any(part in f".{name}." for part in parts)]
@@ -277,12 +278,11 @@ class Encoders:
 
 
 class BoundedCache(Generic[Value]):
-    """Values by key; the least recently used ones go when more than `limit_bytes` are held. Safe for threads.
+    """Values by key, at most `limit_bytes`; the least recently used ones are dropped first. Safe for threads.
 
-    Values that are made ahead stay until they are read: as many as fill half of it, the next ones as these are read.
-    `hits` and `misses` count the calls of `get` that found a value, finished or on its way, and those that made it;
-    `waited_seconds` is the time in which they made it or waited for it.
-    """
+    Values made ahead of time stay until they are read: at most half of the limit at a time, more as these are read.
+    `hits` and `misses` count the calls of `get` that found a value, finished or in progress, and the calls that made
+    it; `waited_seconds` is the time that they took or waited."""
 
     def __init__(self, limit_bytes: int, size: Callable[[Value], int], num_threads: int = 0) -> None:
         self.limit_bytes = limit_bytes
@@ -299,14 +299,14 @@ class BoundedCache(Generic[Value]):
         self._threads: ThreadPoolExecutor | None = None
 
     def find(self, key: Hashable) -> Value | None:
-        """The value of `key`, or None where it is not held."""
+        """The value of `key`; None if the cache does not have it."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
             return self._values.get(key)
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """The value of `key`, which `make` gives where it is neither held nor on its way.  Raises: what `make` does."""
+        """The value of `key`, made by `make` if it is neither cached nor in progress.  Raises: the errors of `make`."""
         start = perf_counter()
         try:
             return self._get(key, make)
@@ -337,21 +337,21 @@ class BoundedCache(Generic[Value]):
         return value
 
     def in_order(self, keys: Iterable[Hashable]) -> list[Hashable]:
-        """The keys in the order in which `prefetch` was asked for them."""
+        """The keys in the order of their `prefetch`."""
         with self._lock:
             place = {key: place for place, key in enumerate((*self._ahead, *self._coming, *self._waiting))}
         return sorted(keys, key=lambda key: place.get(key, -1))
 
     def put(self, key: Hashable, value: Value) -> Value:
-        """Holds a value, unless it is larger than the limit.  Returns it."""
+        """Caches a value, unless it is larger than the limit.  Returns it."""
         with self._lock:
             if self._size(value) <= self.limit_bytes:
                 self._hold(key, value)
         return value
 
     def prefetch(self, jobs: Iterable[tuple[Hashable, Callable[[], Value]]]) -> None:
-        """Makes values in threads, ahead of `get`, in the order in which it will ask for them; a key is there as often
-        as it will be asked for. An error is raised by the `get` that meets it, or is met again."""
+        """Makes values in threads, ahead of `get`, in the order of its calls; `jobs` has a key once for each call. An
+        error is raised by the `get` of its key, or occurs there again."""
         times: Counter[Hashable] = Counter()
         with self._lock:
             for key, make in jobs:
@@ -363,7 +363,7 @@ class BoundedCache(Generic[Value]):
             self._top_up()
 
     def clear(self) -> None:
-        """Forgets all values."""
+        """Drops all values."""
         with self._lock:
             self._values.clear()
             self._ahead.clear()
@@ -383,7 +383,7 @@ class BoundedCache(Generic[Value]):
                 self._top_up()
 
     def _top_up(self) -> None:
-        """Begins as many of the waiting values as there is room for."""
+        """Starts as many of the waiting jobs as there is room for."""
         while self._waiting and (
             not (self._coming or self._ahead)
             or 2 * (sum(self._ahead.values()) + self._largest_bytes * (len(self._coming) + 1)) <= self.limit_bytes
@@ -405,7 +405,7 @@ class BoundedCache(Generic[Value]):
         self._top_up()
 
     def _hold(self, key: Hashable, value: Value) -> None:
-        """Holds a value, and lets others go that were used least recently, but none that waits for its reader."""
+        """Caches a value, and drops the least recently used others, but none that still waits for its reader."""
         if key not in self._values:
             self._values[key] = value
             self.held_bytes += self._size(value)
@@ -427,12 +427,13 @@ _FEATURES: WeakKeyDictionary[nn.Module, tuple[Hashable, BoundedCache[Features]]]
 
 
 def keep_prepared(gib: float) -> None:
-    """Sets the memory of prepared media that this process keeps."""
+    """Sets the memory for prepared media in this process."""
     PREPARED.limit_bytes = int(gib * 2**30)
 
 
 def _cache_of(body: nn.Module, version: Hashable) -> BoundedCache[Features]:
-    """The features that `body` gave with this version of its weights; those of another version are forgotten."""
+    """The cache of features that `body` computed with this version of its weights; features of other versions are
+    dropped."""
     found, cache = _FEATURES.get(body, (None, None))
     if cache is None:
         cache = BoundedCache(FEATURE_CACHE_BYTES, lambda features: features.nbytes)

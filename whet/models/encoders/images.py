@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders of images: the files of an image processor, and whether it fits the model."""
+"""Encoders of images: the files of an image processor, and a check that it fits the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOGETHER = "processor_config.json"
 
 
 class ImageEncoder(Encoder):
-    """An encoder of images, and of videos as frames, with an image processor of transformers."""
+    """An encoder of images, and of videos as frames, based on an image processor of transformers."""
 
     processor_name: ClassVar[str]  # of its processor's class, without the back end
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds how a model reads media: the registered encoders of its type."""
+"""Finds the registered encoders for a type of model."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ UNREAD -= auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
 
 
 def names_of(model_type: str) -> list[str]:
-    """The registered encoders of a type of models."""
+    """The names of the registered encoders for a type of model."""
     return [name for name in ENCODERS.names() if name.rpartition("/")[0] == model_type]
 
 
 def load_encoders(path: str | Path, config: Any, *, trust_remote_code: bool = False) -> Encoders | None:
-    """Loads how the model at `path`, with this transformers config, reads media; None for a text model.
+    """Loads the encoders of the model at `path`, with this transformers config; None for a text model.
 
-    Needs no weights.  Raises: ModelError where files of its processors are missing or do not fit the model, and for a
-    model that sees, has no encoder, and is no language model without its tower.
-    """
+    Needs no weights.  Raises: ModelError if files of its processors are missing or do not fit the model, and for a
+    vision model without a registered encoder that cannot run as a language model without its tower."""
     families: dict[str, Any] = {each.rpartition("/")[2]: ENCODERS[each].load() for each in names_of(config.model_type)}
     if not families and config.model_type in UNREAD:
         expected = f"one of {', '.join(sorted({each.rpartition('/')[0] for each in ENCODERS.names()}))}"
@@ -40,12 +39,12 @@ def load_encoders(path: str | Path, config: Any, *, trust_remote_code: bool = Fa
 
 
 def attach(thing: Any, encoders: Encoders | None) -> None:
-    """Gives `encoders` to a tokenizer or to the body of a model, where `encoders_of` finds them."""
+    """Attaches `encoders` to a tokenizer or to the body of a model, where `encoders_of` finds them."""
     (body_of(thing) if isinstance(thing, nn.Module) else thing).encoders = encoders
 
 
 def encoders_of(thing: Any) -> Encoders | None:
-    """The encoders of a model from `load_policy`, or of the model of a tokenizer from `load_tokenizer`; or None."""
+    """The encoders of a model from `load_policy`, or of a tokenizer from `load_tokenizer`; None without any."""
     if isinstance(thing, nn.Module):
         thing = thing.base_model if isinstance(thing, PreTrainedModel) else getattr(thing, "body", None)
     found = getattr(thing, "encoders", None)

@@ -26,7 +26,7 @@ NAMES = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_vi
 
 @register_encoder("qwen2_vl/image", aliases=("qwen2_vl/video", "qwen2_5_vl/image", "qwen2_5_vl/video"))
 class QwenVision(ImageEncoder):
-    """Qwen2-VL and Qwen2.5-VL: a video is one run of tokens; in Qwen2.5-VL times are as far apart as in seconds."""
+    """Qwen2-VL and Qwen2.5-VL: a video is one run of tokens; in Qwen2.5-VL the time positions follow its seconds."""
 
     towers = ("visual",)
     processor_name = "Qwen2VLImageProcessor"
@@ -39,7 +39,7 @@ class QwenVision(ImageEncoder):
 
     @property
     def patches_per_token(self) -> float:
-        """Patches that are merged into a token."""
+        """The number of patches that are merged into a token."""
         return float(self.merge**2)
 
     @property
@@ -81,7 +81,8 @@ class QwenVision(ImageEncoder):
         return found
 
     def _time_step(self, kind: str, seconds: Sequence[float]) -> float:
-        """`tokens_per_second` times the seconds between two times in float32, as in Qwen2.5-VL's `get_rope_index`."""
+        """`tokens_per_second` times the seconds between two time steps in float32, as in Qwen2.5-VL's
+        `get_rope_index`."""
         rate = self.config.vision_config.to_dict().get("tokens_per_second")
         if kind == "image" or rate is None or seconds[-1] == seconds[0]:
             return 1.0
@@ -102,7 +103,7 @@ class QwenVision(ImageEncoder):
         return {values: patches, grid: grids}
 
     def _resize(self, image: Any, height: int, width: int) -> Any:
-        """An RGB image as an array [3, height, width], resized as the processor does."""
+        """Resizes an RGB image like the processor.  Returns an array [3, height, width]."""
         array = self.processor.process_image(image)
         return PilBackend.resize(self.processor, array, SizeDict(height=height, width=width), self.processor.resample)
 
@@ -129,7 +130,7 @@ class QwenVision(ImageEncoder):
 
 @register_encoder("qwen3_vl/image", aliases=("qwen3_vl/video", "qwen3_vl_moe/image", "qwen3_vl_moe/video"))
 class Qwen3Vision(QwenVision):
-    """Qwen3-VL: before each time of a video its second is written as text, and the times are runs of their own."""
+    """Qwen3-VL: a text with the second precedes each time step of a video, and each time step is a separate run."""
 
     frame_limits = (128 * 32 * 32, 768 * 32 * 32)  # of all frames together
 
@@ -157,7 +158,7 @@ class Qwen3Vision(QwenVision):
 
 
 def _within(limits: PixelLimits, own: tuple[int, int]) -> tuple[int, int]:
-    """The limits in pixels; the processor's `own` stand where none is given, and give way to the one that is."""
+    """The limits in pixels; the processor's `own` limits fill in for missing ones, and yield to a given one."""
     low, high = limits
     if low is None:
         low = own[0] if high is None else min(own[0], high)
@@ -188,7 +189,7 @@ def _resized_video(num_frames: int, size: Size, step: int, factor: int, fewest: 
 
 
 def _times(seconds: Sequence[float], step: int) -> list[float]:
-    """The mean second of the first and last frame of each `step` frames; the last frame is repeated to fill them."""
+    """The mean second of the first and last frame in each `step` frames; the last frame is repeated to fill them."""
     filled = [*seconds, *[seconds[-1]] * (-len(seconds) % step)]
     return [(filled[at] + filled[at + step - 1]) / 2 for at in range(0, len(filled), step)]
 
@@ -204,5 +205,5 @@ def _in_time(patches: torch.Tensor, num_frames: int, step: int) -> torch.Tensor:
 
 
 def _first(prepared: Prepared, name: str) -> torch.Tensor:
-    """The tensor whose name has `name` in it, of an image or of a video."""
+    """The first tensor whose name contains `name`, for an image or a video."""
     return next(value for key, value in prepared.items() if name in key)

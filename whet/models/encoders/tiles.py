@@ -29,19 +29,19 @@ class TiledVision(ImageEncoder):
 
     @property
     def patches_per_token(self) -> float:
-        """Patches of a tile, divided by its tokens."""
+        """The number of patches of a tile, divided by the number of its tokens."""
         patch = self.config.vision_config.patch_size
         across = self.side // (patch if isinstance(patch, int) else patch[0])
         return across**2 / self.per_tile
 
     @property
     def forbidden(self) -> tuple[int, ...]:
-        """The id of the patches' token."""
+        """The id of the patch token."""
         return (self.config.image_token_id,)
 
     @property
     def side(self) -> int:
-        """Prepared of a tile's side."""
+        """The side of a tile in pixels."""
         return int(self.processor.size["height"])
 
     def embed(self, body: Any, prepared: Sequence[Prepared]) -> list[Hidden]:
@@ -63,7 +63,7 @@ class TiledVision(ImageEncoder):
 
 @register_encoder("smolvlm/image", aliases=("smolvlm/video",))
 class SmolVision(TiledVision):
-    """SmolVLM: an image is enlarged or reduced to `longest_edge`, cut into rows and columns, and added as a whole.
+    """SmolVLM: an image is resized to `longest_edge`, cut into rows and columns of tiles, and added as a whole.
 
     `max_pixels` lowers the longest edge to its root, at least a tile's side; `min_pixels` has no effect.
     """
@@ -98,7 +98,7 @@ class SmolVision(TiledVision):
         return MediaTokens(placeholder, tuple(text), self.config.image_token_id, grids, (longest, longest))
 
     def _cuts(self, size: Size, longest: int) -> tuple[int, int]:
-        """Rows and columns of tiles, as the processor's `resize_for_vision_encoder` gives them; its
+        """Rows and columns of tiles, as in the processor's `resize_for_vision_encoder`; its
         `get_number_of_image_patches` rounds differently. 0 and 0 for an image of one tile."""
         shape = np.broadcast_to(np.uint8(0), (3, *size))
         height, width = get_resize_output_image_size(shape, resolution_max_side=longest)
@@ -214,7 +214,7 @@ _TENS = re.findall(r"\w+", "twenty thirty forty fifty sixty seventy eighty ninet
 
 
 def _in_words(number: int) -> str:
-    """An English number up to 999, as num2words writes it."""
+    """An English number up to 999 in words, as in num2words."""
     if number < 20:
         return _WORDS[number]
     if number < 100:

@@ -54,7 +54,7 @@ TEXT_ONLY = """{%- if part.type != 'text' %}{{- raise_exception('this model read
 
 @dataclass(frozen=True)
 class Markers:
-    """The special tokens of an architecture that stand for images and videos, and around them."""
+    """The special tokens of an architecture that stand for images and videos, or surround them."""
 
     special: tuple[str, ...]
     in_template: dict[str, str]  # by kind of part
@@ -125,12 +125,11 @@ def init_model(
 ) -> Path:
     """Writes a model folder with random weights to `out` and returns its path.
 
-    The tokenizer is a byte-level BPE trained on `texts` (default: a built-in sample). With `alphabet` it has one token
-    for each of its characters and for each word of the chat template instead, and refuses any other character.
+    The tokenizer is a byte-level BPE trained on `texts` (default: a built-in sample). With `alphabet` it instead has
+    one token for each of these characters and for each word of the chat template, and rejects other characters.
     `vocab_size` is the number of embedding rows, an upper limit for the tokenizer; by default the number of tokens,
-    rounded up to a multiple of 8, with the limit of the size. `patch_size` is in pixels, for models that read images:
-    2 x 2 patches make a token. Raises: ConfigError.
-    """
+    rounded up to a multiple of 8, with the limit of the size. `patch_size` is in pixels, for models that read images: 2
+    x 2 patches make a token.  Raises: ConfigError."""
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         change = "choose another path, or remove it first"
@@ -276,7 +275,7 @@ def _random_model(arch: TextArch, shape: ModelSize, options: dict[str, Any]) -> 
 def _byte_level_tokenizer(
     texts: Iterable[str], vocab_size: int, special: tuple[str, ...] = ()
 ) -> PreTrainedTokenizerBase:
-    """Trains a BPE with Qwen's splitting (single digits) and Qwen's class, from which transformers reloads it."""
+    """Trains a BPE with Qwen's splitting (single digits) and Qwen's class, so that transformers can reload it."""
     num_special = len(_SPECIAL) + len(special)
     if vocab_size < 256 + num_special:
         expected = f"at least {256 + num_special}: 256 bytes and {num_special} special tokens of a byte-level tokenizer"
@@ -315,7 +314,7 @@ def _alphabet_tokenizer(
 
 
 def with_media(template: str, arch: VisionArch) -> str:
-    """The chat template with parts of the kinds that the architecture reads."""
+    """The chat template, with content parts for the kinds of media that the architecture reads."""
     found = MARKERS[arch].in_template
     cases = "".join(
         f"{{%- {'elif' if place else 'if'} part.type == '{kind}' %}}{{{{- '{text}' }}}}"

@@ -59,7 +59,7 @@ Shown = tuple[str, str, str, str]  # a problem, its answer, the responses before
 
 @dataclass(frozen=True)
 class Lesson:
-    """A task for a quickstart, from its rows to its page."""
+    """The task of a quickstart: its rows, model, recipe and page."""
 
     goal: str  # of the model
     curve: str  # title of the learning curve
@@ -79,14 +79,13 @@ def quickstart(run_dir: Path, seed: int, program: str = "whet", lesson: Lesson |
     """Runs all stages of a lesson (unset: addition), shows the results, and returns the content of
     summary.json. `program` is how a shell calls whet.
 
-    An earlier quickstart in `run_dir` is replaced.  Raises: ConfigError where anything else is there.
-    """
+    An earlier quickstart in `run_dir` is replaced.  Raises: ConfigError if the folder has other files."""
     with closing(clear(run_dir)):
         return _stages(run_dir, seed, program, lesson or ADDITION)
 
 
 def clear(run_dir: Path) -> TextIOWrapper:
-    """Takes a new or empty folder, or one of a quickstart, from which it removes files of a quickstart.  Returns the
+    """Locks a new or empty folder, or a quickstart's folder, from which it removes the quickstart's files.  Returns the
     lock.  Raises: ConfigError, StorageError."""
     with disk_errors(run_dir, "--run-dir"):
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -197,7 +196,7 @@ def warm_up(run_dir: Path, seed: int, rows: Rows, lesson: Lesson | None = None) 
 
 
 def stop_when_warm(config: SFTConfig, rows: Rows, warm_enough: float, likely_steps: int | None = None) -> EarlyStop:
-    """A callback that ends SFT when the mean probability of the responses of `rows` is `warm_enough`."""
+    """A callback that ends SFT once the mean probability of the responses of `rows` is `warm_enough`."""
     assert config.model.path is not None
     tokenizer = load_tokenizer(config.model.path)
     examples = build_examples(rows, PromptFormat.of(tokenizer, config.data), config.data)
@@ -220,7 +219,7 @@ def is_good(run: Run) -> bool:
 
 
 def reinforce(run_dir: Path, seed: int, model: Path, lesson: Lesson) -> Run:
-    """GRPO by the lesson's recipe, validated on the held-out problems before, during and after."""
+    """Trains by GRPO with the lesson's recipe; validates on the held-out problems before, during and after."""
     overrides = {
         "model.path": str(model),
         "data.train_files": [str(run_dir / "train.jsonl")],
@@ -233,7 +232,7 @@ def reinforce(run_dir: Path, seed: int, model: Path, lesson: Lesson) -> Run:
 
 
 def read_back(run_dir: Path, held_out: Rows) -> list[Shown]:
-    """Three sums that were wrong before; the responses after RL are by plain transformers."""
+    """Three sums that were wrong before RL; plain transformers generates the responses after it."""
     exported = run_dir / "rl_model"
     before = read_rollouts(run_dir / "rl" / "rollouts" / "validation_000000.jsonl")
     wrong = [(row, answer) for row, answer in zip(held_out, before, strict=True) if not answer["accuracy"]]
@@ -255,8 +254,8 @@ def answer_text(answer: Mapping[str, Any]) -> str:
 
 
 def plot(path: Path, history: Sequence[Mapping[str, float]], lesson: Lesson) -> None:
-    """Draws the learning curve: reward of every step, of all responses and of the trained ones, and now and
-    then accuracy on the held-out problems."""
+    """Draws the learning curve: the reward of every step, over all responses and the trained ones, and the accuracy on
+    the held-out problems at each validation."""
     curves = {
         "filter/sampled_score": "reward, all responses sampled",
         "critic/score/mean": "reward, groups that the filter kept",

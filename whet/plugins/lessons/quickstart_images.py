@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet quickstart --images`: a small model that sees learns to count figures in pictures."""
+"""`whet quickstart --images`: a small vision model learns to count figures in pictures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_problems(
     num_trained: int = NUM_TRAINED,
     **options: Any,
 ) -> tuple[Rows, Rows]:
-    """Writes pictures to images/, and rows that name them to train.jsonl and held_out.jsonl. `options` are those of
+    """Writes pictures to images/, and rows with their file names to train.jsonl and held_out.jsonl. `options` go to
     `draw`, a function of whet.plugins.lessons.drawn."""
     (run_dir / "images").mkdir(parents=True, exist_ok=True)
     written: dict[str, Rows] = {}
@@ -45,7 +45,7 @@ def write_problems(
 
 
 def _save(pictures: Any, path: Path) -> Any:
-    """Writes PNG files.  Returns their paths in place of their bytes; several get a number each."""
+    """Writes PNG files.  Returns their paths in place of their bytes; several files are numbered."""
     if isinstance(pictures, bytes):
         path.write_bytes(pictures)
         return str(path)
@@ -61,7 +61,7 @@ def write_model(path: Path, seed: int) -> str:
 
 
 def read_back(run_dir: Path, held_out: Rows, question: str = "How many figures?") -> list[Shown]:
-    """Three rows whose response was wrong before RL, by the name of the first picture; more of them are drawn."""
+    """Three rows whose response was wrong before RL, by the name of the first picture; the page shows more of them."""
     files = sorted((run_dir / "rl" / "rollouts").glob("validation_*.jsonl"))
     before, after = read_rollouts(files[0]), read_rollouts(files[-1])
     answers = list(zip(held_out, before, after, strict=True))
@@ -88,7 +88,7 @@ def draw_page(path: Path, answers: Sequence[tuple[Record, Record, Record]], ques
 
 
 def side_by_side(row: Record) -> Image.Image:
-    """The images of a row, or the frames of its video, at most four beside each other; they have one size."""
+    """The images of a row, or the frames of its video, at most four side by side; all have the same size."""
     pictures = [Image.open(path).convert("RGB") for path in _files(row)]
     (width, height), columns = pictures[0].size, min(4, len(pictures))
     lines = -(-len(pictures) // columns)

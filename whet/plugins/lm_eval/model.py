@@ -21,9 +21,9 @@ from whet.checkpoints.export import model_folder
 from whet.config.schema import Dtype, ModelConfig, RolloutConfig
 from whet.data.chat import SANITIZE, render_chat
 from whet.errors import ConfigError, DataError, describe, pip_install
+from whet.kernels.log_probs import vocab_log_probs
 from whet.keyed import key
 from whet.models.load import cast_weights, load_policy, load_tokenizer, num_positions, stop_token_ids, torch_dtype
-from whet.models.log_probs import vocab_log_probs
 from whet.models.outputs import ForwardSettings, hidden_states
 from whet.models.packing import layout
 from whet.models.positions import position_ids
@@ -77,7 +77,7 @@ class WhetLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end token, used before a text without context where the tokenizer has no begin token."""
+        """The end token; also used before a text without context if the tokenizer has no begin token."""
         assert isinstance(self.tokenizer.eos_token_id, int)
         return self.tokenizer.eos_token_id
 
@@ -206,7 +206,7 @@ class WhetLM(TemplateLM):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs lm-eval's command line with the model "whet".  Raises: DataError where a task's data cannot be fetched."""
+    """Runs lm-eval's command line with the model "whet".  Raises: DataError if a task's data cannot be downloaded."""
     from huggingface_hub.errors import LocalEntryNotFoundError
     from lm_eval.__main__ import cli_evaluate
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state in a folder, which any mesh of the engine reads.
+"""A state in a folder that the engine can read with any mesh.
 
 engine.json            steps
 megatron/              weights and the optimizer's state in Megatron-Core's distributed form (`torch_dist`)
@@ -30,14 +30,14 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_a
 
 
 def save(path: Path, stages: Sequence[MegatronStage], optimizer: Any, progress: dict[str, Any]) -> None:
-    """Writes everything but the weights in Hugging Face's form; on every rank.  Raises: CheckpointError."""
+    """Writes everything except the weights in Hugging Face's form; on every rank.  Raises: CheckpointError."""
     write(path / FOLDER, stages, optimizer, progress["steps_done"])
     if dist.get_rank() == 0:
         (path / STATE).write_text(json.dumps(progress))
 
 
 def write(path: Path, stages: Sequence[MegatronStage], optimizer: Any = None, steps: int = 0) -> None:
-    """Writes stages and optimizer in the distributed form alone.  Raises: CheckpointError."""
+    """Writes stages and optimizer in the distributed form only.  Raises: CheckpointError."""
     path.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     try:
@@ -48,7 +48,7 @@ def write(path: Path, stages: Sequence[MegatronStage], optimizer: Any = None, st
 
 
 def save_weights(path: Path, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Writes whole weights on the first rank; all take part."""
+    """Writes whole weights from the first rank; all ranks take part."""
     kept, files = dict[str, torch.Tensor](), 1
     for name, weight in weights:
         if dist.get_rank():
@@ -80,7 +80,7 @@ def load(path: Path, stages: Sequence[MegatronStage], optimizer: Any) -> dict[st
 
 
 def read(path: Path, stages: Sequence[MegatronStage], optimizer: Any = None) -> dict[str, Any]:
-    """Fills stages from a folder of the distributed form, whoever wrote it.  Returns all that was read.
+    """Fills stages from any folder in the distributed form.  Returns everything that was read.
 
     Raises: CheckpointError."""
     try:
@@ -94,7 +94,7 @@ def read(path: Path, stages: Sequence[MegatronStage], optimizer: Any = None) -> 
 
 
 def _state(stages: Sequence[MegatronStage], optimizer: Any, steps: int | None) -> dict[str, Any]:
-    """The parts of this rank, with their places in the whole; `steps` is unset to read them."""
+    """Parts of this rank with their places in the whole; `steps` is None for reading."""
     metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     state = {f"model{number}": stage.sharded_state_dict(metadata=metadata) for number, stage in enumerate(stages)}
     if optimizer is not None:

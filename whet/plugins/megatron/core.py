@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of Megatron-Core that the engine uses, and Megatron-Core on a machine without an accelerator.
+"""The names of Megatron-Core that the engine uses, and a way to run it on a machine without an accelerator.
 
-It writes out CUDA's functions and devices in many places. `on_device` puts others in their place for as long as a block
-lasts, and for tensors on the host alone.
-"""
+Megatron-Core calls CUDA functions and devices directly in many places. `on_device` replaces them during a block, for
+tensors on the host only."""
 
 # ruff: noqa: F401  # names for the other files
 from __future__ import annotations
@@ -53,7 +52,7 @@ if not hasattr(moe_utils, "te_general_gemm"):
 
 
 class _Here:
-    """Takes the place of a process that writes a part of a checkpoint: a killed rank would leave it behind."""
+    """Replaces the process that writes a part of a checkpoint, which would outlive a killed rank."""
 
     def __init__(self, target: Callable[..., None], kwargs: Mapping[str, Any]) -> None:
         self.start = partial(target, **kwargs)
@@ -69,7 +68,8 @@ _set_state = DistributedOptimizer._set_main_param_and_optimizer_states
 
 
 def _set_all(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-    """Keeps the values that a state lacks: 0.16.1 asks for the step that torch's AdamW counts for each weight."""
+    """Sets the values of a state, keeping values that it lacks: Megatron-Core 0.16.1 asks for a step count of torch's
+    AdamW for each weight."""
     _set_state(self, model_param, {**self._get_main_param_and_optimizer_states(model_param), **tensors})
 
 
@@ -77,7 +77,7 @@ DistributedOptimizer._set_main_param_and_optimizer_states = _set_all
 
 
 class _Nothing:
-    """Takes the place of streams and events."""
+    """Replaces streams and events, and does nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -86,7 +86,7 @@ class _Nothing:
 
 
 class _OnHost(TorchFunctionMode):
-    """Keeps on the host the tensors that Megatron-Core asks CUDA for."""
+    """Keeps tensors on the host that Megatron-Core would put on CUDA."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -127,7 +127,7 @@ REPLACED: list[tuple[Any, str, Any]] = [
 
 @contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
-    """Around calls of Megatron-Core for tensors on this device."""
+    """Surrounds calls of Megatron-Core for tensors on this device."""
     if device != HOST:
         yield
         return

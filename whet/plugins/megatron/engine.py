@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine on Megatron-Core: its layers, schedules, gradient buffers and optimizers, whet's rows and objectives."""
+"""The engine on Megatron-Core: its layers, schedules, gradient buffers and optimizers, with whet's rows and
+objectives."""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ class MegatronEngine(Engine):
 
     @classmethod
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
-        """A part of the layers and heads in each process; copies of it hold the other rows."""
+        """The placement of a part of the layers and heads in each process; copies of the model read other rows."""
         parts, context = options["tensor"] * options["pipeline"], options["context"]
         return Spread(parts, row_ranks=parts * context, token_shares=context)
 
@@ -117,14 +118,14 @@ class MegatronEngine(Engine):
         return everywhere(own, self.ranks.pipeline, self.device)
 
     def save(self, path: Path, start: dict[str, Any] | None) -> None:
-        """A folder in Megatron-Core's distributed form, and with the weights in Hugging Face's."""
+        """Writes a folder in Megatron-Core's distributed form, and the weights in Hugging Face's."""
         with self.ranks.used():
             checkpoint.save(path, self.stages, self.optimizer, {**self._progress(), "start": start})
         if self._hugging_face:
             checkpoint.save_weights(path, self.named_weights())
 
     def load(self, path: Path) -> dict[str, Any] | None:
-        """Puts back a state of any mesh.  Returns its `start`."""
+        """Restores a state written with any mesh.  Returns its `start`."""
         with self.ranks.used():
             state = checkpoint.load(path, self.stages, self.optimizer)
         self._load_progress(state)
@@ -148,7 +149,7 @@ class MegatronEngine(Engine):
         return self.ranks.used()
 
     def passes(self, columns: Columns, block: int | str) -> list[list[int]]:
-        """Returns as many passes on every rank: all take part in exchanging tokens with experts."""
+        """Returns the same number of passes on every rank, as all take part in exchanging tokens with experts."""
         if ROUTED in columns:
             raise EngineError(ROUTED, "experts of the rollout", "none: megatron replays no choices", "set it to fsdp")
         return self._evened(super().passes(columns, block), step=self.sizes.pipeline if self.sizes.virtual > 1 else 1)
@@ -188,7 +189,7 @@ class MegatronEngine(Engine):
         return total
 
     def _width(self, where: Layout) -> int:
-        """Tokens with padding, which ranks share out evenly."""
+        """The number of tokens with padding, such that ranks get equal shares."""
         if self.sizes.halves:
             return int(in_halves(where, self.sizes)[1][-1])
         return tokens_of(where, self.forward_settings) * self.row_ranks
@@ -215,7 +216,7 @@ class MegatronEngine(Engine):
         core.finalize_model_grads(self.wrapped)
 
     def _clip(self) -> torch.Tensor:
-        """The norm of the gradient before it is clipped: of all shards, each counted once."""
+        """The norm of the gradient before clipping: over all shards, each counted once."""
         assert isinstance(self.optimizer, Steps)
         inner = self.optimizer.inner
         inner.prepare_grads()
@@ -251,18 +252,18 @@ class Steps:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of weights with their rates."""
+        """Groups of weights with their learning rates."""
         return list(self.inner.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients."""
+        """Resets the gradients."""
         for stage in self.wrapped:
             stage.zero_grad_buffer()
         self.inner.zero_grad(set_to_none)
 
     def state_dict(self, weights: dict[str, Any], steps: int | None, metadata: dict[str, Any]) -> dict[int, Any]:
-        """The state after `steps`, unset to read one, of each of its optimizers: another mesh has others, so tensors
-        alone are saved, by the names of `weights`."""
+        """The state of each of its optimizers after `steps` (None: for reading). Another mesh has other optimizers, so
+        only tensors are saved, by the names of `weights`."""
         found: dict[int, Any] = {}
         for number, each in enumerate(self.inner.chained_optimizers):
             self._count(each, 1 if steps is None else steps)  # of 0 steps Megatron-Core reads no state
@@ -275,7 +276,7 @@ class Steps:
         return found
 
     def load_state_dict(self, state: dict[int, Any], steps: int) -> None:
-        """Puts back a state after a number of steps."""
+        """Restores a state after a number of steps."""
         for number, each in enumerate(self.inner.chained_optimizers):
             each.load_state_dict(state[number])
             self._count(each, steps)
@@ -290,5 +291,5 @@ class Steps:
                 own["step"] = torch.tensor(float(steps))
 
     def step(self) -> None:
-        """Changes the weights."""
+        """Updates the weights."""
         self.inner.step_with_ready_grads()

@@ -20,13 +20,13 @@ COPIED = ("*.json", "*.model", "*.jinja", "*.txt")  # config and tokenizer
 
 
 class _Empty(MegatronEngine):
-    """Its weights are read later."""
+    """A model whose weights are read later."""
 
     def _fill(self) -> None: ...
 
 
 def write(folder: str, out: Path) -> None:
-    """Writes the model in a folder of Hugging Face, with its config and tokenizer beside it."""
+    """Writes the model of a Hugging Face folder, with its config and tokenizer."""
     engine = _engine(folder)
     with engine.ranks.used():
         checkpoint.write(out, engine.stages)
@@ -35,8 +35,8 @@ def write(folder: str, out: Path) -> None:
 
 
 def read(path: Path, model: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the weights in a folder of the distributed form as Hugging Face's modules name them; `model` has the
-    config.  Raises: CheckpointError, ModelError."""
+    """Yields the weights in a folder of the distributed form under their Hugging Face names; `model` has the config.
+    Raises: CheckpointError, ModelError."""
     engine = _engine(str(model), is_empty=True)
     with engine.ranks.used():
         checkpoint.read(path, engine.stages)
@@ -44,7 +44,7 @@ def read(path: Path, model: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _engine(folder: str, is_empty: bool = False) -> MegatronEngine:
-    """An engine of this process that only reads, in float32."""
+    """An engine of this process that only converts weights, in float32."""
     if not Path(folder, "config.json").is_file():
         raise ModelError(folder, "has no config.json", "that of the model", "name the model's folder with --base")
     role = RoleSettings(folder, EngineConfig(name="megatron"), "float32")

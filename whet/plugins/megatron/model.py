@@ -46,7 +46,7 @@ FIXED: dict[str, Any] = {
 
 @dataclass(kw_only=True)
 class Packed(core.PackedSeqParams):  # type: ignore[misc]
-    """Rows end to end, as layers read them."""
+    """The layout of rows end to end, as layers read it."""
 
     where: Layout
     turns: tuple[torch.Tensor, torch.Tensor]  # [1, T, D] cosines and sines of rotary positions
@@ -55,9 +55,9 @@ class Packed(core.PackedSeqParams):  # type: ignore[misc]
 
 
 class PackedAttention(nn.Module):
-    """Rotary positions, then causal attention of packed rows: in the place of Megatron-Core's core attention.
+    """Rotary positions, then causal attention of packed rows, in place of Megatron-Core's core attention.
 
-    With Megatron-Core's context parallelism it is TransformerEngine's, the only one that knows it."""
+    With Megatron-Core's context parallelism it calls TransformerEngine's attention, the only one that supports it."""
 
     def __init__(self, config: Any, **settings: Any) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class PackedAttention(nn.Module):
 
 
 class Norm(nn.RMSNorm):
-    """torch's norm. Megatron-Core's refuses to stand where ranks share out tokens; its gradient is summed there."""
+    """torch's norm. Megatron-Core's local norm does not allow split tokens; here its gradient is summed over ranks."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -89,7 +89,7 @@ class Norm(nn.RMSNorm):
 
 
 class MegatronStage(core.GPTModel):  # type: ignore[misc]
-    """Some of the layers. Gives hidden states, after the last layer too; a `head` takes the place of the output."""
+    """Some of the layers. Returns hidden states, also after the last layer; a `head` replaces the output layer."""
 
     head: nn.Linear | None
     pad_token_id: int | None
@@ -99,7 +99,7 @@ class MegatronStage(core.GPTModel):  # type: ignore[misc]
 
     @property
     def layers_before(self) -> int:
-        """Layers of earlier stages."""
+        """The number of layers in earlier stages."""
         first: int = self.decoder.layers[0].layer_number
         return first - 1
 
@@ -153,7 +153,7 @@ def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype
 
 
 def stage_of(config: Any, model: Any, part: int, role: RoleSettings) -> MegatronStage:
-    """Makes the `part`-th stage of this rank, without numbers, from Megatron-Core's config and transformers'."""
+    """Makes the `part`-th stage of this rank, without weight values, from Megatron-Core's config and transformers'."""
     spec = core.get_gpt_layer_local_spec(config.num_moe_experts, False, config.qk_layernorm, normalization="RMSNorm")
     own = spec.submodules
     own.input_layernorm = own.pre_mlp_layernorm = Norm
@@ -204,8 +204,8 @@ def pack(body: PreTrainedModel, where: Layout, size: int, ranks: MeshGroups) -> 
 
 
 def in_halves(where: Layout, sizes: Sizes, size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order of Megatron-Core's context parallelism: rows have padding, and are cut into 2 `context` chunks; first
-    come the chunks of rank 0, of each row the first and the last, then of rank 1, the second and the last but one.
+    """The token order of Megatron-Core's context parallelism: rows are padded and cut into 2 `context` chunks; rank 0
+    has the first and the last chunk of each row, rank 1 the second and the second last, and so on.
 
     Returns: places [T] of the tokens; begins [rows + 1] of the rows with padding, the last one's up to `size`."""
     ranks, step = sizes.context, 2 * sizes.context * sizes.tensor

@@ -2,9 +2,8 @@
 """The weights of Megatron-Core's GPTModel and of Hugging Face's models, by name, in both directions.
 
 Megatron-Core keeps queries, keys and values in one weight, group after group of heads, and gate and up in one. A rank
-has a share of a weight: some of its rows, or columns. Experts are modules of their own there. In Hugging Face's modules
-they lie in one weight [E, ...], in most files one by one.
-"""
+has some rows or columns of a weight. Its experts are separate modules; Hugging Face's modules stack them in one weight
+[E, ...], while most files have them one by one."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ IN_FILES = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "down_proj": "w2", "
 
 @dataclass(frozen=True)
 class Rule:
-    """The place of a weight of Megatron-Core in Hugging Face's."""
+    """The names and form of a Megatron-Core weight in Hugging Face's model."""
 
     names: tuple[str, ...]  # of the weights that it is made of
     cut: int | None = None  # dimension that the ranks share out; None: whole on each
@@ -65,7 +64,7 @@ class Rule:
 
     @property
     def _blocks(self) -> int:
-        """Parts that are shared out one by one: gate and up."""
+        """The number of parts that are split separately: gate and up are two."""
         return len(self.names) if not self.groups else 1
 
 
@@ -104,7 +103,7 @@ def rule_of(name: str, config: Any, layers_before: int = 0, experts_before: int 
 
 
 def in_memory(rule: Rule) -> str:
-    """The name in Hugging Face's modules of the weight [E, ...] that an expert's is in."""
+    """The name in Hugging Face's modules of the stacked weight [E, ...] that contains an expert's."""
     owner = rule.names[0].partition(".experts.")[0]
     return f"{owner}.experts.{'gate_up_proj' if len(rule.names) > 1 else 'down_proj'}"
 
@@ -128,7 +127,7 @@ def _find(name: str, files: Mapping[str, Any], prefix: str, path: str) -> torch.
 
 
 def check_family(config: Any) -> None:
-    """Raises: ConfigError for a model that is not one of `FAMILIES`, or has a form that these seldom have."""
+    """Raises: ConfigError for a model outside `FAMILIES`, or with a rare form of one of them."""
     kind, values, error = config.model_type, config.to_dict(), partial(ConfigError, "engine.name", "megatron")
     if kind not in FAMILIES:
         raise error(f"a model of the types {', '.join(FAMILIES)}, and not {kind}", "set it to fsdp")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process groups of a mesh. Megatron-Core keeps those of one mesh in globals; each engine has its own here."""
+"""The process groups of a mesh. Megatron-Core keeps the groups of one mesh in globals; here each engine has its own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MeshGroups:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Sets the globals of Megatron-Core to this mesh, around calls of it."""
+        """Sets the globals of Megatron-Core to this mesh during a block of calls."""
         before = {name: getattr(parallel_state, name) for name in self.state}
         vars(parallel_state).update(self.state)
         try:
@@ -81,14 +81,14 @@ def arrange(sizes: Sizes, device: torch.device) -> MeshGroups:
 
 
 def _share(group: dist.ProcessGroup) -> TokenShare | None:
-    """The split of tokens over the ranks of a group, on each of which attention sees all tokens."""
+    """The split of tokens over the ranks of a group; attention on each rank sees all tokens."""
     if group.size() == 1:
         return None
     return TokenShare(group, group, dist.new_group([dist.get_rank()], use_local_synchronization=True))
 
 
 def join(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Makes a group for a process on its own.  Raises: EngineError for a part of the ranks."""
+    """Makes a group for a single process.  Raises: EngineError for a subset of the ranks."""
     if not dist.is_initialized():
         dist.init_process_group(backends(device.type), store=dist.HashStore(), rank=0, world_size=1)
     if group is not None and group.size() != dist.get_world_size():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mesh of a role's processes in Megatron-Core's order, and settings that it refuses; without torch.
+"""The mesh of a role's processes in Megatron-Core's order, and checks of settings; loads no torch.
 
 pipeline x rows x context x tensor = processes        the first is the outermost
 """
@@ -17,7 +17,7 @@ from whet.errors import ConfigError
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parts of a model."""
+    """The sizes of the mesh."""
 
     tensor: int = 1  # of a layer's heads and inner numbers
     pipeline: int = 1  # of the layers, one after another
@@ -28,12 +28,12 @@ class Sizes:
 
     @property
     def halves(self) -> bool:
-        """True where Megatron-Core splits rows over ranks itself: each has a chunk of both halves of a row."""
+        """True if Megatron-Core itself splits rows over ranks, each with a chunk of both halves of a row."""
         return self.context > 1 and self.context_by == "transformer_engine"
 
     @property
     def expert_tensor(self) -> int:
-        """Parts of an expert's inner numbers: experts that are spread over ranks are whole."""
+        """The number of parts of an expert's inner dimension: 1 if experts are spread over ranks."""
         return 1 if self.expert > 1 else self.tensor
 
 
@@ -67,7 +67,7 @@ def refuses(use: EngineUse) -> Iterator[ConfigError]:
 
 
 def is_installed() -> bool:
-    """Tells whether Megatron-Core can be imported; another folder on the path may have the name of the one around."""
+    """Tells whether Megatron-Core can be imported; a folder on the path may only have its parent's name."""
     try:
         return find_spec("megatron.core") is not None
     except ModuleNotFoundError:
@@ -75,7 +75,7 @@ def is_installed() -> bool:
 
 
 def _sizes(use: EngineUse, sizes: Sizes) -> Iterator[ConfigError]:
-    """Sizes that do not divide the processes, or each other."""
+    """Yields the errors for sizes that do not divide the processes, or each other."""
     key, given = f"{use.key}.options", {name: getattr(sizes, name) for name in ("tensor", "context", "pipeline")}
     if uneven := list(uneven_sizes(use, key, given)):
         yield from uneven

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading weights of Hugging Face's files into stages, and giving them back whole."""
+"""Reads weights of Hugging Face files into stages, and yields them back whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from whet.plugins.megatron.ranks import MeshGroups
 
 @torch.no_grad()
 def fill(stages: Sequence[MegatronStage], config: Any, ranks: MeshGroups, role: RoleSettings) -> None:
-    """Reads this rank's shares of the weights.  A new head is that of any engine.  Raises: ModelError."""
+    """Reads this rank's shares of the weights. A new head starts as in any engine.  Raises: ModelError."""
     with open_slices(role.model_path, role.allow_pickle) as slices:
         files = dict(slices)
         prefix = "model." if "model.embed_tokens.weight" in files else ""
@@ -50,7 +50,7 @@ def _head(weight: torch.Tensor, files: Mapping[str, Any], role: RoleSettings) ->
 def named(
     stages: Sequence[MegatronStage], config: Any, ranks: MeshGroups, is_value_model: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the whole weights of this rank's stages as Hugging Face's modules name them, tied ones once; on every rank
+    """Yields the whole weights of this rank's stages under their Hugging Face names, tied weights once; on every rank
     of a stage."""
     heads, prefix = config.num_attention_heads // config.num_key_value_heads, "body." if is_value_model else "model."
     for stage in stages:

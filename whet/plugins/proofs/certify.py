@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates: the exact expected gradient of an algorithm, against the gradient of its objective.
+"""Certificates: the exact expected gradient of an algorithm, compared with the gradient of its objective.
 
-A policy so small that all its responses can be counted: V tokens, the first of which ends a response, and at most L of
-them. Its expected gradient is a finite sum, over every group of n responses with its probability, of the gradient of
+The policy is so small that all its responses can be listed: V tokens, the first of which ends a response, and at most L
+of them. Its expected gradient is a finite sum, over every group of n responses with its probability, of the gradient of
 the loss that the registered functions give; the objective's, E[R] - beta KL(pi || ref) over whole responses, is
-autograd through the same enumeration. All in float64, so that what is unbiased is so to eight digits.
-"""
+autograd through the same enumeration. All in float64, so that an unbiased gradient agrees to eight digits."""
 
 from __future__ import annotations
 
@@ -37,10 +36,10 @@ Columns = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class World:
-    """The responses of V tokens and length up to L to one prompt, their rewards, and policies as tables of logits.
+    """The possible responses to one prompt, with V tokens and lengths up to L, their rewards, and policies as tables of
+    logits.
 
-    A state is the tokens so far; there are S of them. Rows are responses, K of them; all are [K, L] unless noted.
-    """
+    A state is the tokens so far; there are S states. Rows are the K responses; arrays are [K, L] unless noted."""
 
     vocabulary: int = 3
     length: int = 3
@@ -48,7 +47,7 @@ class World:
 
     @cached_property
     def responses(self) -> list[tuple[int, ...]]:
-        """Returns all possible responses: token 0 ends one, as the length does."""
+        """Returns all possible responses; token 0 or the length limit ends a response."""
         inner, size = range(1, self.vocabulary), self.length
         ended = [(*body, 0) for shorter in range(size) for body in itertools.product(inner, repeat=shorter)]
         return ended + list(itertools.product(inner, repeat=size))
@@ -66,7 +65,7 @@ class World:
 
     @cached_property
     def states(self) -> Tensor:
-        """The number of the state in which each token was chosen, 0 in the padding."""
+        """The number of the state before each token, 0 in the padding."""
         begun = {response[:t]: None for response in self.responses for t in range(len(response))}
         numbers = {state: number for number, state in enumerate(begun)}
         rows = [[numbers[a[:t]] if t < len(a) else 0 for t in range(self.length)] for a in self.responses]
@@ -74,17 +73,17 @@ class World:
 
     @property
     def num_states(self) -> int:
-        """S."""
+        """The number S of states."""
         return int(self.states.max()) + 1
 
     def table(self, name: int, scale: float = 1.0) -> Tensor:
-        """Random logits [S, V], always the same for a name."""
+        """Random logits [S, V], always the same for the same name."""
         draw = torch.Generator().manual_seed(1000 * self.seed + name)
         return scale * torch.randn(self.num_states, self.vocabulary, generator=draw, dtype=torch.float64)
 
     @cached_property
     def scores(self) -> Tensor:
-        """[K]: some responses are correct, most are not, and a little is for style."""
+        """Scores [K]: some responses are correct, most are not, and style adds a little."""
         draw = torch.Generator().manual_seed(1000 * self.seed + 99)
         correct = (torch.rand(len(self.responses), generator=draw, dtype=torch.float64) < 0.4).double()
         return correct + 0.1 * torch.rand(len(self.responses), generator=draw, dtype=torch.float64)
@@ -95,20 +94,20 @@ class World:
         return chosen.masked_fill(self.mask == 0, 0.0)
 
     def statistic(self, logits: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """A function of each state's log-probs [S, V] -> [S, ...], at each token."""
+        """Applies a function to each state's log-probs [S, V] -> [S, ...], and returns the value at each token."""
         at_tokens: Tensor = zero_outside(function(logits.log_softmax(-1))[self.states], self.mask)
         return at_tokens
 
 
 def entropy_of(log_pi: Tensor) -> Tensor:
-    """[S, V] -> [S]."""
+    """The entropy of each state: [S, V] -> [S]."""
     return -(log_pi.exp() * log_pi).sum(-1)
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """The expected gradient g against the objective's, t: |g - t| / |t|, their cosine, |g| / |t|, and the variance of
-    one group's gradient in units of |t|^2. For a KL as a loss its `kl_error` too."""
+    """Compares the expected gradient g with the objective's, t: |g - t| / |t|, their cosine, |g| / |t|, and the
+    variance of one group's gradient in units of |t|^2. For a KL as a loss also `kl_error`."""
 
     relative_error: float
     cosine: float
@@ -126,11 +125,10 @@ def certify(
     staleness: float = 0.0,
     gap: float = 0.0,
 ) -> Certificate:
-    """The certificate of the mathematics of a config, in groups of n responses.
+    """Computes the certificate of a config's mathematics, with groups of n responses.
 
-    `mode` is an aggregation in the place of the config's. Samples are of a policy that is `staleness` away from the one
-    that is updated, in the standard deviation of logits; with `gap` the sampler was further away still.
-    """
+    `mode` replaces the config's aggregation. The sampling policy is `staleness` away from the updated one, in the
+    standard deviation of logits; with `gap` the sampler is still further away."""
     step = CertifiedStep.of(algorithm, world, mode)
     penalised = algorithm.kl.coef if algorithm.kl.where != "none" else 0.0
     target = objective_gradient(world, step.scores, world.table(1).requires_grad_(), penalised)
@@ -145,8 +143,8 @@ def certify(
 
 
 def kl_error(form: str, world: World = World(), *, staleness: float = 0.0) -> float:
-    """|g - t| / |t| of a form of the KL as a loss, t the gradient of each token's KL with the states of samples held
-    fixed. These are of a policy that is `staleness` away; nothing else gives a gradient."""
+    """|g - t| / |t| for a form of the KL as a loss, with t the gradient of each token's KL for fixed states of the
+    samples. The sampling policy is `staleness` away; no other term gives a gradient."""
     step = CertifiedStep.of(plain(kl=KLConfig(where="loss", form=form, coef=1.0)), world, SUMS)
     mean, _ = step.expected_gradient(1, staleness, 0.0)  # in a group of one RLOO is 0
     now = world.table(1).requires_grad_()
@@ -185,7 +183,7 @@ class CertifiedStep:
 
     @cached_property
     def scores(self) -> Tensor:
-        """Scores of the responses, less the penalty for long ones, which is part of the objective.   [K]"""
+        """Scores of the responses minus the penalty for long ones, which is part of the objective.   [K]"""
         overlong, lengths = self.config.algorithm.overlong, self.world.mask.sum(-1).double()
         if not overlong.penalty:
             return self.world.scores
@@ -234,7 +232,7 @@ class CertifiedStep:
         return loss
 
     def is_kept(self, group: Sequence[int]) -> bool:
-        """Tells whether the config's filter trains on a group, by which of its responses are correct."""
+        """Tells whether the config's filter keeps a group, by which of its responses are correct."""
         settings = self.config.algorithm.filter
         correct = [float(self.world.scores[response] >= 1) for response in group]
         kept: bool = FILTERS[settings.name or ""].load()(correct, **settings.options)
@@ -242,8 +240,9 @@ class CertifiedStep:
 
 
 def kept_first(durations: Tensor, weights: Tensor, batch: int, extra: int) -> Tensor:
-    """The probability that a group is among the first `batch` to end of batch + extra that begin together; groups of
-    equal duration end in any order. `weights` are the probabilities of groups that a filter keeps.   [G] -> [G]"""
+    """The probability that a group is among the first `batch` to end, of batch + extra groups that start together;
+    groups of equal duration end in any order. `weights` are the probabilities of groups that a filter keeps.   [G] ->
+    [G]"""
     others, found = batch + extra - 1, torch.zeros_like(weights)
     for duration in durations.unique():
         faster, same = (float(weights[at].sum()) for at in (durations < duration, durations == duration))
@@ -274,7 +273,7 @@ def jacobian(world: World, logits: Tensor) -> Tensor:
 
 
 def outputs_of(world: World, now: Tensor) -> Columns:
-    """The outputs of the policy that is updated for all responses, differentiable."""
+    """The outputs of the updated policy for all responses, differentiable."""
     return {
         "log_probs": world.log_probs(now),
         "entropy": world.statistic(now, entropy_of),
@@ -283,7 +282,7 @@ def outputs_of(world: World, now: Tensor) -> Columns:
 
 
 def columns_of(world: World, old: Tensor, sampler: Tensor) -> Columns:
-    """Returns the columns that an algorithm may read, of all responses."""
+    """Returns the columns that an algorithm may read, for all responses."""
     scores = world.scores
     mask, correct = world.mask, (world.scores >= 1).double()
     greedy = old.argmax(-1)
@@ -333,7 +332,7 @@ SUMS = "seq-mean-token-sum"
 
 @dataclass(frozen=True)
 class Certified:
-    """The part that is certified, with all else RLOO, `reinforce` and sums over sequences; or a whole recipe."""
+    """The part to certify, with RLOO, `reinforce` and sums over sequences as the rest; or a whole recipe."""
 
     kind: str
     name: str
@@ -344,7 +343,7 @@ class Certified:
 
 
 def plain(**changed: Any) -> AlgorithmConfig:
-    """The algorithm that follows the objective's gradient exactly, with something changed."""
+    """The algorithm that follows the objective's gradient exactly, with some values changed."""
     return AlgorithmConfig(**{"adv_estimator": "rloo", "policy_loss": "reinforce", **changed})
 
 
@@ -367,7 +366,7 @@ def rows() -> list[Certified]:
 
 
 def rows_of(entry: Entry) -> list[Certified]:
-    """The rows of one function; none of a kind that has no part in a gradient, or of another name for a function."""
+    """The rows of one function; empty for a kind without effect on the gradient, and for an alias of a function."""
     kind, name, exact = entry.kind, entry.name, bool(entry.marks.get("unbiased"))
     if kind == KL_FORMS.kind:
         terms = [KLConfig(where=where, form=name, coef=0.5) for where in ("reward", "loss")]
@@ -387,7 +386,7 @@ def rows_of(entry: Entry) -> list[Certified]:
 
 
 def certificates(row: Certified) -> tuple[Certificate, Certificate]:
-    """Computes certificates on samples of the policy, and on samples of a policy `STALENESS` away."""
+    """Computes certificates with samples of the policy itself, and with samples of a policy `STALENESS` away."""
     own, stale = (certify(row.algorithm, mode=row.mode, gap=row.gap, staleness=each) for each in (0.0, STALENESS))
     if row.kind == KL_LOSS:
         stale = replace(stale, kl_error=kl_error(row.name, staleness=STALENESS))

@@ -37,7 +37,8 @@ def certify(
 
 
 def certify_all(name: str | None = None) -> list[list[str]]:
-    """Computes all certificates, or a name's, as rows of text: kind, name, numbers.  Raises: RegistryError."""
+    """Computes all certificates, or the ones of a name, as rows of text: kind, name, numbers.  Raises:
+    RegistryError."""
     from whet.config.compose import shipped_recipes
     from whet.phases import counting
     from whet.plugins.proofs.certify import rows, rows_of

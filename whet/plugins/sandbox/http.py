@@ -26,8 +26,8 @@ INTERFACE = "a service with SandboxFusion's interface"
 
 
 class HttpSandbox:
-    """Programs in a service. Limits other than time and memory are those of the service. `languages` adds commands of
-    this side, which a service of `whet serve-sandbox` runs; SandboxFusion has its own languages only."""
+    """Runs programs in a service. The service has its own limits, apart from time and memory. `languages` adds commands
+    of this side, which a service of `whet serve-sandbox` runs; SandboxFusion has only its own languages."""
 
     def __init__(self, address: str, languages: Mapping[str, Language] | None = None) -> None:
         self.address = address.rstrip("/").removesuffix("/run_code")
@@ -39,7 +39,8 @@ class HttpSandbox:
 
     @cached_property
     def languages(self) -> Mapping[str, Language | str]:
-        """The service's names of languages, which whet's own tells; and own ones.  Raises: SandboxError."""
+        """The service's names of languages, which a whet service reports, and the client's own ones.  Raises:
+        SandboxError."""
         told = self._ask("/v1/languages", None, GRACE_SECONDS)
         if told is None and self._own:
             found = f"{', '.join(self._own)}, and the service at {self.name} takes no languages of its clients"
@@ -71,10 +72,10 @@ class HttpSandbox:
         return until_late(run, inputs)
 
     def close(self) -> None:
-        """Does nothing: the service goes on."""
+        """Does nothing: the service keeps running."""
 
     def _ask(self, path: str, body: dict[str, Any] | None, seconds: float) -> dict[str, Any] | None:
-        """Posts a body, or gets a path: None where there is nothing."""
+        """Posts a body, or gets a path; None if the path does not exist."""
         secret, method = os.environ.get(KEY), "GET" if body is None else "POST"
         headers = {"Authorization": f"Bearer {secret}"} if secret else None
         limits: dict[str, Any] = {"seconds": seconds, "attempts": ATTEMPTS, "most": MOST_BYTES}
@@ -96,7 +97,7 @@ class HttpSandbox:
         return SandboxError(f"sandbox at {self.name}", f"answered {answer}", f"a result of {INTERFACE}", change)
 
     def _read(self, answer: dict[str, Any]) -> Ran:
-        """Raises: SandboxError where the service failed, which says nothing about the program."""
+        """Reads an answer.  Raises: SandboxError for a failure of the service, which does not concern the program."""
         if answer.get("status") == "SandboxError":
             raise SandboxError(f"sandbox at {self.name}", f"failed: {answer.get('message')}", change="read its log")
         compiled, ran = answer.get("compile_result"), answer.get("run_result")
@@ -123,9 +124,9 @@ def service(
     paths: Sequence[str] = (),
     languages: Mapping[str, Language] | None = None,
 ) -> HttpSandbox:
-    """A service at http://HOST:PORT, which has interpreters and folders of its own.
+    """A service at http://HOST:PORT, which has its own interpreters and folders.
 
-    Raises: SandboxError where those of this machine are set."""
+    Raises: SandboxError if interpreters or folders of this machine are set."""
     if python or paths:
         found = f"set to files of this machine, and the sandbox {address} is a service"
         change = "unset them, and start the service with them (`whet serve-sandbox --python FILE --path FOLDER`)"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sandboxes on this machine: bubblewrap around one process that starts programs in namespaces of their own, and the
-same process without namespaces, whose programs Landlock holds where the kernel has it."""
+"""Sandboxes on this machine: bubblewrap around one process that starts programs in their own namespaces, and the same
+process without namespaces, whose programs Landlock confines if the kernel has it."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ INSTALL = (
 
 
 class LocalSandbox:
-    """Programs on this machine. Starts its process with the first job; it ends with this object and with this process.
+    """Runs programs on this machine. The first job starts its process, which ends with this object and with this
+    process.
 
     Isolated programs see the system's libraries and compilers (/usr), the Python interpreter `python`, the folders
-    `paths`, and an empty scratch folder; no network, no other process. With `isolated=False` they read the same and
-    write their scratch folder alone where the kernel has Landlock, as nobody where this user is root. Commands are also
-    found in each of `paths` and in its `bin`.  Raises: SandboxError for a path that is no folder.
-    """
+    `paths`, and an empty scratch folder; no network, no other process. With `isolated=False` they read the same files
+    and write only their scratch folder if the kernel has Landlock, as the user nobody if this user is root. Commands
+    are also found in each of `paths` and in its `bin`.  Raises: SandboxError for a path that is not a folder."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class LocalSandbox:
         return until_late(lambda given: self._run(replace(job, stdin=given), program.language), inputs)
 
     def _run(self, job: Job, language: str) -> Ran:
-        """Raises: SandboxError where the command is not there or cannot start."""
+        """Runs a job.  Raises: SandboxError if the command is missing or cannot start."""
         ran = self.run_job(job)
         if ran.code == 127 and not job.argv[0].startswith("./"):  # a program may end so too; an empty one does not
             empty = self.run_job(replace(job, files=dict.fromkeys(job.files, b""), stdin=b""))
@@ -250,7 +250,7 @@ class LocalSandbox:
 def bubblewrap(
     *, python: str | None = None, paths: Sequence[str] = (), languages: Mapping[str, Language] | None = None
 ) -> LocalSandbox:
-    """Programs on this machine, without network, files or other processes to see."""
+    """Programs on this machine, which see no network, no other files and no other processes."""
     return _checked(LocalSandbox(isolated=True, python=python, paths=paths, languages=languages))
 
 
@@ -258,12 +258,12 @@ def bubblewrap(
 def unisolated(
     *, python: str | None = None, paths: Sequence[str] = (), languages: Mapping[str, Language] | None = None
 ) -> LocalSandbox:
-    """Programs on this machine without namespaces, held by Landlock where the kernel has it."""
+    """Programs on this machine without namespaces, confined by Landlock if the kernel has it."""
     return _checked(LocalSandbox(isolated=False, python=python, paths=paths, languages=languages))
 
 
 def _checked(sandbox: LocalSandbox) -> LocalSandbox:
-    """Runs a program that prints.  Raises: SandboxError where this machine cannot hold programs."""
+    """Runs a program that prints.  Raises: SandboxError if this machine cannot isolate programs."""
     ran = sandbox.run_job(Job(code="print(6 * 7)", limits=Limits(seconds=20.0)))
     if (ran.end, ran.stdout) != ("ok", b"42\n"):
         raise SandboxError(f"sandbox {sandbox.name}", f"a program that prints 42 ended with {ran}", change=INSTALL)
@@ -282,7 +282,7 @@ def _prefixes(python: str) -> list[str]:
 
 
 def _end(process: subprocess.Popen[bytes], control: socket.socket, log: int) -> None:
-    """Ends the process: it ends by itself when the socket is closed, and all programs with it."""
+    """Ends the process, which ends itself and all programs when the socket closes."""
     control.close()
     with suppress(subprocess.TimeoutExpired):
         process.wait(END_SECONDS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The function for a row by its `data_source`, as verl's users expect, or by what its ground truth is."""
+"""The score function for a row by its `data_source`, with verl's names, or by the form of its ground truth."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def compute_score(
 
 
 def check_row(truth: Any, extra_info: Mapping[str, Any], data_source: str) -> None:
-    """Raises: RewardError for an unknown data source, and what the function for it raises for the ground truth."""
+    """Raises: RewardError for an unknown data source, and the errors of its function for the ground truth."""
     find(data_source)[0].check_row(truth, extra_info, data_source)
 
 
@@ -69,11 +69,10 @@ def score_math_or_code(
     *,
     sandbox: str = "bubblewrap",
 ) -> Any:
-    """The result of `code` or of `math`: by the word code or math in the row's field `ability`, else in `data_source`,
-    else `code` where the ground truth has tests. For rows of Skywork-OR1, whose manager is `yr`.
+    """The result of `code` or `math`, by a word in `ability` or `data_source`, else by tests in the ground truth. For
+    rows of Skywork-OR1, whose manager is `yr`.
 
-    Raises: as `code`.
-    """
+    Raises: the errors of `code`."""
     kind = str(extra_info.get("ability") or data_source).lower()
     named = [name for name in ("code", "math") if name in kind]
     if (named or ["code" if _has_tests(ground_truth, extra_info) else "math"])[0] == "math":

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet check-reward`: finds wrong responses that a reward function pays.
+"""`whet check-reward`: finds wrong responses that a reward function rewards.
 
 A row is a prompt with its ground truth. Probes make responses from it that are wrong: empty, echoed, hedged, malformed,
-huge, hostile; for a row of tests, programs that cheat. A response is paid where its reward is at least that of a right
-response; one that answers nothing, where it gets more than half of that. The function runs in a reward process, as in
-training.
-"""
+huge, hostile; for a row of tests, programs that cheat. A response counts as paid if its reward is at least a right
+response's; a response without an answer, if it gets more than half of it. The function runs in a reward process, as in
+training."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ FORMS: Mapping[str, str] = _TABLE["forms"]
 
 
 def _texts(group: str) -> dict[str, tuple[str, list[str]]]:
-    """Returns by name of a probe what its responses are, and the responses."""
+    """Returns a description of the responses, and the responses, by name of a probe."""
     return {
         name: (what, [each if isinstance(each, str) else "".join(map(mul, each[::2], each[1::2])) for each in texts])
         for name, found in _TABLE[group].items()
@@ -54,7 +53,7 @@ WRONG = SAID["any text"][1][0]
 
 @dataclass(frozen=True)
 class CheckedPrompt:
-    """A prompt and what its right response is scored against; `right` is a right response, if one is known."""
+    """A prompt with its ground truth; `right` is a right response, if one is known."""
 
     prompt: str
     truth: Any
@@ -69,13 +68,13 @@ class CheckedPrompt:
 
     @cached_property
     def programs(self) -> Sequence[str]:
-        """Responses with a program that solves nothing, where the ground truth has tests."""
+        """Responses with programs that solve nothing, if the ground truth has tests."""
         from whet.plugins.scores.hostile_programs import programs
 
         return tuple(programs(self.truth, self.extra))
 
     def item(self, response: str) -> RewardItem:
-        """The response as it is scored."""
+        """The response as an item to score."""
         ids = tuple(range(1, 2 + len(response.split())))
         extra = copy.deepcopy(dict(self.extra))
         return RewardItem(self.data_source, response, self.truth, extra, prompt_str=self.prompt, response_ids=ids)
@@ -92,7 +91,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """The faults of a reward function, and how it behaves."""
+    """The faults of a reward function, and its measured behaviour."""
 
     findings: Sequence[Finding]
     forms: Sequence[str]  # ways of writing the ground truth that are paid
@@ -106,13 +105,13 @@ ROWS = tuple(CheckedPrompt(prompt, truth) for prompt, truth in _TABLE["rows"])
 
 
 def check(pool: RewardPool, rows: Sequence[CheckedPrompt], *, reads_truth: bool) -> Report:
-    """Feeds all probes to a reward function. `reads_truth`: whether it has the ground truth, without which nothing can
-    be wrong."""
+    """Runs all probes on a reward function. `reads_truth`: the function gets the ground truth, without which no
+    response can be wrong."""
     return _Check(pool, rows).run(reads_truth=reads_truth)
 
 
 class _Check:
-    """A check of one function: its rows, what it found, and how long it took."""
+    """A check of one function: its rows, findings and measured times."""
 
     def __init__(self, pool: RewardPool, rows: Sequence[CheckedPrompt]) -> None:
         self.pool, self.rows = pool, rows
@@ -151,8 +150,8 @@ class _Check:
         return outcomes
 
     def _right(self) -> list[str]:
-        """Finds what a right response is paid, by row, and the forms of the ground truth that are paid so. Rows whose
-        ground truth the function cannot read, or pays in no form, are left out."""
+        """Finds the reward of a right response, by row, and the forms of the ground truth that earn it. Rows whose
+        ground truth the function cannot read, or rewards in no form, are left out."""
         paid, suited = dict.fromkeys(FORMS, 0), []
         for row in self.rows:
             texts = [*([] if row.right is None else [row.right]), *_all_forms([row.answer]), WRONG]
@@ -185,7 +184,7 @@ class _Check:
             self._examine(name, what, row, response, outcome)
 
     def _examine(self, name: str, what: str, row: CheckedPrompt, response: str, outcome: Outcome) -> None:
-        """Finds whether a wrong response is paid: in full, or for more than half where it answers nothing."""
+        """Adds a finding if a wrong response is paid: in full or, without an answer, for more than half."""
         if isinstance(outcome, Failure) or id(row) not in self.full:
             return
         low, full = self.full[id(row)]
@@ -197,7 +196,7 @@ class _Check:
             self._find(name, f"it pays {outcome.reward:g} for {what}, and {full:g} for a right response", response)
 
     def _repeatable(self) -> None:
-        """The same responses again, in another order and among others, have the same outcomes."""
+        """Checks that the same responses, in another order and among others, get the same outcomes."""
         rows = [row for row in self.rows if not row.programs] or self.rows[:1]  # each program takes its time
         pairs = [(row, text) for row in rows for text in _all_forms([row.answer])]
         pairs += [(row, text) for row in rows for text in ("", "It is 7.", row.prompt)]
@@ -209,7 +208,8 @@ class _Check:
                 self._find("order", "the reward of a response depends on the responses before it", response)
 
     def _hostile(self) -> None:
-        """Strange responses, one at a time, so that none harms another; programs have a process each in any case."""
+        """Scores strange responses, one at a time, so that none affects another; programs have a process each in any
+        case."""
         for row in self.rows[:2]:
             told = [
                 (name, what, text)
@@ -231,7 +231,7 @@ class _Check:
                     self._find("pays too much", more, response)
 
     def _speed(self) -> None:
-        """The seconds of a long response grow no faster than its length, and it is not paid."""
+        """Checks that the time for a long response grows no faster than its length, and that it is not paid."""
         for unit in UNITS[: 2 if self.rows[0].programs else None]:
             seconds = []
             for size in (LONG, LONG * FACTOR):
@@ -263,7 +263,7 @@ Probe = Callable[[CheckedPrompt, Sequence[CheckedPrompt]], Iterator[str]]
 
 
 def near_misses(row: CheckedPrompt) -> list[str]:
-    """Answers that are nearly the ground truth, and are not."""
+    """Answers that nearly equal the ground truth, but are wrong."""
     truth = row.answer
     if re.fullmatch(r"-?\d+", truth):
         number = int(truth)

@@ -89,22 +89,19 @@ def compute_score(
     paths: Sequence[str] = (),
     tolerance: Share = 0.0,
 ) -> dict[str, float | str]:
-    """The share of tests that the last fenced block of code passes: 1 where it passes all (`binary`), the share, or its
-    fourth power (`fraction4`).
+    """Tests the last fenced block of code: 1 if all tests pass (`binary`), their share, or its 4th power (`fraction4`).
 
     Tests in the ground truth, or as JSON text: `{"inputs": [...], "outputs": [...]}`, with `fn_name` for calls of a
     function; `[{"input", "output", "testtype"}]` as in LiveCodeBench; `{"test", "entry_point"}` as in HumanEval; a list
     of assertions, or text with them; a pytest file. A response that completes the code in `prompt`, which defines
-    `entry_point`, is put behind it; both are read from the ground truth or from `extra_info`. Each test has `seconds`
-    and `memory_mb`; a program that was too late for one input is not run for the next. `most_tests` takes the first
-    ones. Numbers may differ by a relative `tolerance`, unless both are whole. Tests of a function are for Python: code
-    in another language fails them. `sandbox` is bubblewrap, an address of a SandboxFusion service, or unisolated.
-    `languages` adds languages: `{"rust": {"file": "a.rs", "compile": [...], "compiled": "a", "run": ["./a"]}}`;
-    programs see the folders `paths`, read-only, and find commands there.
-    Parts: `tests` (their number), `passed` (the share). `pred` is the code.
-    Raises: ValueError for a ground truth without tests, and for a language without a toolchain; SandboxError where the
-    sandbox, a compiler, an interpreter or pytest is not there.
-    """
+    `entry_point`, is appended to it; both are read from the ground truth or from `extra_info`. Each test has `seconds`
+    and `memory_mb`; a program that was too late for one input is not run for the next. `most_tests` limits the tests to
+    the first ones. Numbers may differ by a relative `tolerance`, unless both are whole. Tests of a function are for
+    Python: code in another language fails them. `sandbox` is bubblewrap, an address of a SandboxFusion service, or
+    unisolated. `languages` adds languages: `{"rust": {"file": "a.rs", "compile": [...], "compiled": "a", "run":
+    ["./a"]}}`; programs see the folders `paths`, read-only, and find commands there. Parts: `tests` (their number),
+    `passed` (the share). `pred` is the code.  Raises: ValueError for a ground truth without tests, and for a language
+    without a toolchain; SandboxError if the sandbox, a compiler, an interpreter or pytest is missing."""
     tests = read_tests(ground_truth, extra_info or {})
     if most_tests:
         tests = replace(tests, cases=tests.cases[:most_tests])
@@ -138,14 +135,14 @@ def check_options(
     paths: Sequence[str] = (),
     **_: object,
 ) -> None:
-    """Raises: SandboxError where the sandbox is not there, or has no such language."""
+    """Raises: SandboxError if the sandbox is missing, or does not support the language."""
     box = open_sandbox(sandbox, python, json.dumps(languages or {}, sort_keys=True), tuple(paths))
     if language is not None and language not in box.languages:
         raise SandboxError.joined([_without(language, box)])
 
 
 def check_row(truth: object, extra_info: Fields, data_source: str) -> None:
-    """Raises: ValueError for a ground truth that has no tests."""
+    """Raises: ValueError for a ground truth without tests."""
     read_tests(truth, extra_info)
 
 
@@ -155,9 +152,9 @@ def _without(language: str, box: Sandbox) -> DataError:
 
 
 def extract_code(text: str, language: str | None, known: Container[str]) -> tuple[str, str]:
-    """Returns (language, source) of the last fenced block in a known language, or in `language`; if there is none, of
-    the last block that names no language; the text after `</think>` counts. Without any fence the whole text is the
-    source. A fence in a list is indented: its lines lose the indentation of the fence, as in CommonMark."""
+    """Returns (language, source) of the last fenced block in a known language, or in `language`; without one, of the
+    last block that names no language; only the text after `</think>` counts. A text without fences is the source. A
+    fence in a list is indented: its lines lose the indentation of the fence, as in CommonMark."""
     text = text.rpartition("</think>")[2]
     found = [
         (FENCED_AS.get(tag.lower(), tag.lower()), re.sub(rf"^[ \t]{{0,{len(space)}}}", "", block, flags=re.MULTILINE))
@@ -206,20 +203,20 @@ def read_tests(truth: Any, extra: Fields) -> Suite:
 
 
 def _is_null(value: object) -> bool:
-    """Tells whether a field is one that arrow, pandas or JSON wrote for an unused column: None, NaN, or such a text."""
+    """Tells whether a value is a null of arrow, pandas or JSON for an unused column: None, NaN, or such a text."""
     return not isinstance(value, list | dict) and str(value).strip().lower() in _NULLS
 
 
 def _given(fields: Any) -> Any:
-    """A dict or list without what is null; anything else as it is."""
+    """A dict or list without its null values; any other value unchanged."""
     if isinstance(fields, Mapping):
         return {name: value for name, value in fields.items() if not _is_null(value)}
     return [each for each in fields if not _is_null(each)] if isinstance(fields, list | tuple) else fields
 
 
 def _asserts(tests: Suite) -> bool:
-    """Tells whether tests in Python can fail on purpose: what is run asserts something about a name, raises, or calls
-    what does. Functions that nobody calls are not run by statements; tests that cannot be read fail anyway."""
+    """Tells whether tests in Python can fail on purpose: their executed code asserts something about a name, raises, or
+    calls a function that does. Functions that nobody calls do not count; unreadable tests fail anyway."""
     tree = parsed("\n".join([tests.setup, *tests.cases]))
     if tree is None:
         return True
@@ -236,8 +233,8 @@ def _asserts(tests: Suite) -> bool:
 
 
 def _helpers(prompt: str, name: str) -> str:
-    """The imports and functions of a prompt of code that come with the function `name`. Tests may use them, and not
-    those that the code puts in their place."""
+    """The imports and functions of a prompt of code that come with the function `name`. Tests may use these, not the
+    replacements in the code."""
     body = tree.body if (tree := parsed(prompt)) and name else []
     kept = [each for each in body if isinstance(each, ast.Import | ast.ImportFrom | ast.FunctionDef)]
     return "\n".join(ast.unparse(each) for each in kept if getattr(each, "name", "") != name)
@@ -246,7 +243,7 @@ def _helpers(prompt: str, name: str) -> str:
 def run_tests(
     box: Sandbox, language: str, source: str, tests: Suite, limits: Limits, tolerance: float = 0.0
 ) -> list[tuple[bool, str]]:
-    """Returns whether each test passed, and why not.  Raises: SandboxError."""
+    """Returns for each test whether it passed, and the reason of a failure.  Raises: SandboxError."""
     if tests.kind != "stdin":
         return _run_peer(box, source, tests, limits, tolerance)
     if language == "python" and not re.search(r"^from __future__ ", source, re.MULTILINE):
@@ -263,8 +260,8 @@ def run_tests(
 
 
 def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Tells whether two outputs have the same lines, but for space at the ends, empty lines at the end, and a relative
-    tolerance of numbers of which one is real."""
+    """Tells whether two outputs have the same lines, except for space at line ends, empty lines at the end, and a
+    relative tolerance between numbers if one is a float."""
     one, other = ([line.rstrip() for line in text.rstrip().split("\n")] for text in (found, expected))
     if one == other or len(one) != len(other):
         return one == other
@@ -304,11 +301,11 @@ def _run_peer(box: Sandbox, source: str, tests: Suite, limits: Limits, tolerance
 
 
 def _names(tests: Suite) -> tuple[list[str], list[str], str]:
-    """Names that tests in Python import; modules that they use, imported or not; the one builtin that the code may
-    replace, because they are tests of it.
+    """Names that Python tests import; modules that they use, imported or not; and the one builtin that the code may
+    replace, because it is under test.
 
-    `assert str(sum(1, 2)) == str(5)` is a test of `sum`, the innermost on the left, as it has no other name;
-    `assert abs(f(2)) < 1` is none of `abs`."""
+    `assert str(sum(1, 2)) == str(5)` is a test of `sum`, the innermost on the left, as it has no other name; `assert
+    abs(f(2)) < 1` does not test `abs`."""
     code = "\n".join([tests.setup, *tests.cases]) if tests.kind in ("code", "pytest") else ""
     trees = [tree] if (tree := parsed(code)) else []
     imported = {(each.asname or each.name).partition(".")[0] for each in nodes_of(trees, ast.alias)}
@@ -356,13 +353,13 @@ def _tests_of_mapping(truth: Fields, extra: Fields) -> Suite:
 
 
 def _statements(value: Any) -> list[str]:
-    """The statements of a text, of a list of texts, or none."""
+    """The statements of a text or of a list of texts; empty for None."""
     is_list = isinstance(value, Iterable) and not isinstance(value, str | Mapping)
     return [str(each) for each in (value if is_list else [value]) if not _is_null(each)]
 
 
 def _function(extra: Fields) -> str:
-    """The name of the function of LiveCodeBench's functional tests, which is beside them.  Raises: ValueError."""
+    """The name of the function in LiveCodeBench's functional tests, which `extra` holds.  Raises: ValueError."""
     more = _value(extra.get("metadata"))
     for fields in (extra, more if isinstance(more, Mapping) else {}):
         if name := fields.get("fn_name") or fields.get("func_name"):
@@ -372,7 +369,7 @@ def _function(extra: Fields) -> str:
 
 
 def _arguments(given: Any) -> list[Any] | dict[str, Any]:
-    """The arguments of a call: a list, a dict of them by name, or text with one JSON value on each line."""
+    """The arguments of a call: a list, a dict by name, or text with one JSON value on each line."""
     if isinstance(given, Mapping):
         return dict(given)
     return [_value(line) for line in given.split("\n") if line.strip()] if isinstance(given, str) else [*given]
@@ -390,7 +387,7 @@ def _text(value: object) -> str:
 
 
 def _completed(source: str, tests: Suite) -> tuple[str, str]:
-    """Imports before the source; the source, behind the prompt where it continues it, as in HumanEval."""
+    """Imports before the source, and the source, appended to the prompt if it continues it, as in HumanEval."""
     prompt, name = tests.prompt, tests.defines
     imports = (IMPORTS if tests.kind == "call" else "") + tests.imports
     defined = rf"^(?:async )?(?:def|class) (?:{re.escape(name)}|Solution)\b|^{re.escape(name)}\s*="
@@ -403,7 +400,7 @@ def _completed(source: str, tests: Suite) -> tuple[str, str]:
 
 
 def parsed(code: str) -> ast.Module | None:
-    """The tree of code, None where it is no Python."""
+    """The syntax tree of code; None for invalid Python."""
     try:
         return ast.parse(code)
     except (SyntaxError, ValueError):
@@ -416,7 +413,7 @@ def nodes_of(trees: Iterable[ast.AST], kind: type[N]) -> list[N]:
 
 
 def called_names(trees: Iterable[ast.AST]) -> list[str]:
-    """The names of what trees call by a name alone."""
+    """The names of functions that the trees call by a bare name."""
     return [each.func.id for each in nodes_of(trees, ast.Call) if isinstance(each.func, ast.Name)]
 
 

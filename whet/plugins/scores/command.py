@@ -15,7 +15,7 @@ from whet.cli.algorithms import console, print_pairs
 from whet.cli.arguments import KeyValues, read_options
 from whet.cli.rewards import examples_of
 from whet.registry import REWARDS, Entry, register_command
-from whet.rewards.managers import stand_ins
+from whet.rewards.adapter import stand_ins
 
 if TYPE_CHECKING:
     from whet.plugins.scores.check import CheckedPrompt, Report
@@ -61,7 +61,7 @@ def check_reward(
 
 
 def example_rows(entry: Entry) -> list[CheckedPrompt]:
-    """The examples that are paid most, as rows with a right response."""
+    """The examples with the highest reward, as rows with a right response."""
     from whet.plugins.scores.check import CheckedPrompt
 
     given = examples_of(entry)
@@ -77,7 +77,7 @@ def example_rows(entry: Entry) -> list[CheckedPrompt]:
 
 
 def _rows_of(file: Path, count: int, prompt_key: str, answer_key: str | None) -> list[CheckedPrompt]:
-    """Raises: DataError."""
+    """Reads rows of a file.  Raises: DataError."""
     from whet.data.prompts import find_field, ground_truth, read_messages
     from whet.data.sources import read_rows
     from whet.plugins.scores.check import CheckedPrompt

@@ -49,14 +49,13 @@ def compute_score(
     mode: Literal["strict", "loose"] = "strict",
     score: Literal["all", "fraction"] = "all",
 ) -> dict[str, float]:
-    """1 where the response follows all instructions, else 0; with `score=fraction` the share that it follows.
+    """1 if the response follows all instructions, else 0; with `score=fraction` the share that it follows.
 
     `ground_truth`, or `extra_info`, has `instruction_id_list` and `kwargs` as in google/IFEval, as a dict or as JSON.
     `loose` also accepts a response without its first line, its last line, or all `*`. Only the text after the last
-    `</think>` counts. The part `followed` is the share of instructions followed.
-    Raises: ValueError for an unknown instruction, an argument that is missing or of the wrong type, and a number of
-    arguments other than that of instructions.
-    """
+    `</think>` counts. The part `followed` is the share of instructions followed.  Raises: ValueError for an unknown
+    instruction, an argument that is missing or of the wrong type, and a number of arguments that differs from the
+    number of instructions."""
     answer = after_thought(solution_str)
     lines = answer.split("\n")
     tries = [answer]
@@ -70,7 +69,7 @@ def compute_score(
 
 
 def check_row(ground_truth: Any, extra_info: Mapping[str, Any], *_: object) -> None:
-    """Raises: ValueError, ModuleNotFoundError for instructions that cannot be read or checked."""
+    """Raises: ValueError or ModuleNotFoundError for instructions that cannot be read or checked."""
     for check in read_instructions(ground_truth, extra_info):
         check("1")
 
@@ -114,7 +113,7 @@ def _bind(name: str, given: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def count_sentences(text: str) -> int:
-    """The number of sentences; text after the last full stop is one more."""
+    """The number of sentences; text after the last full stop counts as one more."""
     count, last = 0, 0
     for match in _END.finditer(text):
         stop, following = match[1], match[2]
@@ -132,7 +131,7 @@ def count_capital_words(text: str) -> int:
 
 
 def language_of(text: str) -> str | None:
-    """The ISO 639-1 code of a text's language, None where the text has no letters.  Raises: ModuleNotFoundError."""
+    """The ISO 639-1 code of a text's language; None for a text without letters.  Raises: ModuleNotFoundError."""
     import langdetect
 
     langdetect.DetectorFactory.seed = 0  # else the same text may get two languages
@@ -143,7 +142,7 @@ def language_of(text: str) -> str | None:
 
 
 def _find_langdetect(name: str) -> None:
-    """Raises: ModuleNotFoundError where the instruction `name` has no langdetect."""
+    """Raises: ModuleNotFoundError if the instruction `name` needs langdetect and it is missing."""
     try:
         import langdetect  # noqa: F401
     except ModuleNotFoundError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers about images and video: boxes with labels, text that was read, captions, numbers."""
+"""Scores answers about images and video: labelled boxes, text that was read, captions, numbers."""
 
 from __future__ import annotations
 
@@ -67,10 +67,9 @@ def grounding(
 ) -> dict[str, float]:
     """IoU of the last box of a response and the box of the ground truth; 0 without a box. `detection` takes several.
 
-    A box is four numbers x1, y1, x2, y2 in brackets, in the text after the last `</think>`. `accuracy` pays 1 where the
-    IoU is at least `threshold`, else 0. The ground truth is a list of numbers, or a text with them.
-    Raises: ValueError for a ground truth without a box.
-    """
+    A box is four numbers x1, y1, x2, y2 in brackets, in the text after the last `</think>`. `accuracy` pays 1 if the
+    IoU is at least `threshold`, else 0. The ground truth is a list of numbers, or a text with them.  Raises: ValueError
+    for a ground truth without a box."""
     truths, found = (_CORNERS.findall(text) for text in (str(ground_truth), after_thought(solution_str)))
     if not truths:
         raise truth_error(ground_truth, "a box as [x1, y1, x2, y2]")
@@ -143,11 +142,9 @@ def counting(
 ) -> dict[str, float | str | None]:
     """1 - |x - t| / (tolerance + 1), at least 0, for the last number x of the answer and t of the ground truth.
 
-    So only the exact number pays by default, and with `tolerance=1` a number beside it pays 1/2. The answer is the
-    content of the last `<answer>`, else the text after the last `</think>`. The accuracy is 1 for the exact number.
-    `pred` is x.
-    Raises: ValueError for a ground truth without a number.
-    """
+    So by default only the exact number pays, and with `tolerance=1` its neighbours pay 1/2. The answer is the content
+    of the last `<answer>`, else the text after the last `</think>`. The accuracy is 1 for the exact number. `pred` is
+    x.  Raises: ValueError for a ground truth without a number."""
     found, truth = _numbers(solution_str, ground_truth)
     if found is None:
         return {"reward": 0.0, "accuracy": 0.0, "pred": None}
@@ -171,7 +168,7 @@ def _words_of(ground_truth: str, *, letters: bool = False) -> list[str]:
 
 
 def _last_list(text: str) -> object:
-    """The last JSON list of objects in a text, an empty list where there is none."""
+    """The last JSON list of objects in a text; an empty list without one."""
     for opening in list(_LIST.finditer(text))[-20:][::-1]:
         try:
             return json.JSONDecoder().raw_decode(text, opening.start())[0]
@@ -181,7 +178,7 @@ def _last_list(text: str) -> object:
 
 
 def _boxes(found: object) -> list[Box | None]:
-    """The boxes of a list, None for each that is malformed."""
+    """The boxes of a list; None for a malformed box."""
     return [_box(each) for each in found] if isinstance(found, list | tuple) else []
 
 
@@ -204,7 +201,7 @@ def _overlap(box: Box, other: Box) -> float:
 
 
 def _match(boxes: Sequence[Box], truths: Sequence[Box]) -> list[float]:
-    """Overlaps of the pairs that are matched one to one, largest first."""
+    """Overlaps of the pairs of boxes that are matched one to one, largest first."""
     pairs = [(_overlap(box, truth), i, j) for i, box in enumerate(boxes) for j, truth in enumerate(truths)]
     matched, rows, columns = list[float](), set[int](), set[int]()
     for overlap, i, j in sorted(pairs, key=lambda pair: -pair[0]):

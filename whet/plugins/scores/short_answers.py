@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short answers as text: the exact match and token F1 of questions after SQuAD's normalisation, and the letters of
-multiple choice."""
+"""Short answers as text: exact match and token F1 after SQuAD's normalisation, and letters of multiple choice."""
 
 from __future__ import annotations
 
@@ -27,13 +26,12 @@ _PUNCTUATION = re.compile(rf"(?!(?<!\w)-?\.?\d|(?<=\d)\.\d)[{re.escape(string.pu
 def search_qa(
     solution_str: str, ground_truth: object, *, metric: Literal["exact", "f1"] = "exact", needs_tag: bool = True
 ) -> dict[str, float | str | None]:
-    """1 where the content of the last `<answer>` equals a ground truth, else 0; with `metric=f1` the token F1.
+    """1 if the content of the last `<answer>` equals a ground truth, else 0; with `metric=f1` the token F1.
 
     Both are normalised as in SQuAD: lower case, no punctuation (but signs and decimal points of numbers stay), no
     articles, single spaces. The best of a list of ground truths counts; a dict with the list under `target` is
     Search-R1's form. Without `needs_tag`, a response without the tag is its own answer. The parts `exact` and `f1` are
-    always reported; the accuracy is `exact`. `pred` is the answer.
-    Raises: ValueError where the ground truth has no text.
+    always reported; the accuracy is `exact`. `pred` is the answer.  Raises: ValueError for a ground truth without text.
     """
     truths = read_truths(ground_truth)
     answer = extract_answer(solution_str, needs_tag=needs_tag)
@@ -69,7 +67,7 @@ def normalise(text: str) -> str:
 
 
 def token_f1(answer: str, truth: str) -> float:
-    """F1 of the words that two normalised texts share; 1 where both are empty."""
+    """F1 of the words that two normalised texts share; 1 if both are empty."""
     found, expected = answer.split(), truth.split()
     if not found or not expected:
         return float(found == expected)
@@ -97,7 +95,7 @@ TABLES = {"loose": (1.0, 1.0, -1.0, -1.0), "soft": (1.0, 0.5, -0.5, -1.0), "stri
 
 @register_reward("multiple_choice", rows_checked_by="whet.plugins.scores.short_answers:read_letter")
 def multiple_choice(solution_str: str, ground_truth: str, *, lone: bool = False) -> dict[str, float | str | None]:
-    """1 where the letter of the answer is that of the ground truth, else 0.
+    """1 if the answer has the same letter as the ground truth, else 0.
 
     The letter is searched in the text after the last `</think>`: in the last `\\boxed{}`, else in the last `<answer>`,
     else it is the whole response, else it stands after the last "answer is", "answer:" or "correct option is"
@@ -118,7 +116,7 @@ def crossthinkqa(
     longest: Count | None = None,
     length_weight: Share = 0.5,
 ) -> dict[str, float | str | None]:
-    """A number by whether the letter is right and whether it is in `\\boxed{}` (Nemotron-CrossThink, arXiv:2504.13941).
+    """A number by the correctness of the letter and a `\\boxed{}` around it (Nemotron-CrossThink, arXiv:2504.13941).
 
     For right and boxed, right, wrong and boxed, wrong: loose 1, 1, -1, -1; soft 1, 0.5, -0.5, -1; strict 1, -1, -1, -1.
     With `longest`, a positive reward is multiplied by 1 - length_weight * min(1, words / longest). `multiple_choice`
@@ -133,7 +131,7 @@ def crossthinkqa(
 
 
 def extract_letter(text: str, *, lone: bool = False) -> tuple[str | None, bool]:
-    """The capital letter that a response chooses, None where it chooses none; and whether it is in a box."""
+    """The capital letter that a response chooses, None without one; and whether it is in a box."""
     text = after_thought(text)
     tagged = extract_answer(text, needs_tag=True) or ""
     written = [_WRITTEN.fullmatch(content) for content in (*_BOX.findall(text)[-1:], tagged)]

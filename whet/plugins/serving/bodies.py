@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of HTTP requests: checked, and turned into prompts and sampling parameters; errors as the OpenAI API has them.
+"""Bodies of HTTP requests: checked, and converted to prompts and sampling parameters; errors in the form of the OpenAI
+API.
 
-No parameter is ignored in silence: one that the server cannot follow is an error, unless its value changes nothing.
-"""
+No parameter is silently ignored: an unsupported one is an error, unless its value has no effect."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def refused(param: str, message: str, code: str | None = None) -> ApiError:
 
 
 def unsupported(param: str, value: object, why: str) -> ApiError:
-    """The error for a parameter of the API, or a value, that this server cannot follow."""
+    """The error for a parameter of the API, or a value, that this server does not support."""
     return refused(param, f"{param}={value!r:.80} is not supported: {why}", "unsupported_value")
 
 
@@ -80,7 +80,7 @@ class StreamOptions(BaseModel):
 
 
 class WithoutEffect(BaseModel):
-    """The fields that are taken, and change nothing here: names of the client, and what OpenAI keeps."""
+    """The fields that are accepted without effect: names of the client, and settings for OpenAI's storage."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     user: str | None = None
@@ -93,7 +93,7 @@ class WithoutEffect(BaseModel):
 
 
 class Body(WithoutEffect):
-    """The fields of both kinds of requests."""
+    """The fields that both kinds of requests share."""
 
     model: str
     n: int = Field(1, ge=1, le=MAX_CHOICES)
@@ -123,7 +123,7 @@ class Body(WithoutEffect):
 
     @property
     def likeliest(self) -> int | None:
-        """Number of tokens whose log-probs are asked for beside the sampled one's; None: no log-probs at all."""
+        """Number of tokens with log-probs requested beside the sampled one; None: no log-probs at all."""
         raise NotImplementedError
 
 
@@ -179,7 +179,7 @@ class ClientRequest:
 
     @property
     def include_usage(self) -> bool:
-        """A stream ends with the usage."""
+        """Tells whether a stream ends with the usage."""
         return self.body.stream_options is not None and self.body.stream_options.include_usage
 
     def requests(self, uid: str, deadline_seconds: float) -> list[Request]:
@@ -201,7 +201,7 @@ class ClientRequest:
 
 @dataclass(frozen=True)
 class BodyReader:
-    """Reads bodies for one model."""
+    """Converts bodies for one model."""
 
     name: str
     tokenizer: PreTrainedTokenizerBase
@@ -252,7 +252,7 @@ class BodyReader:
         return ClientRequest(body, tuple(map(tuple, given)), tuple(params))
 
     def _checked(self, kind: type[B], raw: object) -> B:
-        """The body, where its fields have the right form and this model is asked for."""
+        """The body, after a check of its fields and of the model that it names."""
         if not isinstance(raw, dict):
             raise ApiError(400, f"the body is a JSON {type(raw).__name__}; expected an object")
         given = {name: value for name, value in raw.items() if value is not None}
@@ -276,7 +276,8 @@ class BodyReader:
         return body
 
     def _check_size(self, param: str, samples: int, texts: object = "") -> None:
-        """Raises: ApiError for more samples than the server takes, and for a prompt too long in any encoding."""
+        """Raises: ApiError for more samples than the server takes, and for a prompt that is too long in any
+        encoding."""
         if samples > self.most_samples:
             raise refused("n", f"the request asks for {samples} samples; the server takes {self.most_samples}")
         characters, most = len(json.dumps(texts, ensure_ascii=False)), self.context * CHARACTERS_PER_TOKEN
@@ -297,7 +298,7 @@ class BodyReader:
         return ids
 
     def _tools(self, template: str, tools: list[Raw], body: ChatBody) -> ToolsAsked:
-        """The tools with the parser of their calls.  Raises: ApiError where the model has no way to call them."""
+        """The tools with the parser of their calls.  Raises: ApiError if the model cannot call tools."""
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
         if "tools" not in template:
             raise unsupported("tools", [*schemas], "the chat template does not show tools to the model; leave them out")
@@ -347,14 +348,14 @@ class BodyReader:
 
 @lru_cache(maxsize=4)
 def _names_read(template: str) -> frozenset[str]:
-    """The names in a chat template's code, those behind a point left out."""
+    """The names in a chat template's code, without attribute names after a point."""
     tokens = [(kind, text) for _, kind, text in Environment().lex(template) if kind != "whitespace"]
     pairs = zip([("", ""), *tokens], tokens, strict=False)
     return frozenset(text for (_, before), (kind, text) in pairs if kind == "name" and before != ".")
 
 
 def _invalid(error: ValidationError) -> ApiError:
-    """The error for the first field that is wrong."""
+    """The error for the first invalid field."""
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0])
     if first["type"] == "missing":
@@ -365,7 +366,7 @@ def _invalid(error: ValidationError) -> ApiError:
 
 
 def _tool(index: int, raw: Raw) -> Raw:
-    """A tool, for the template."""
+    """A tool in the form that the template reads."""
     where = f"tools[{index}]"
     match raw:
         case {"type": "function", "function": {"name": str(name)} as function}:
@@ -384,7 +385,8 @@ def _tool(index: int, raw: Raw) -> Raw:
 
 
 def _opening(parser: str, names: Sequence[str], choice: object) -> str:
-    """The text that begins a call of the chosen tool, or of any; empty where the model is free.  Raises: ApiError."""
+    """The text that begins a call of the chosen tool, or of any tool; empty if the model may choose.  Raises:
+    ApiError."""
     match choice:
         case None | "auto":
             return ""
@@ -402,7 +404,7 @@ def _opening(parser: str, names: Sequence[str], choice: object) -> str:
 
 
 def _message(index: int, raw: Raw) -> Message:
-    """A message, for the template: content as text, arguments of tool calls as objects, as most templates expect."""
+    """A message in the template's form: content as text, arguments of tool calls as objects, as most expect."""
     where = f"messages[{index}]"
     role, content, calls = raw.get("role"), raw.get("content"), raw.get("tool_calls")
     if not isinstance(role, str):

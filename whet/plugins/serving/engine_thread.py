@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one thread that owns the rollout engine: it carries out calls, polls, and passes events on."""
+"""The thread that owns the rollout engine: it runs calls, polls, and delivers events."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Deliver = Callable[[Event | WhetError], None]
 
 
 class EngineStoppedError(EngineError):
-    """The end of all requests: the engine failed, or the server is stopping."""
+    """Ends all requests: the engine has failed, or the server is stopping."""
 
 
 class EngineThread:
-    """Runs an engine until `stop`. All methods but `run` may be called from other threads and return at once.
+    """Runs an engine until `stop`. All methods except `run` may be called from other threads and return at once.
 
-    `on_death` is called with the error after which the engine cannot go on."""
+    `on_death` is called with the error that ends the engine."""
 
     def __init__(self, engine: RolloutEngine, on_death: Callable[[WhetError], None]) -> None:
         self.engine = engine
@@ -50,7 +50,7 @@ class EngineThread:
 
     @property
     def busy_seconds(self) -> float:
-        """Time since `status` is known: long while the engine loads weights, or is started again."""
+        """Seconds since the last update of `status`: many while the engine loads weights, or restarts."""
         return time.monotonic() - self._seen_at
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -64,7 +64,7 @@ class EngineThread:
         return self._calls.submit(called)
 
     def submit(self, requests: Sequence[Request], deliver: Deliver) -> None:
-        """Samples the requests; `deliver` gets their events, or the error of the engine that refused one."""
+        """Submits the requests; `deliver` gets their events, or the error of an engine that refuses one."""
 
         def enter() -> None:
             for request in requests:
@@ -72,14 +72,14 @@ class EngineThread:
                 self._waiting.append(request)
 
         def tell(entered: Future[None]) -> None:
-            """Tells of an engine that had failed before the requests reached it."""
+            """Delivers the error of an engine that failed before the requests reached it."""
             if (error := entered.exception()) is not None:
                 self._tell([(deliver, _stopped(error))])
 
         self.call(enter).add_done_callback(tell)
 
     def abort(self, uids: Collection[str]) -> None:
-        """Ends those of the requests that are unfinished; none of their events is delivered any more."""
+        """Ends the unfinished ones among the requests; none of their events is delivered any more."""
 
         def leave() -> None:
             gone = {uid for uid in uids if self._deliver.pop(uid, None) is not None}
@@ -126,7 +126,7 @@ class EngineThread:
         self.status, self._seen_at = self.engine.status(), time.monotonic()
 
     def _fill(self) -> None:
-        """Gives waiting requests to the engine, in order, while it takes them."""
+        """Submits waiting requests to the engine, in order, while it accepts them."""
         while self._waiting:
             request = self._waiting[0]
             try:
@@ -144,7 +144,7 @@ class EngineThread:
         self._tell([(deliver, event) for deliver, event in found if deliver is not None])
 
     def _tell(self, found: Sequence[tuple[Deliver, Event | WhetError]]) -> None:
-        """Delivers events, all together: every change of thread costs as much as the decoding of a small model."""
+        """Delivers events, all together: each switch of threads costs as much as a decode step of a small model."""
 
         def deliver_all() -> None:
             for deliver, event in found:
@@ -155,7 +155,7 @@ class EngineThread:
                 self.run_elsewhere(deliver_all)
 
     def _die(self, error: WhetError, *, is_expected: bool = False) -> None:
-        """Tells all who wait."""
+        """Delivers the error to all waiting requests."""
         self.death = error
         self._tell_all(error)
         self._calls.fail(error)
@@ -169,7 +169,7 @@ class EngineThread:
 
 
 def named(error: BaseException) -> WhetError:
-    """The error of an engine, as one that a user can act on."""
+    """Converts any error of an engine to a WhetError, on which a user can act."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         cache = "its cache, for instance with --option kv_cache_bytes=268435456"
         change = f"lower --max-running, or {cache}, or sample in --dtype bfloat16"

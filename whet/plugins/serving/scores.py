@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP side of a served reward model: scores of texts and conversations, in the forms of vLLM's /pooling and
+"""The HTTP side of a served reward model: scores of texts and conversations, in the form of vLLM's /pooling and
 /classify."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ScoreApp:
     """An ASGI application, `asgi`, for one reward model."""
 
     def __init__(self, settings: ServeSettings, folder: str, dtype: Literal["float32", "bfloat16"]) -> None:
-        """Raises: ModelError."""
+        """Loads the model.  Raises: ModelError."""
         trusted = settings.trust_remote_code
         reward_config(folder, trust_remote_code=trusted)
         role = RoleSettings(folder, EngineConfig(name="single"), dtype, is_reward_model=True, trust_remote_code=trusted)
@@ -57,7 +57,7 @@ class ScoreApp:
         self.asgi = Starlette(routes=routes)
 
     def _route(self, path: str, endpoint: Callable[[Request], Awaitable[Response]], method: str) -> Route:
-        """The endpoint behind the API key; errors become responses."""
+        """Makes a route that checks the API key and converts errors to responses."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -97,7 +97,8 @@ class ScoreApp:
         return JSONResponse({"object": "list", "model": self.name, "data": data, "usage": usage})
 
     def _rows(self, body: Any) -> list[list[int]]:
-        """The token ids of `messages`, or of `input`: a text or several, or their ids.  Raises: ApiError, DataError."""
+        """The token ids of `messages`, or of `input`: one text or several, or their ids.  Raises: ApiError,
+        DataError."""
         if not isinstance(body, dict) or ("messages" in body) == ("input" in body):
             raise ApiError(400, "a body needs either messages or input", param="input")
         if body.get("model") not in (None, "", self.name):
@@ -139,7 +140,7 @@ class ScoreApp:
         return list(await asyncio.gather(*(future for _, future in own)))
 
     async def _passes(self) -> None:
-        """Passes over waiting rows, until there are none."""
+        """Runs forward passes over waiting rows until there are none."""
         most = self._settings.max_running
         while self._waiting:
             taken, self._waiting = self._waiting[:most], self._waiting[most:]

@@ -44,7 +44,7 @@ END_SECONDS = 5.0  # for clients to read an error
 
 
 def serve(settings: ServeSettings) -> None:
-    """Serves until a signal.  Raises: WhetError where it cannot start or go on."""
+    """Serves until a signal.  Raises: WhetError if it cannot start or continue."""
     with ExitStack() as stack:
         bound = stack.enter_context(bound_to(settings.host, settings.port))
         with long_phase("loading the model"):
@@ -63,14 +63,14 @@ def serve(settings: ServeSettings) -> None:
 
 
 def sampling_of(settings: ServeSettings, folder: str, dtype: Dtype) -> tuple[RolloutConfig, ModelConfig]:
-    """The config of the engine that samples, and of its model."""
+    """The configs of the sampling engine and of its model."""
     chosen = RolloutEngineConfig(name=settings.engine, options=dict(settings.option))
     rollout = RolloutConfig(engine=chosen, dtype=dtype, max_batch_size=settings.max_running)
     return rollout, ModelConfig(path=folder, dtype=dtype, trust_remote_code=settings.trust_remote_code)
 
 
 def reader_of(settings: ServeSettings, folder: str, name: str) -> BodyReader:
-    """The reader of requests for the model in a folder, which has this name unless the settings have one."""
+    """The reader of requests for the model in a folder, under `name` unless the settings have a name."""
     trusted = settings.trust_remote_code
     tokenizer = load_tokenizer(folder, folder, trust_remote_code=trusted)
     return BodyReader(
@@ -113,7 +113,7 @@ class _Server:
         self._http = HttpServer(app.asgi, settings, self._engine)
 
     def run(self, bound: socket.socket) -> None:
-        """Serves until a signal, or until the engine fails.  Raises: WhetError then."""
+        """Serves until a signal, or until the engine fails.  Raises: WhetError for a failed engine."""
         settings, (host, port) = self._settings, bound.getsockname()[:2]
         log.info("serving %s with %s, as %r, on http://%s:%d/v1", self._source, settings.engine, self._name, host, port)
         log.info("Ctrl-C ends it when running requests are done, after %g s at the latest", settings.stop_seconds)
@@ -156,7 +156,7 @@ class _Server:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, which ends requests with an error where they take too long after a signal."""
+    """uvicorn, extended to end requests with an error if they take too long after a signal."""
 
     def __init__(self, app: Starlette, settings: ServeSettings, engine: EngineThread | None = None) -> None:
         http = with_deadline(AutoHTTPProtocol)
@@ -166,7 +166,8 @@ class HttpServer(uvicorn.Server):
         self._settings, self._engine = settings, engine
 
     def run_on(self, bound: socket.socket) -> None:
-        """Serves until a signal, or until the engine fails, which is stopped.  Raises: WhetError then."""
+        """Serves until a signal, or until the engine fails; stops the engine.  Raises: WhetError for a failed
+        engine."""
         if self._settings.host not in LOCAL and not self._settings.api_key:
             log.warning("anyone who reaches %s:%d may use this server; set --api-key KEY", *bound.getsockname()[:2])
         try:
@@ -180,7 +181,7 @@ class HttpServer(uvicorn.Server):
             raise death
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Takes no more connections, and waits for requests to end."""
+        """Refuses new connections, and waits for requests to end."""
         log.info("the server ends with its running requests; Ctrl-C again ends it at once")
         if self._engine is not None:
             asyncio.get_running_loop().call_later(self._settings.stop_seconds, self._engine.end_requests)
@@ -209,7 +210,7 @@ def _source(settings: ServeSettings) -> str:
 
 
 def _identity(folder: Path) -> tuple[str, int]:
-    """A checkpoint's name and the time of its end: a run that goes on from an older one writes folders again."""
+    """A checkpoint's name and the time of its completion: a run resumed from an older one writes folders again."""
     with suppress(OSError):  # removed meanwhile
         return folder.name, (folder / checkpoint.MANIFEST).stat().st_mtime_ns
     return folder.name, 0
@@ -223,7 +224,7 @@ def _step(source: str) -> int | None:
 
 @contextmanager
 def bound_to(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket with the address, before the model is loaded.  Raises: ConfigError."""
+    """Yields a socket bound to the address, before the model is loaded.  Raises: ConfigError."""
     try:
         # Without the protocol asyncio would leave Nagle's algorithm on, which delays replies by 40 ms.
         [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -240,7 +241,7 @@ def bound_to(host: str, port: int) -> Iterator[socket.socket]:
 
 @contextmanager
 def _signals_end_quietly() -> Iterator[None]:
-    """Marks a block whose server handles SIGINT and SIGTERM: it raises them again at its end, for nobody here."""
+    """Catches the SIGINT and SIGTERM that the block's server raises again at its end."""
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

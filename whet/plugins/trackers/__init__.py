@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackers that are services, a file each."""
+"""Trackers that are services, one file each."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackio: a local database (`trackio show`), in the folder that `TRACKIO_DIR` names, or a Space on the Hub where
-`TRACKIO_SPACE_ID` is set."""
+"""Trackio: a local database (`trackio show`), in the folder `TRACKIO_DIR`, or a Space on the Hub if `TRACKIO_SPACE_ID`
+is set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from whet.tracking.tracker import NO_TABLES, Tables
 
 @register_tracker("trackio", package="trackio")
 class TrackioTracker:
-    """Logs one record a step, with its tables. A run resumes by its name, which is unique in the project."""
+    """Logs one record a step, with its tables. A resumed run is found by its name, which is unique in the project."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.run_id = run.run_id or _free_name(run.project, run.name)

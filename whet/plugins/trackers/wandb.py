@@ -15,8 +15,8 @@ from whet.tracking.tracker import NO_TABLES, Tables
 
 @register_tracker("wandb", package="wandb")
 class WandbTracker:
-    """Logs a history row a step, with its tables. W&B accepts only steps after the last one that it has, so a run that
-    resumes does not send earlier ones again. Offline this step is unknown, and the new folder has the whole run."""
+    """Logs a history row a step, with its tables. W&B accepts only steps after the last one that it has, so a resumed
+    run does not send earlier steps again. Offline this step is unknown, and the new folder has the whole run."""
 
     def __init__(self, run: TrackedRun) -> None:
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):

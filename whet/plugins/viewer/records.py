@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trajectories of a run: an index of the places of lines, so that a page reads no more than it shows."""
+"""The trajectories of a run: an index of line positions, so that a page reads only the lines that it shows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Stamp = tuple[int, int, int]  # of a file: changes with its content
 
 
 class ListedTrajectory(NamedTuple):
-    """A trajectory in a list: its place, and the numbers and names by which lists are sorted and filtered."""
+    """A trajectory in a list: its position, and the numbers and names for sorting and filtering."""
 
     kind: str
     step: int
@@ -47,7 +47,7 @@ class ListedTrajectory(NamedTuple):
 
 @dataclass(frozen=True)
 class Query:
-    """The trajectories that a list shows. Without a step those of all steps."""
+    """The trajectories that a list shows; without a step, the trajectories of all steps."""
 
     kind: str = "step"
     step: int | None = None
@@ -73,7 +73,7 @@ SORTED: dict[str, Callable[[ListedTrajectory], float | tuple[bool, float]]] = {
 
 
 class Records:
-    """The trajectories of a run's folder. Files are read when they are asked for, and again after they have changed."""
+    """The trajectories of a run's folder. Files are read on request, and again after a change."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -87,8 +87,8 @@ class Records:
         return {**found, "tokens": self._steps_of("tokens", "step")}
 
     def page(self, query: Query, offset: int, limit: int) -> Record:
-        """A stretch of the list that a query gives, with the list's whole length, and how many of its files are read so
-        far: a query over many is answered before all are, and is to be repeated."""
+        """A part of the list for a query, with the whole list's length and the number of files read so far: a query
+        over many files returns before all are read, and has to be repeated."""
         with self._lock:
             steps = self._steps_of("rollouts", query.kind) if query.step is None else [query.step]
             paths, until = [self._path(query.kind, step) for step in steps], time.monotonic() + INDEX_SECONDS
@@ -119,8 +119,8 @@ class Records:
         return {"record": record, "tokens": self._token_rows(kind, step, str(record.get("uid"))), "group": members}
 
     def beside(self, kind: str, step: int, record: Mapping[str, object]) -> Record:
-        """The trajectory of this run's step with the task of another run's record: of the same row of the data and the
-        same number in the group, else of the same number, else the first.  Raises: LookupError."""
+        """The trajectory of this run's step for the same task as another run's record: of the same row and the same
+        number in the group, else of the same number, else the first.  Raises: LookupError."""
         prompt, whole = str(record.get("prompt")), place_of(record)
         with self._lock:
             path = self._path(kind, step)
@@ -155,7 +155,7 @@ class Records:
         return inside(self.folder, self.folder / "rollouts" / f"{kind}_{step:06}.jsonl")
 
     def _index(self, path: Path, kind: str, step: int) -> Stamp:
-        """Reads the places of a file's lines where it is new.  Returns its stamp.  Raises: LookupError."""
+        """Reads the line positions of a new or changed file.  Returns its stamp.  Raises: LookupError."""
         stamp = _stamp(path)
         if path not in self._rows or self._rows[path][0] != stamp:
             with path.open("rb") as file:
@@ -196,19 +196,20 @@ class Records:
 
 
 def is_inside(folder: Path, path: Path) -> bool:
-    """Tells whether a path is a plain file, to which no link leads out of `folder`; a pipe may never answer."""
+    """Tells whether a path is a plain file inside `folder`, with no link that leads out of it; a pipe might never
+    answer."""
     return path.is_file() and path.resolve().is_relative_to(folder.resolve())
 
 
 def inside(folder: Path, path: Path) -> Path:
-    """Returns `path`.  Raises: LookupError where it is not inside."""
+    """Returns `path`.  Raises: LookupError if it is not inside the folder."""
     if not is_inside(folder, path):
         raise LookupError(path)
     return path
 
 
 def _rows(file: BinaryIO, kind: str, step: int) -> Iterator[ListedTrajectory]:
-    """The row of each line; a damaged line is left out."""
+    """Yields the row of each line; damaged lines are left out."""
     offset, number = 0, 0
     for line in file:
         try:
@@ -228,7 +229,7 @@ def _rows(file: BinaryIO, kind: str, step: int) -> Iterator[ListedTrajectory]:
 
 
 def _lines_with(path: Path, text: str, offsets: Sequence[int]) -> set[int]:
-    """The numbers of the lines that contain a text as JSON writes it, ASCII letters in any case."""
+    """The numbers of the lines that contain a text in JSON's form, ignoring the case of ASCII letters."""
     needle = json.dumps(text, ensure_ascii=False)[1:-1].encode("utf-8", "backslashreplace").lower()
     content, found, place = path.read_bytes().lower(), set[int](), 0
     while (place := content.find(needle, place)) >= 0:
@@ -240,8 +241,8 @@ def _lines_with(path: Path, text: str, offsets: Sequence[int]) -> set[int]:
 
 @lru_cache(KEPT_QUERIES)
 def _places_by_uid(path: Path, stamp: Stamp) -> Mapping[str, Sequence[int]]:
-    """Returns the places of each trajectory's lines in a file of tokens, whose lines begin with the uid. With another
-    stamp the file is read again."""
+    """Returns the positions of each trajectory's lines in a file of tokens, whose lines begin with the uid. A changed
+    stamp makes it read the file again."""
     places: dict[str, list[int]] = {}
     offset, decoder = 0, json.JSONDecoder()
     with path.open("rb") as file:
@@ -256,7 +257,7 @@ def _places_by_uid(path: Path, stamp: Stamp) -> Mapping[str, Sequence[int]]:
 
 
 def _line_at(path: Path, offset: int) -> Record:
-    """Raises: LookupError where no object is there."""
+    """The object at a position of a file.  Raises: LookupError without one."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -269,7 +270,7 @@ def _line_at(path: Path, offset: int) -> Record:
 
 
 def _agents(record: Record) -> list[str]:
-    """The names of the sub-agents and players that took turns, in the order of their first ones."""
+    """The names of the sub-agents and players that took turns, in the order of their first turns."""
     steps = record["steps"] if isinstance(record.get("steps"), list) else []
     found = (each.get(name) for each in steps if isinstance(each, dict) for name in ("agent", "player"))
     return list(dict.fromkeys(str(name) for name in found if name))
@@ -289,7 +290,7 @@ def _stamp(path: Path) -> Stamp:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Tells whether a value is a number that a float holds."""
+    """Tells whether a value is a number that a float can hold."""
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 

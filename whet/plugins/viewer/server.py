@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP server of `whet view`. It only reads, only below its folder, and answers only to addresses of its machine:
-a page of another site that resolves its own name to this machine gets nothing."""
+"""The HTTP server of `whet view`. It only reads, only below its folder, and only answers to addresses of its machine: a
+page of another site that resolves its own name to this machine gets no data."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ HEADERS = {
 
 
 class Site:
-    """The answers to the page, from the runs below a folder."""
+    """The answers to the page's requests, from the runs below a folder."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -85,7 +85,7 @@ class Site:
         return curves.seconds([name for name in curves.names() if name.startswith("time/")], MAX_POINTS // 4)
 
     def trajectories(self, query: Mapping[str, str]) -> object:
-        """A stretch of a list of trajectories."""
+        """A part of a list of trajectories."""
         _, records = self._run(query)
         step = query.get("step", "")
         show, sort = query.get("show", "all"), query.get("sort", "file")
@@ -100,7 +100,7 @@ class Site:
         return records.trajectory(query["kind"], int(query["step"]), int(query["line"]))
 
     def beside(self, query: Mapping[str, str]) -> object:
-        """The trajectory of the run `other` with the same step and prompt as one of `run`; null where it has none."""
+        """The trajectory of the run `other` with the same step and prompt as one of `run`; null without one."""
         kind, step = query["kind"], int(query["step"])
         record = self._run(query)[1].trajectory(kind, step, int(query["line"]))["record"]
         other = self._run({"run": query["other"]})[1]
@@ -123,7 +123,7 @@ class Site:
         return self._opened(self._path(query))
 
     def _path(self, query: Mapping[str, str]) -> Path:
-        """The folder of a run that `find_runs` finds, so that no name leads elsewhere.  Raises: LookupError."""
+        """The folder of a run found by `find_runs`, so that no name leads elsewhere.  Raises: LookupError."""
         path = self.root / query["run"]
         with self._lock:
             if path in self._open:
@@ -138,7 +138,7 @@ class Site:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers a request; every value in it is text of somebody else."""
+    """Answers one request, whose values are untrusted text."""
 
     protocol_version = "HTTP/1.1"
     timeout = 60
@@ -147,7 +147,7 @@ class Handler(BaseHTTPRequestHandler):
     server: ViewerServer
 
     def handle_one_request(self) -> None:
-        """Reads a request and answers it; `ViewerServer` ends the connection where its head takes too long."""
+        """Reads a request and answers it; `ViewerServer` closes the connection if its head takes too long."""
         self.server.reading[self.connection] = time.monotonic()
         try:
             super().handle_one_request()
@@ -197,7 +197,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class ViewerServer(ThreadingHTTPServer):
-    """A server with a thread for each connection, which it ends where no head of a request comes in time."""
+    """A server with a thread for each connection, which it closes if the head of a request does not arrive in time."""
 
     daemon_threads = True
 
@@ -206,7 +206,7 @@ class ViewerServer(ThreadingHTTPServer):
         super().__init__(*arguments)
 
     def service_actions(self) -> None:
-        """Ends connections whose request takes too long; called after each poll."""
+        """Closes connections whose request takes too long; called after each poll."""
         late = time.monotonic() - HEAD_SECONDS
         for connection in [each for each, since in self.reading.copy().items() if since < late]:
             with suppress(OSError):
@@ -214,7 +214,7 @@ class ViewerServer(ThreadingHTTPServer):
 
 
 def open_server(root: Path, host: str = "127.0.0.1", port: int = 0) -> ThreadingHTTPServer:
-    """Returns a server that listens; port 0 is a free one.  Raises: ConfigError without runs, and for a port in use."""
+    """Returns a listening server; port 0 takes a free one.  Raises: ConfigError without runs, and for a port in use."""
     if not root.is_dir() or not find_runs(root):
         state = "holds no run" if root.is_dir() else "is no folder"
         expected = "a run's folder (it has metrics.jsonl), or a folder with runs in it"
@@ -249,8 +249,8 @@ class CurvesFile:
         self._lock = threading.Lock()
 
     def refresh(self) -> None:
-        """Reads the lines that were appended, or all where the file was replaced, as a resumed run does. Leaves out an
-        incomplete last line, and lines that are no objects."""
+        """Reads appended lines, or the whole file if it was replaced, as in a resumed run. Skips an incomplete last
+        line, and lines that are not objects."""
         with self._lock:
             try:
                 stat = self.path.stat()
@@ -286,14 +286,14 @@ class CurvesFile:
 
 
 class Curves:
-    """The curves of a run: of its metrics and of its timings."""
+    """The curves of a run: its metrics and its timings."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files = (CurvesFile(folder / METRICS), CurvesFile(folder / TIMINGS))
 
     def refresh(self) -> None:
-        """Reads the lines that the run has written since."""
+        """Reads the lines that the run has written since the last call."""
         for file in self.files:
             file.refresh()
 
@@ -302,7 +302,7 @@ class Curves:
         return sorted({name for file in self.files for name in list(file.curves)})
 
     def main(self) -> list[str]:
-        """The metrics that `whet plot` draws too, in its order."""
+        """The metrics that `whet plot` draws by default, in its order."""
         found = main_names(self.names(), lambda name: self._named([name]).get(name))
         return [name.lstrip("-~") for name in found]
 
@@ -311,7 +311,7 @@ class Curves:
         return {name: thinned(*curve, most) for name, curve in self._named(names).items()}
 
     def seconds(self, names: Sequence[str], most: int) -> dict[str, object]:
-        """Returns metrics that add up, at the same steps: sums over at most `most` stretches of `width` steps."""
+        """Returns metrics that add up, at common steps: sums over at most `most` ranges of `width` steps."""
         found = self._named(names)
         width = max(1, -(-max((steps[-1] + 1 for steps, _ in found.values()), default=1) // most))
         starts = sorted({step // width for steps, _ in found.values() for step in list(steps)})
@@ -327,9 +327,9 @@ class Curves:
         return {name: curve for file in self.files for name, curve in list(file.curves.items()) if name in names}
 
     def summary(self) -> dict[str, object]:
-        """The last step, the number of steps of the config (None: unknown), state and error of run.json, and whether
-        the run goes on: its state is "running", and its files have changed in the last 90 seconds or a process holds
-        its lock. Without run.json the state is "", and a run with steps left goes on if its files have changed."""
+        """The last step, the number of steps in the config (None: unknown), state and error of run.json, and whether
+        the run is active: its state is "running", and its files have changed in the last 90 seconds or a process holds
+        its lock. Without run.json the state is "", and a run with steps left is active if its files have changed."""
         step = max(file.last_step for file in self.files)
         try:
             config = inside(self.folder, self.folder / CONFIG).read_text("utf-8")
@@ -349,7 +349,7 @@ class Curves:
 
 
 def _noted_state(path: Path) -> tuple[str, str, int | None]:
-    """The state that a run has noted, the error that ended it, and its steps; "", "", None where the file has none."""
+    """The state that a run has written, the error that ended it, and its steps; "", "", None if the file lacks them."""
     try:
         noted = json.loads(inside(path.parent, path).read_bytes())
         steps = noted.get("total_steps")
@@ -361,7 +361,8 @@ def _noted_state(path: Path) -> tuple[str, str, int | None]:
 
 
 def thinned(x: Sequence[int], y: Sequence[float], most: int) -> tuple[list[int], list[float]]:
-    """Returns about `most` points of a curve: least and largest of each stretch, and both ends: no peak is lost."""
+    """Returns about `most` points of a curve: the smallest and largest of each range, and both ends, so that no peak is
+    lost."""
     if len(x) <= most:
         return list(x), list(y)
     stretch = -(-2 * len(x) // most)

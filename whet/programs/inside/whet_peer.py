@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Untrusted code in a process of its own, and its connection to the tests (whet_tester); nothing of whet is imported.
+"""Untrusted code in its own process, and its connection to the tests (whet_tester); nothing of whet is imported.
 
     tester - nursery - candidate
 
 The tester reads the code, forks the nursery, and only then reads the tests, so that they are in no memory of a
 candidate. A candidate, forked by the nursery, runs the code and serves calls. Plain values (numbers, texts, containers
 of them) are copied, so the code cannot choose how they compare; other objects stay where they are, and are reached by
-`Remote`. What a candidate may do to itself (replace functions, leave, write) does not reach the tester, which alone
-writes the verdict. What the candidate prints goes to the tester's standard output, where a test may capture it.
-"""
+`Remote`. Changes that a candidate makes to itself (replaced functions, exits, writes) do not reach the tester, which
+alone writes the verdict. Output of the candidate goes to the tester's standard output, where a test may capture it."""
 
 from __future__ import annotations
 
@@ -50,18 +49,18 @@ MUTABLE = (list, dict, set, bytearray, collections.deque)
 
 
 class LostError(Exception):
-    """The candidate has ended, or was too late."""
+    """Raised when the candidate has ended, or is too late."""
 
 
 class Copier(pickle.Pickler):
-    """Writes plain values as copies and all else as names of objects of this process."""
+    """Pickles plain values as copies, and all other objects as names of objects in this process."""
 
     def __init__(self, file: io.BytesIO, peer: Peer) -> None:
         super().__init__(file, protocol=4)
         self.peer = peer
 
     def persistent_id(self, obj: object) -> tuple[str, int] | None:
-        """The name of an object that is not copied."""
+        """The name of an object that is sent by name; None for a value that is copied."""
         kind = type(obj)
         if kind is Remote:
             return "yours", object.__getattribute__(obj, "_number")
@@ -74,7 +73,7 @@ class Copier(pickle.Pickler):
         return "mine", number
 
     def reducer_override(self, obj: Any) -> Any:
-        """A value of a subclass as one of the plain type."""
+        """Pickles a value of a subclass as its plain type."""
         kind = type(obj)
         if kind in COPIED or isinstance(obj, type):
             return NotImplemented
@@ -85,43 +84,44 @@ class Copier(pickle.Pickler):
 
 
 class Reader(pickle.Unpickler):
-    """Reads the bytes of a Copier. It imports and calls nothing but the plain types."""
+    """Unpickles the bytes of a Copier. It imports and calls only the plain types."""
 
     def __init__(self, data: bytes, peer: Peer) -> None:
         super().__init__(io.BytesIO(data))
         self.peer = peer
 
     def find_class(self, module: str, name: str) -> object:
-        """A plain type; a class in Python as a function, whose attributes no message can set."""
+        """Returns a plain type; a type that is a Python class comes wrapped in a function, on which no message can set
+        attributes."""
         kind = GLOBALS[module, name]
         return (lambda *values: kind(*values)) if kind in CHANGEABLE else kind
 
     def persistent_load(self, pid: tuple[str, int]) -> object:
-        """An object of the other process, or one of this process that comes back."""
+        """The object of a name: one of the other process, or one of this process that comes back."""
         kind, number = pid
         return Remote(self.peer, number) if kind == "mine" else self.peer.objects[number]
 
 
 class Printed(io.BytesIO):
-    """The first bytes that were printed since they were last taken."""
+    """A buffer of printed bytes, up to a limit."""
 
     def write(self, data: Any) -> int:
         """Keeps the bytes, up to the limit."""
         return super().write(data) if self.tell() < PRINTED else len(data)
 
     def take(self) -> str:
-        """Returns the text, and begins anew."""
+        """Returns the printed text, and empties the buffer."""
         text = self.getvalue()[:PRINTED].decode(errors="replace")
         self.seek(0)
         self.truncate()
         return text
 
     def close(self) -> None:
-        """Stays open where the code replaces or closes its standard output."""
+        """Does nothing: the buffer stays open if the code replaces or closes its standard output."""
 
 
 class Peer:
-    """An end of the connection between tester and candidate. `trusted` objects may be used in every way."""
+    """An end of the connection between tester and candidate. `trusted` objects may be used without limits."""
 
     def __init__(self, connection: socket.socket, *, trusted: bool) -> None:
         self.connection, self.trusted = connection, trusted
@@ -131,7 +131,7 @@ class Peer:
         self.errors: dict[str, type] = {}
 
     def ask(self, name: str, *values: object, **more: object) -> Any:
-        """Asks the other process to do something, and serves its own requests meanwhile."""
+        """Sends a request to the other process, and serves its requests until the result comes."""
         self.send("do", name, values, more)
         while True:
             kind, *rest = self.receive()
@@ -147,7 +147,7 @@ class Peer:
             return value
 
     def serve(self, name: str, values: tuple[Any, ...], more: dict[str, object]) -> None:
-        """Carries out the requests of the other process."""
+        """Serves a request of the other process."""
         try:
             before = [self.pack(each) if isinstance(each, MUTABLE) else None for each in values]
             value = self._do(name, values, more)
@@ -216,7 +216,7 @@ class Peer:
 
 
 class Remote:
-    """An object of the other process."""
+    """A stand-in for an object of the other process."""
 
     def __init__(self, peer: Peer, number: int) -> None:
         object.__setattr__(self, "_peer", peer)
@@ -248,8 +248,8 @@ def _forward(name: str) -> Callable[..., object]:
 
 
 def _among_remotes(name: str) -> Callable[[Remote, object], object]:
-    """An operation of two objects of the code. With a value of the tests the code would learn what is expected, and
-    decide how it compares."""
+    """An operation between two objects of the code. An operation with a value of the tests would show the code the
+    expected result, and let it decide the comparison."""
     return lambda self, other: self._peer.ask(name, self, other) if type(other) is Remote else NotImplemented
 
 
@@ -269,8 +269,8 @@ for _name in (*UNARY, *BINARY):
 
 
 def _is_offered(name: str, target: object, values: tuple[object, ...]) -> bool:
-    """Tells whether the candidate may use an object of the tests so: call it, go through it, read public names of an
-    object of a class of the tests."""
+    """Tells whether the candidate may use an object of the tests in this way: call it, iterate over it, or read public
+    names of an object whose class the tests define."""
     if name in ("call", "iter", "next", "len", "bool", "getitem", "str", "repr"):
         return not isinstance(target, (types.ModuleType, type)) or target in COPIED
     return name == "getattr" and type(target).__module__ == TESTS and not str(values[1]).startswith("_")
@@ -281,7 +281,7 @@ def _is_numpy_number(obj: object) -> bool:
 
 
 def _fill(old: Any, new: Any) -> None:
-    """Gives a container the content that a call left in its copy."""
+    """Copies into a container the changes that a call made to its copy."""
     old.clear()
     (old.update if isinstance(old, (dict, set)) else old.extend)(new)
 
@@ -290,7 +290,7 @@ def _fill(old: Any, new: Any) -> None:
 
 
 def nurse(code: list[str], control: socket.socket) -> None:
-    """Forks a candidate for each connection, after the one before it was killed."""
+    """Forks a candidate for each connection; each is killed before the next."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
         os.dup2(null, descriptor)
@@ -312,7 +312,7 @@ def nurse(code: list[str], control: socket.socket) -> None:
 
 
 def be_candidate(code: list[str], connection: socket.socket) -> None:
-    """Runs imports and the code as a module, tells the names of the code, and serves calls."""
+    """Runs imports and the code as a module, sends the names that the code defines, and serves calls."""
     peer = Peer(connection, trusted=True)
     sys.stdout = io.TextIOWrapper(peer.printed, "utf-8", "replace", write_through=True)
     module, before = types.ModuleType(MODULE), dict[str, object]()
@@ -355,11 +355,11 @@ def execute(code: str, module: types.ModuleType) -> None:
 
 
 def is_near(found: float, expected: float, tolerance: float) -> bool:
-    """|found - expected| <= tolerance * (|expected| + 0.001): with 1e-5 numpy.allclose, which verl calls."""
+    """|found - expected| <= tolerance * (|expected| + 0.001); with 1e-5 this is numpy.allclose, which verl calls."""
     return math.isfinite(expected) and abs(found - expected) <= tolerance * (abs(expected) + 1e-3)
 
 
 def frame(text: str) -> bytes:
-    """A text as `main` reads it: the number of its bytes, a line end, the bytes."""
+    """A text in the frame that `main` reads: the number of its bytes, a line end, the bytes."""
     data = text.encode(errors="replace")
     return f"{len(data)}\n".encode() + data

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tests of untrusted code, in a process that the code cannot reach (whet_peer)."""
+"""The tests of untrusted code, which run in a process beyond the code's reach (whet_peer)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Tester:
         self.names: dict[str, Any] = {}
 
     def start(self) -> None:
-        """Gets a new candidate.  Raises: LostError where the code does not run."""
+        """Starts a new candidate.  Raises: LostError if the code does not run."""
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self.nursery, [b"c"], [theirs.fileno()])
@@ -48,7 +48,7 @@ class Tester:
         self.names = {name: value for name, value in {**names, **peer.errors}.items() if not name.startswith("__")}
 
     def run(self) -> list[tuple[bool, str]]:
-        """Returns whether each test passed, and why not."""
+        """Returns for each test whether it passed, and the reason of a failure."""
         run = getattr(self, f"run_{self.tests['kind']}")
         results = list[tuple[bool, str]]()
         for each in self.tests["cases"]:
@@ -67,7 +67,7 @@ class Tester:
         return results
 
     def run_code(self, case: str) -> None:
-        """Statements with assertions, after the code's names; a `check` that they define is called."""
+        """Runs statements with assertions over the names of the code; calls `check` if they define it."""
         space = types.ModuleType(TESTS)
         vars(space).update({name: self.names[name] for name in self._offered()})
         execute(self.tests["setup"] + "\n" + case, space)
@@ -75,7 +75,7 @@ class Tester:
             vars(space)["check"](self._entry())
 
     def run_call(self, case: dict[str, Any]) -> None:
-        """A call of the entry point, whose value is compared."""
+        """Calls the entry point, and compares its value."""
         args, expected, tolerance = case["args"], case["expected"], self.tests["tolerance"]
         entry = self._entry()
         found = _listed(entry(**args) if isinstance(args, dict) else entry(*args))
@@ -83,8 +83,8 @@ class Tester:
             raise AssertionError(f"returned {found!r}; expected {expected!r}")
 
     def run_pytest(self, case: str) -> None:
-        """A file of tests that imports the code as the module `solution`. pytest reads nothing of the scratch folder,
-        into which the code may write: the tests are in memory; no configuration, conftest.py or plugin is read."""
+        """Runs a file of tests, which import the code as the module `solution`. The code may write to the scratch
+        folder, so pytest reads no file of it: tests are in memory; it loads no configuration, conftest.py or plugin."""
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         try:
             import pytest
@@ -120,13 +120,13 @@ class Tester:
             raise AssertionError(f"pytest ended with {int(status)}, and {len(passed)} tests passed")
 
     def _offered(self) -> list[str]:
-        """The names of the code that tests see without asking for them: none that tests may use for something else,
-        as a builtin or what they import, unless they are tests of it."""
+        """The names of the code that tests see without an import: all except names that the tests use for builtins or
+        their own imports; a name under test is always included."""
         used = {*vars(builtins), *self.tests["imported"]} - {self.tests["tested"]}
         return [name for name in self.names if name not in used]
 
     def _entry(self) -> Any:
-        """The function that is tested; `Solution.f` is Solution().f, and so is `f` where the code has no other."""
+        """The function under test; `Solution.f` is Solution().f, and so is `f` if the code has no other `f`."""
         name, _, method = self.tests["entry"].partition(".")
         if name not in self.names and "Solution" in self.names and not method:
             name, method = "Solution", name
@@ -141,14 +141,14 @@ def _error_class(name: str, bases: list[str]) -> type:
 
 
 def _listed(value: Any) -> object:
-    """The value with tuples as lists, as JSON has them."""
+    """The value with tuples converted to lists, as in JSON."""
     if type(value) in (list, tuple):
         return [_listed(each) for each in value]
     return {key: _listed(each) for key, each in value.items()} if type(value) is dict else value
 
 
 def _same(found: Any, expected: Any, tolerance: float) -> bool:
-    """Tells whether values are equal, but for a tolerance of numbers of which one is real."""
+    """Tells whether values are equal; numbers may differ by the tolerance if one of them is a float."""
     if isinstance(expected, list) and isinstance(found, list) and len(found) == len(expected):
         return all(_same(one, other, tolerance) for one, other in zip(found, expected, strict=True))
     if isinstance(expected, dict) and isinstance(found, dict) and found.keys() == expected.keys():
@@ -158,7 +158,7 @@ def _same(found: Any, expected: Any, tolerance: float) -> bool:
 
 
 def main() -> None:
-    """Reads code, forks the nursery, reads the tests, and writes the verdict after the word that came with them."""
+    """Reads the code, forks the nursery, reads the tests, and writes the verdict after the secret word with them."""
     code = json.loads(_read_frame())
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
@@ -179,7 +179,7 @@ def main() -> None:
 
 
 def _read_frame() -> str:
-    """Reads a frame, and nothing of the next one."""
+    """Reads a frame, and no byte of the next one."""
     with open(0, "rb", buffering=0, closefd=False) as raw:
         data, size = b"", int(raw.readline())
         while len(data) < size:

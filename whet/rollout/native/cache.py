@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block KV cache: memory for keys and values in blocks of 16 tokens, owned by counting."""
+"""The block KV cache: memory for keys and values in blocks of 16 tokens, with a count of owners."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 
 from whet.devices import moved
 from whet.errors import EngineError
-from whet.models.attention import Scores
+from whet.kernels.attention import Scores
+from whet.kernels.paged_attention import BLOCK_SIZE, BlockIndex, paged_attention
 from whet.models.caches import Pages, layer_caches, token_bytes
 from whet.models.linear_attention import Flow
-from whet.rollout.native.paged_attention import BLOCK_SIZE, BlockIndex, paged_attention
 from whet.rollout.native.states import DecodeFlow, States
 from whet.rollout.protocol import Identity
 
@@ -24,16 +24,16 @@ Prefix = tuple[int, Identity]
 
 
 def blocks_for(tokens: int) -> int:
-    """Blocks that hold so many tokens."""
+    """The number of blocks that `tokens` tokens need."""
     return -(-tokens // BLOCK_SIZE)
 
 
 class BlockCache:
     """Keys [layers, blocks, KV, D, 16] and values [layers, blocks, KV, 16, V] within a budget in bytes; `by_head`, as
-    on an accelerator, both [layers, KV, blocks, 16, .], with a spare block at the end for padding. Latents are keys,
-    and the values are the beginnings of these. Layers with a state have it in `states`, beside the budget.
+    on an accelerator, both [layers, KV, blocks, 16, .], with a spare block at the end for padding. Latents are stored
+    as keys, whose first numbers are the values. States of layers are in `states`, outside the budget.
 
-    A block may belong to several sequences (a prompt's to all its samples) and is free when the last one lets go.
+    A block may belong to several sequences (a prompt's to all its samples) and is free when the last one releases it.
     """
 
     def __init__(
@@ -71,17 +71,17 @@ class BlockCache:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody owns."""
+        """The number of free blocks."""
         return len(self._free)
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes."""
+        """The bytes that the cache takes."""
         kept = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in (self.keys, self.values)}
         return sum(kept.values()) + (0 if self.states is None else self.states.nbytes)
 
     def free(self) -> None:
-        """Gives the memory back; nothing may be stored after it."""
+        """Frees the memory; the cache cannot be used afterwards."""
         self.keys, self.values, self.states = self.keys.new_empty(0), self.values.new_empty(0), None
         with suppress(AttributeError):  # glibc may hold it for its own heap
             ctypes.CDLL(None).malloc_trim(0)
@@ -99,14 +99,14 @@ class BlockCache:
             self._owners[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Takes an owner from each block."""
+        """Removes an owner from each block."""
         for block in reversed(blocks):
             self._owners[block] -= 1
             if self._owners[block] == 0:
                 self._free.append(block)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Block contents in all layers."""
+        """Copies block contents in all layers."""
         if sources:
             both = moved(torch.tensor([list(sources), list(targets)]), self.keys.device)
             for tensor in (self.keys, self.values) if self.values._base is not self.keys else (self.keys,):
@@ -114,17 +114,17 @@ class BlockCache:
 
 
 class Prefixes:
-    """Blocks of sequences that may be continued, by all tokens up to the end of each. It is one of their owners, and
-    lets those go first that were read longest ago."""
+    """Blocks of sequences that later requests may continue, keyed by all tokens up to the end of each block. It is one
+    of their owners, and releases the least recently read blocks first."""
 
     def __init__(self, cache: BlockCache) -> None:
         self.cache = cache
         self._blocks = OrderedDict[Prefix, int]()  # the next to be let go first
 
     def keep(self, identity: Identity, blocks: Sequence[int]) -> None:
-        """Keeps the blocks of a sequence, of which every token of `identity` is computed, or is computed before any
-        request that shares them. Nobody may write more into a last block that is not full. Of layers with a state there
-        is none in the middle of a sequence: nothing is kept."""
+        """Keeps the blocks of a sequence. Every token of `identity` is computed, or will be before any request that
+        shares them. Nobody may write into a last block that is not full. If layers have a state, which exists only at
+        the end of a sequence, nothing is kept."""
         if self.cache.states is not None:
             return
         new = zip(_prefixes(identity), blocks, strict=False)
@@ -135,9 +135,9 @@ class Prefixes:
             self._blocks.move_to_end(prefix)
 
     def kept_part(self, identity: Identity) -> tuple[list[int], int]:
-        """Returns the blocks of the longest part of a prompt that is kept, with an owner more, and the number of its
-        tokens. The prompt's last token is not in it: the logits after that are needed. A block that is not full goes to
-        the caller, who fills it, and is kept no longer."""
+        """Returns the blocks of the longest kept prefix of a prompt, with one owner more, and the number of its tokens.
+        The prompt's last token is never part of it, since the logits after it are needed. A block that is not full
+        passes to the caller, who fills it."""
         found, last, num_tokens = list[int](), list[int](), 0
         for before, tokens in _prefixes(identity[:-1]) if self._blocks else ():
             kept = next((count for count in range(len(tokens), 0, -1) if (before, tokens[:count]) in self._blocks), 0)
@@ -150,18 +150,18 @@ class Prefixes:
         return found + last, num_tokens
 
     def free(self, count: int) -> None:
-        """Lets blocks go until `count` are free in the cache, or none is left."""
+        """Releases blocks until `count` are free in the cache, or none is left."""
         while self._blocks and self.cache.num_free < count:
             self.cache.release([self._blocks.popitem(last=False)[1]])
 
     def clear(self) -> None:
-        """Lets all blocks go."""
+        """Releases all blocks."""
         self.cache.release([*self._blocks.values()])
         self._blocks.clear()
 
 
 def _prefixes(identity: Identity) -> Iterator[Prefix]:
-    """Names of the blocks of a sequence: a hash of what is before a block, and its tokens."""
+    """Yields the names of a sequence's blocks: a hash of the tokens before each block, and its tokens."""
     before = 0
     for start in range(0, len(identity), BLOCK_SIZE):
         prefix = before, identity[start : start + BLOCK_SIZE]
@@ -170,11 +170,12 @@ def _prefixes(identity: Identity) -> Iterator[Prefix]:
 
 
 class PagedBatch:
-    """A flat batch of T tokens and where their sequences lie in the cache: what the model's attention is given.
+    """A flat batch of T tokens with the places of their sequences in the cache: the argument `paged` of the model's
+    attention.
 
-    `longest` (the most tokens that a sequence has among them) and `context` (the largest position + 1) are read from an
-    accelerator where the caller does not give them. Without a `flow` each token is the next of the sequence in the slot
-    of its row."""
+    `longest` (the most tokens that a sequence has among them) and `context` (the largest position + 1) are read from
+    the accelerator if the caller does not pass them. Without a `flow` each token is the next of the sequence in the
+    slot of its row."""
 
     compiles = False
 
@@ -199,13 +200,13 @@ class PagedBatch:
             self._index = BlockIndex.of(tables, rows, positions, cache.num_blocks, longest, context)
 
     def layer(self, number: int) -> PagedBatch:
-        """The batch itself, whose attention reads the number of the layer from its module."""
+        """The batch itself; its attention reads the layer's number from the module."""
         return self
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
-        """[T, H, D], [T, KV, D], [T, KV, V] -> [T, H, V]; remembers key and value."""
+        """[T, H, D], [T, KV, D], [T, KV, V] -> [T, H, V]; stores key and value in the cache."""
         place = self._place[module.layer_idx]
         new, stored = (query, key, value), (self.keys[place], self.values[place])
         if self._index is not None:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns of the slots that a device reads: newest tokens, block tables, parameters.
+"""Columns of slots that a device reads: newest tokens, block tables, parameters.
 
-All that differs between the host and an accelerator stands here: `HostColumns` computes at once, `DeviceColumns`
-sends a step on its way, replays it where it was recorded (`Graphs`), and reads its tokens later.
-"""
+This file has all differences between the host and an accelerator: `HostColumns` computes at once, `DeviceColumns`
+starts a step asynchronously, replays a recorded one (`Graphs`), and reads its tokens later."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from whet.devices import HOST, moved, runs_triton
-from whet.models.attention import Scores
+from whet.kernels.attention import Scores
+from whet.kernels.paged_attention import BLOCK_SIZE
+from whet.kernels.sampling import SamplingState, sample
 from whet.models.linear_attention import Flow
 from whet.rollout.native.cache import BlockCache, PagedBatch
-from whet.rollout.native.paged_attention import BLOCK_SIZE
-from whet.rollout.sampling import SamplingState, sample
 
 MIN_ROWS = 16
 # For gates of a number a token: torch computes exp of what is left behind a multiple of 32 by another function.
@@ -32,7 +31,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, Any, torch.Tensor | None, Mappin
 
 
 class SampledTokens(NamedTuple):
-    """Tokens and their log-probs, which are here once `ready` has happened."""
+    """Tokens and their log-probs, which are on the host once `ready` has happened."""
 
     tokens: torch.Tensor  # [n]
     log_probs: torch.Tensor  # [n]
@@ -46,31 +45,31 @@ class SampledTokens(NamedTuple):
 
 
 class Columns(Protocol):
-    """Numbers of each slot, where the device reads them."""
+    """Numbers of each slot, in memory that the device reads."""
 
     late: int  # steps that may be on their way when the next begins
 
     def resize(self, rows: int, width: int) -> None:
-        """Makes room for so many slots, and so many blocks of each."""
+        """Makes room for `rows` slots with `width` blocks each."""
 
     def enter(self, slots: torch.Tensor, newest: Sequence[int], blocks: Sequence[Sequence[int]]) -> None:
-        """The newest token and all blocks of rows that begin."""
+        """Enters the newest token and all blocks of new rows."""
 
     def extend(self, slots: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Enters one block more for some rows, at `places` of their tables."""
+        """Adds one block to some rows, at `places` of their tables."""
 
     def moved(self, sampling: SamplingState) -> SamplingState:
-        """The parameters where the device reads them."""
+        """The sampling parameters, on the device."""
 
     def decode(self, forward: Forward, cache: BlockCache, rows: Rows) -> tuple[torch.Tensor, SampledTokens]:
-        """Feeds the newest token of each row, and samples the next.  Returns the logits [n, V] too."""
+        """Feeds the newest token of each row, and samples the next. Also returns the logits [n, V]."""
 
     def pick(self, logits: torch.Tensor, rows: Rows) -> SampledTokens:
-        """Samples from logits [n, V], as `sampling.sample`, and keeps the tokens as the newest of their slots."""
+        """Samples from logits [n, V] like `sampling.sample`, and stores the tokens as the newest of their slots."""
 
 
 class Rows(NamedTuple):
-    """n rows that are sampled together, on the host."""
+    """The host's description of n rows that are sampled together."""
 
     slots: torch.Tensor  # [n]
     positions: torch.Tensor  # [n] places of their newest tokens
@@ -81,7 +80,7 @@ class Rows(NamedTuple):
 
 
 class HostColumns:
-    """Everything on the host, and every step at once."""
+    """Columns on the host, where every step runs at once."""
 
     late = 0
 
@@ -123,7 +122,7 @@ class HostColumns:
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """The argument `paged` of a pass of kernels: one token of each of B rows, or T tokens in tiles of sequences."""
+    """The argument `paged` for kernels: one token in each of B rows, or T tokens in tiles of sequences."""
 
     keys: torch.Tensor  # [layers, KV, blocks, 16, D], or of one layer
     values: torch.Tensor
@@ -138,15 +137,15 @@ class DeviceBatch:
     flow: Flow | None = None
 
     def layer(self, number: int) -> DeviceBatch:
-        """The same for one layer, so that what is compiled for a layer serves all."""
+        """The batch for one layer, so that one compiled layer serves all layers."""
         return replace(self, keys=self.keys[number], values=self.values[number])
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
-        """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; remembers key and value."""
+        """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; stores key and value in the cache."""
         where = self.layer(module.layer_idx) if self.keys.dim() == 5 else self
-        from whet.rollout.native.kernels import decode_attention, tile_attention
+        from whet.kernels.paged_attention_triton import decode_attention, tile_attention
 
         run = tile_attention if self.in_tiles else decode_attention
         kept = (where.keys, where.values, where.tables, where.slots, where.places)
@@ -154,10 +153,10 @@ class DeviceBatch:
 
 
 class Graphs:
-    """CUDA graphs by kind of step, such as its batch size, which share their memory: a result holds until the next run.
+    """CUDA graphs by kind of step, such as its batch size, which share memory: a result is valid until the next run.
 
-    A graph reads and writes the addresses that it was recorded with. Whoever moves weights, cache or columns calls
-    `forget`."""
+    A graph reads and writes the addresses that it was recorded with. A caller that moves weights, cache or columns must
+    call `forget`."""
 
     def __init__(self, device: torch.device) -> None:
         self._records = device.type == "cuda"
@@ -165,7 +164,7 @@ class Graphs:
         self._pool: object = None
 
     def run(self, kind: Hashable, step: Callable[[], T]) -> T:
-        """Runs `step`, or replays what it did when it was recorded as this kind."""
+        """Runs `step`, or replays its record of this kind."""
         if not self._records:
             return step()
         if kind not in self._graphs:
@@ -192,8 +191,8 @@ class Graphs:
 
 
 class DeviceColumns:
-    """Columns that stay where they are on an accelerator, so that a recorded step can be replayed. The host sends the
-    numbers of a step in one copy, and reads tokens and log-probs in one copy a step late."""
+    """Columns at fixed addresses of an accelerator, so that a recorded step can be replayed. The host sends the numbers
+    of a step in one copy, and reads tokens and log-probs in one copy, one step late."""
 
     late = 1
 
@@ -208,7 +207,8 @@ class DeviceColumns:
         self._addresses: tuple[int, ...] = ()
 
     def at(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Tells where weights and cache lie: a recorded step keeps the addresses, and is recorded again for others."""
+        """Drops recorded steps if the addresses of weights and cache have changed, as a recorded step keeps
+        addresses."""
         addresses = tuple(each.data_ptr() for each in tensors) if has_kernels(self.device) else ()
         if addresses != self._addresses:
             self.graphs.forget()
@@ -289,22 +289,22 @@ class DeviceColumns:
         return self._coming(results)
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor, results: torch.Tensor) -> None:
-        """Draws by the kernel."""
-        from whet.rollout.native.kernels import pick
+        """Draws tokens by the kernel."""
+        from whet.kernels.sampling_triton import pick
 
         pick(logits, self._sampling, slots, counts, self.newest, results)
         self._fix(logits, slots, results)
 
     def _fix(self, logits: torch.Tensor, slots: torch.Tensor, results: torch.Tensor) -> None:
-        """Computes log-probs as the trainer does."""
+        """Computes log-probs with the trainer's kernels."""
         if self.fixed:
-            from whet.models.head_kernels import statistics
+            from whet.kernels.log_probs_triton import statistics
 
             found = statistics(logits, results[0], 1.0, 0.0, self._sampling.temperature[slots])
             results[1] = found[0].view(torch.int32)
 
     def _coming(self, results: torch.Tensor) -> SampledTokens:
-        """Sends tokens and the bits of log-probs to the host."""
+        """Starts the copy of tokens and log-probs to the host."""
         here = results.to(HOST, non_blocking=True, copy=True)
         ready = torch.Event(self.device) if self.device != HOST else None
         if ready is not None:
@@ -313,18 +313,18 @@ class DeviceColumns:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """True where Triton compiles for the device; says once where it does not."""
+    """True if Triton compiles for the device; logs once if it does not."""
     return runs_triton(device, "decoding uses torch's attention, which is several times slower")
 
 
 def batch_size(rows: int) -> int:
-    """Rows of the smallest batch for which a step is recorded that holds so many."""
+    """The number of rows of the smallest recorded batch with room for `rows`."""
     step = FINE_STEP if rows <= FINE_ROWS else COARSE_STEP
     return -(-max(rows, 1) // step) * step
 
 
 def rectangular(blocks: Sequence[Sequence[int]]) -> torch.Tensor:
-    """[n, W] int32: the blocks of each row, zeros behind them."""
+    """[n, W] int32: the blocks of each row, followed by zeros."""
     width = max(map(len, blocks))
     return torch.tensor([[*each, *[0] * (width - len(each))] for each in blocks], dtype=torch.int32)
 
@@ -340,8 +340,8 @@ def padded(
     context: int | None = None,
     flow: Flow | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, PagedBatch]:
-    """Inputs of the engine's forward pass, padded to one of few sizes: an eighth more rows at the most, of many. The
-    last three arguments are those of `PagedBatch`."""
+    """Inputs of the engine's forward pass, padded to one of few sizes: with many rows, at most an eighth more. The last
+    three arguments belong to `PagedBatch`."""
     least = MIN_ROWS if cache.states is None else GATED_ROWS
     step = max(least, 1 << max(0, (len(ids) - 1).bit_length() - 3))
     extra = -len(ids) % step

@@ -19,15 +19,17 @@ from transformers import PreTrainedModel
 from whet.config.schema import KV_CACHE_BYTES
 from whet.devices import HOST, memory, moved
 from whet.errors import EngineError
+from whet.kernels.compiled_layers import compile_layers
+from whet.kernels.log_probs import LogitForm
+from whet.kernels.paged_attention import BLOCK_SIZE
+from whet.kernels.tiles import tile_tokens, tiles_of
 from whet.models.attention import NAME, PagedContext
+from whet.models.batch_invariant import fix_tiles
 from whet.models.caches import key_value_heads, sequence_bytes, token_bytes
-from whet.models.compiled_layers import compile_layers
 from whet.models.encoders.base import Encoders
 from whet.models.encoders.load import encoders_of
 from whet.models.experts import expert_modules
-from whet.models.fixed import fix_tiles
-from whet.models.log_probs import LogitForm
-from whet.models.packing import tile_tokens, tiles_of
+from whet.models.load import layers
 from whet.models.routing import as_bytes, recording
 from whet.options import Count
 from whet.registry import register_rollout
@@ -45,12 +47,11 @@ from whet.rollout.native.columns import (
     padded,
     rectangular,
 )
-from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.native.running import RunningSlots
 from whet.rollout.native.scheduler import PREFILL_TOKENS, ScheduledRequest, Scheduler, Stretch, by_tokens
 from whet.rollout.native.states import End, PrefillFlow, held
-from whet.rollout.planned import CacheRoom, Decoding, RolloutBytes
 from whet.rollout.protocol import Request
+from whet.rollout.requirements import CacheRoom, Decoding, RolloutBytes
 from whet.types import Media
 
 LOGIT_BYTES = 24  # of a logit while tokens are chosen: itself, in float32, its probability and sums
@@ -62,14 +63,14 @@ SHARE = 16  # it has room for so many times fewer stretches
 class NativeEngine(InProcessEngine[ScheduledRequest]):
     """Continuous batching over a block KV cache, with the model's own modules and whet's attention.
 
-    kv_cache_bytes: memory for keys and values; auto: on an accelerator what the rest of the run leaves, else 1 GiB.
+    kv_cache_bytes: memory for keys and values; auto: on an accelerator the memory left by the run, else 1 GiB.
     compile: compiles the decode step: slower to start, faster to run. Unset: on an accelerator.
-    on_new_weights: running requests go on when weights change, and compute their keys and values again (recompute), or
-        keep those of the old weights (keep).
-    routed_experts: tells the experts that computed each token of a mixture, which compute it in the trainer too; on a
+    on_new_weights: running requests continue when weights change; they recompute their keys and values (recompute), or
+        keep the old ones (keep).
+    routed_experts: reports the experts that computed each token of a mixture, so that the trainer uses them too; on a
         CPU.
-    batch_invariant: computes with kernels whose tiles have one shape, as the trainer then does too: a request has the
-        same numbers alone and among others, and its log-probs are the trainer's. On an accelerator, in bfloat16.
+    batch_invariant: uses kernels with tiles of one shape, in the trainer too: a request has the same numbers alone and
+        among others, and its log-probs equal the trainer's. On an accelerator, in bfloat16.
     weight_delta: weights from processes of the actor come as the elements that changed since the last version, exactly;
         each end keeps a copy of the weights in the host's memory for it.
     """
@@ -109,7 +110,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
 
     @classmethod
     def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
-        """The whole cache, of which blocks are written to as completions grow; prompts are shared."""
+        """The whole cache; its blocks fill as completions grow, and prompts share blocks."""
         rows, n, lengths = decoding.rows, decoding.n, decoding.lengths
         per_block, prompts = decoding.token_bytes * BLOCK_SIZE, lengths.spread(-(-rows // n))
         given, blocks = options["kv_cache_bytes"], 0
@@ -124,11 +125,11 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
 
     @property
     def cache_bytes(self) -> int:
-        """Memory held for keys and values, and for states."""
+        """The bytes of keys, values and states in memory."""
         return 0 if self._cache is None else self._cache.nbytes
 
     def sleep(self) -> None:
-        """Frees the cache of keys and values, and the device of an own module."""
+        """Frees the cache of keys and values, and moves the engine's own module off the device."""
         super().sleep()
         if self._cache is not None:
             self._cache.free()
@@ -150,7 +151,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         if self.fixed:
             fix_tiles(module, module.device, self.dtype)
         elif is_stepwise(module.device) and self.compile_decode is not False:
-            compile_layers(module)
+            compile_layers(layers(module))
         elif self.compile_decode:
             self._compiled = torch.compile(self._forward)
         self._columns, self._prompts, self._cache = HostColumns(), None, None
@@ -161,7 +162,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         return self._scheduler.add(request)
 
     def _step(self, module: PreTrainedModel) -> list[Done[ScheduledRequest]]:
-        """Prefills what is admitted, or decodes one token of every running request; then takes out what is done."""
+        """Prefills admitted requests, or decodes one token of every running request; then removes finished ones."""
         scheduler = self._scheduler
         assert scheduler is not None
         scheduler.cache, scheduler.prefixes = self._require_cache()
@@ -187,7 +188,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         return done
 
     def _columns_on(self, module: PreTrainedModel) -> Columns:
-        """The columns of slots, on the device of the module, for addresses as they are now."""
+        """The columns of slots, on the module's device, for the current addresses."""
         return self._device_columns(module) if is_stepwise(module.device) else HostColumns()
 
     def _device_columns(self, module: PreTrainedModel) -> Columns:
@@ -201,7 +202,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         return self._columns
 
     def _finish(self, running: RunningSlots) -> None:
-        """Takes the requests that are known to be done from the scheduler."""
+        """Removes finished requests from the scheduler."""
         assert self._scheduler is not None
         for each in running.finish():
             live = each[0]
@@ -243,7 +244,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
             self._columns_on(self.policy.require())
 
     def _prefill(self, scheduler: Scheduler, admitted: Sequence[ScheduledRequest], running: RunningSlots) -> None:
-        """Computes new prompts and the tokens of requests that go on; samples the first token of the others."""
+        """Computes new prompts and the tokens of resumed requests; samples the first token of new ones."""
         prompts = [prompt for prompt in dict.fromkeys(each.prompt for each in admitted) if prompt.uncomputed]
         after = self._compute([Stretch(each.uncomputed, each.num_computed, each.blocks, each) for each in prompts])
         for prompt, (logits, end) in zip(prompts, after, strict=True):
@@ -309,14 +310,14 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
 
     @classmethod
     def check_media(cls, encoders: Encoders | None, media: Sequence[Media], whose: str) -> None:
-        """Raises: EngineError for media that attend in both directions, whose caches are causal here."""
+        """Raises: EngineError for media that attend in both directions, which this causal cache cannot store."""
         if encoders is not None and encoders.both_ways:
             found = f"has {media[0].kind}s, whose tokens attend in both directions in {encoders.config.model_type}"
             change = "set rollout.engine.name=hf, or train on text alone"
             raise EngineError(whose, found, "a model whose media attend to what is before them", change)
 
     def _seen(self, stretches: Sequence[Stretch]) -> Mapping[str, Any]:
-        """Arguments of the model's forward for the media of stretches, each encoded once for a version of the tower."""
+        """Arguments of the model's forward for the media of stretches, each encoded once a version of the tower."""
         parts = [each for stretch in stretches if stretch.prompt.request.media for each in stretch.media]
         return self._encoded(parts) if parts else {}
 
@@ -338,7 +339,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         keep: torch.Tensor | None,
         seen: Mapping[str, Any],
     ) -> torch.Tensor:
-        """Logits after each token, or after those in `keep`: [T] -> [T, V]; rotary positions [T] or [3, T]."""
+        """Logits after each token, or after the tokens `keep`: [T] -> [T, V]; rotary positions [T] or [3, T]."""
         module = self.policy.require()
         # [1, T], or [3, 1, T]
         places = rotary[..., None, :]
@@ -353,7 +354,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         return self._form(module.get_output_embeddings()(hidden if keep is None else hidden[keep]))
 
     def _budget(self, module: PreTrainedModel) -> int:
-        """Bytes of the cache that is made now."""
+        """Bytes of the cache to allocate now."""
         if self.kv_cache_bytes != "auto":
             return self.kv_cache_bytes
         use = memory(module.device)
@@ -377,12 +378,12 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
 
 
 def is_stepwise(device: torch.device) -> bool:
-    """True where steps are sent to the device and read later, and the cache is laid out for its kernels."""
+    """True if steps run asynchronously on the device, with the cache laid out for its kernels."""
     return device != HOST
 
 
 class Prefill:
-    """Computes batches of stretches from columns that stay where they are; `graphs` hold the decode steps too."""
+    """Computes batches of stretches from columns at fixed addresses; `graphs` also holds the decode steps."""
 
     def __init__(self, columns: DeviceColumns, tile: int) -> None:
         self.graphs, self.device, self.tile = columns.graphs, columns.device, tile
@@ -396,7 +397,7 @@ class Prefill:
         return cls(columns, tile) if has_kernels(columns.device) else None
 
     def _parts(self, size: int) -> list[int]:
-        """Numbers of a batch of a size: ids, positions, slots, last tokens, and the most tiles that it may have."""
+        """The sizes of a batch's parts: ids, positions, slots, last tokens, and the largest number of tiles."""
         return [size, size, size, size // SHARE, 4 * (-(-size // self.tile) + size // SHARE)]
 
     def logits(
@@ -435,7 +436,7 @@ class Prefill:
 
 
 def in_parts(stretches: Sequence[Stretch]) -> Iterator[list[Stretch]]:
-    """Batches of stretches that a size has room for, of which longer ones are cut."""
+    """Batches of stretches that fit one size; longer stretches are cut."""
     step = scheduler.PREFILL_TOKENS
     parts = [
         Stretch(ids[at : at + step], each.start + at, each.blocks, each.prompt, at + step >= len(ids))

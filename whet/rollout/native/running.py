@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests being decoded, in fixed slots: rows enter and leave by the number of their slot, and nothing moves."""
+"""The requests being decoded, in fixed slots: rows enter and leave by slot number, without moving."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import torch
 import torch.nn.functional as F
 
 from whet.devices import HOST
+from whet.kernels.paged_attention import BLOCK_SIZE
+from whet.kernels.sampling import SamplingState, is_stop, likeliest
 from whet.rollout.in_process import Done
 from whet.rollout.native.cache import BlockCache
 from whet.rollout.native.columns import Columns, Forward, Rows, SampledTokens
-from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.native.scheduler import ScheduledRequest
 from whet.rollout.protocol import Likeliest
-from whet.rollout.sampling import SamplingState, StopStrings, is_stop, likeliest
+from whet.rollout.stop_strings import StopStrings
 from whet.types import FinishReason
 
 Routing = Callable[[], list[bytes]]  # experts of each row of the last pass
 
 
 class SampledStep(NamedTuple):
-    """Tokens sampled for n rows, which may still be on their way from the device."""
+    """Tokens sampled for n rows, which may still be on the device."""
 
     slots: torch.Tensor  # [n]
     guests: torch.Tensor  # [n] numbers of the requests that had the slots
@@ -35,8 +36,8 @@ class SampledStep(NamedTuple):
 
 
 class RunningSlots:
-    """Slots of running requests. What depends on a token is decided when the token has come from the device, at the
-    latest after the next step: of a response that ended in between, the token after its end is dropped."""
+    """Slots of running requests. Decisions that depend on a token are made when it arrives from the device, at the
+    latest after the next step: a token sampled after a response's end is dropped."""
 
     def __init__(self, vocab_size: int, columns: Columns, max_rows: int, expected: Sequence[ScheduledRequest]) -> None:
         self._vocab_size, self._max_rows, self.columns = vocab_size, max_rows, columns
@@ -59,7 +60,7 @@ class RunningSlots:
         return len(self.order)
 
     def add(self, live: Sequence[ScheduledRequest], stops: Sequence[StopStrings | None]) -> torch.Tensor:
-        """Gives each request a slot; a new one gets its first token from `begin`.  Returns the slots."""
+        """Gives each request a slot; `begin` supplies a new one's first token.  Returns the slots."""
         self._make_room(live)
         chosen = [self._free_slots.pop() for _ in live]
         for slot, each, strings in zip(chosen, live, stops, strict=True):
@@ -83,7 +84,7 @@ class RunningSlots:
 
     @property
     def _late(self) -> int:
-        """Steps that may be on their way when the next begins; none where constraints read all tokens so far."""
+        """The number of steps that may be in flight when the next begins; 0 if constraints read all tokens so far."""
         return 0 if self.sampling.constraints is not None else self.columns.late
 
     def decode(self, forward: Forward, cache: BlockCache, routing: Routing | None = None) -> None:
@@ -114,11 +115,11 @@ class RunningSlots:
             self.order = self.order if bool(has_room.all()) else self.order[has_room]
 
     def without_room(self) -> list[ScheduledRequest]:
-        """The requests whose next token begins a block."""
+        """The requests whose next token needs a new block."""
         return [self.live[slot] for slot in self.order[self.positions[self.order] % BLOCK_SIZE == 0].tolist()]
 
     def extend(self, blocks: Mapping[ScheduledRequest, int]) -> None:
-        """Enters one block more for some of the requests without room."""
+        """Adds one block to some of the requests without room."""
         if not blocks:
             return
         slots = [slot for slot in self.order.tolist() if self.live[slot] in blocks]
@@ -133,7 +134,7 @@ class RunningSlots:
             self._read(slot, live)
 
     def read_newest(self, live: Sequence[ScheduledRequest]) -> None:
-        """Copies the tokens and log-probs that came since the last call into those of these requests that run."""
+        """Copies the tokens and log-probs that arrived since the last call into the running ones of these requests."""
         chosen, coming = set(live), self._counts_coming()
         for slot, each in self.live.items():
             if each in chosen:
@@ -142,20 +143,19 @@ class RunningSlots:
                 each.log_probs += self.out_log_probs[slot, new].tolist()
 
     def remove(self, live: Sequence[ScheduledRequest]) -> None:
-        """Takes requests out; their tokens were read."""
+        """Removes requests whose tokens have been read."""
         gone = set(live)
         self._done = [each for each in self._done if each[0] not in gone]
         self._free([slot for slot, each in self.live.items() if each in gone])
 
     def finish(self) -> list[Done[ScheduledRequest]]:
-        """Takes out the requests that are known to be done, with all their tokens; waits for the last step only where
-        none can follow it."""
+        """Removes finished requests, with all their tokens; waits for the last step only if no step can follow it."""
         self._settle(self._late if len(self.order) else 0)
         done, self._done = self._done, []
         return done
 
     def _settle(self, late: int) -> None:
-        """Enters the tokens of all steps but the `late` newest, and takes out the requests that they end."""
+        """Enters the tokens of all steps except the `late` newest, and removes the requests that they end."""
         while len(self._coming) > late:
             step = self._coming.popleft()
             tokens, log_probs = step.sampled.here()
@@ -197,7 +197,7 @@ class RunningSlots:
     def _found_stops(
         self, slots: torch.Tensor, stopped: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor
     ) -> dict[int, str]:
-        """The stop string that the newest token of a row completes, by row; a stop token comes before one."""
+        """The stop string that each row's newest token completes, by row; stop tokens take precedence."""
         found: dict[int, str] = {}
         each = zip(*(column.tolist() for column in (slots, stopped, tokens, counts)), strict=True)
         for row, (slot, ended, token, count) in enumerate(each):
@@ -214,7 +214,7 @@ class RunningSlots:
         live.log_probs = self.out_log_probs[slot, :count].tolist()
 
     def _counts_coming(self) -> dict[int, int]:
-        """Tokens by slot that were sampled and have not come."""
+        """The number of tokens by slot that are sampled but still in flight."""
         found: dict[int, int] = {}
         for step in self._coming:
             for slot, is_same in zip(
@@ -234,14 +234,14 @@ class RunningSlots:
             self.order = self.order[~torch.isin(self.order, gone)]
 
     def _read_sampling(self) -> None:
-        """The parameters of all slots again; a free one has anybody's."""
+        """Reads the parameters of all slots again; free slots copy any request's."""
         anybody = next(iter(self.live.values()))
         requests = [self.live.get(slot, anybody).request for slot in range(len(self.counts))]
         here = SamplingState.of(requests, self._vocab_size, HOST)
         self._stop_ids, self._limits, self.sampling = here.stop_ids, here.limits, self.columns.moved(here)
 
     def _make_room(self, live: Sequence[ScheduledRequest]) -> None:
-        """Enlarges slots and outputs where more or longer requests came than were expected."""
+        """Enlarges slots and outputs if more or longer requests came than expected."""
         have = len(self.counts)
         rows = min(self._max_rows, 2 * (len(self.live) + len(live))) - have
         if len(live) > len(self._free_slots):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduling of requests: admission in order, one prefill for equal prompts, blocks as responses grow.
 
-No room is reserved for the longest response. Where blocks run out the newest requests give theirs up, keep their
-tokens, and are computed again (as vLLM's recompute preemption): first in, first out, so that the oldest always goes on.
-"""
+No room is reserved for the longest response. If blocks run out, the newest requests give up their blocks, keep their
+tokens, and are computed again (like vLLM's recompute preemption): first in, first out, so that the oldest always
+continues."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import torch
 
 from whet.errors import EngineError
+from whet.kernels.paged_attention import BLOCK_SIZE
 from whet.models.positions import next_position, patches, rotary_positions
 from whet.rollout.in_process import LiveRequest
 from whet.rollout.native.cache import BlockCache, Prefixes, blocks_for
-from whet.rollout.native.paged_attention import BLOCK_SIZE
 from whet.rollout.native.states import End
 from whet.rollout.protocol import Identity, Request
 from whet.types import Media
@@ -32,9 +32,9 @@ PREFILL_TOKENS = 4096  # of prompts that are computed together
 
 @dataclass(eq=False)
 class SharedPrompt:
-    """A prompt, its requests, and, while it is computed, its blocks and the logits after it.
+    """A prompt with its requests and, while it is cached, its blocks and the logits after it.
 
-    It owns its blocks until its last request is done, or until they are needed while none of its requests runs."""
+    It owns its blocks until its last request is done, or until others need them while none of its requests runs."""
 
     request: Request  # any of them
     waiting: deque[ScheduledRequest] = field(default_factory=deque)  # have not started
@@ -57,18 +57,18 @@ class SharedPrompt:
 
     @property
     def full_blocks(self) -> list[int]:
-        """The shared blocks."""
+        """The full blocks, which its requests share."""
         return self.blocks[: self.num_full]
 
     @property
     def partial_block(self) -> list[int]:
-        """The last, partly filled block, while there are requests to start from it."""
+        """The last, partly filled block, while requests can still start from it."""
         return self.blocks[self.num_full :]
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Tokens to be computed that lie one after the other in one sequence."""
+    """Consecutive tokens of one sequence to be computed."""
 
     token_ids: Sequence[int]
     start: int  # where the first one stands
@@ -79,7 +79,7 @@ class Stretch:
 
     @property
     def rotary(self) -> torch.Tensor:
-        """[3, n] the positions of its tokens."""
+        """The positions of its tokens, [3, n]."""
         end, known = self.start + len(self.token_ids), self.prompt.rotary
         places = torch.arange(self.start, end).expand(3, -1)
         if known is None:
@@ -89,7 +89,7 @@ class Stretch:
 
     @property
     def media(self) -> Iterator[tuple[Media, slice]]:
-        """The media whose patches are among its tokens, with those of them that are."""
+        """Yields the media with patches among its tokens, and the range of these patches."""
         end, media = self.start + len(self.token_ids), self.prompt.request.media
         for each, places in zip(media, patches(self.prompt.token_ids, media), strict=True):
             first, last = bisect_left(places, self.start), bisect_left(places, end)
@@ -99,7 +99,7 @@ class Stretch:
 
 @dataclass(eq=False, kw_only=True)
 class ScheduledRequest(LiveRequest):
-    """An unfinished request with the blocks that it owns, in order."""
+    """An unfinished request with its blocks, in order."""
 
     prompt: SharedPrompt
     most_blocks: int  # of its prompt and its longest response
@@ -107,12 +107,12 @@ class ScheduledRequest(LiveRequest):
 
     @property
     def cached_ids(self) -> tuple[int, ...]:
-        """The tokens whose keys and values it needs before it goes on: all but the last, which is fed next."""
+        """The tokens whose keys and values it needs before it continues: all but the last, which is fed next."""
         return (*self.prompt.token_ids, *self.tokens[:-1])
 
 
 class Scheduler:
-    """Hands out requests in order as rows and blocks allow, and takes blocks back where they are short."""
+    """Admits requests in order as rows and blocks allow, and takes blocks back when they run out."""
 
     def __init__(self, cache: BlockCache, prefixes: Prefixes, max_batch_size: int) -> None:
         self.cache, self.prefixes, self.max_batch_size = cache, prefixes, max_batch_size
@@ -123,8 +123,8 @@ class Scheduler:
         self._unstarted: deque[SharedPrompt] = deque()
 
     def add(self, request: Request) -> ScheduledRequest:
-        """Puts a request at the end of the queue, beside those of an equal prompt.  Raises: EngineError for one that
-        the cache cannot hold."""
+        """Puts a request at the end of the queue, together with requests of an equal prompt.  Raises: EngineError for a
+        request that the cache cannot hold."""
         most_blocks = blocks_for(len(request.prompt_ids) + request.params.max_new_tokens)
         if most_blocks + 1 > self.cache.num_blocks:
             found = f"may need {len(request.prompt_ids) + request.params.max_new_tokens} tokens"
@@ -143,7 +143,7 @@ class Scheduler:
         return live
 
     def admit(self) -> list[ScheduledRequest]:
-        """Starts requests, and lets others go on, those first.  Returns them."""
+        """Admits requests: first preempted ones, then new ones.  Returns them."""
         admitted: list[ScheduledRequest] = []
         headroom = sum(min(HEADROOM_BLOCKS, each.most_blocks - len(each.blocks)) for each in self.running.values())
         while len(self.running) < self.max_batch_size and (self._begun or self._unstarted):
@@ -182,7 +182,7 @@ class Scheduler:
         return admitted
 
     def grow(self, wanting: Iterable[ScheduledRequest]) -> tuple[dict[ScheduledRequest, int], list[ScheduledRequest]]:
-        """Gives each of these running requests a block more, or takes all its blocks and puts it into the queue.
+        """Gives each of these running requests one more block, or takes all its blocks and puts it back into the queue.
         Returns the new blocks, and the requests that were preempted."""
         growing, blocks, preempted = set(wanting), dict[ScheduledRequest, int](), list[ScheduledRequest]()
         for live in [each for each in self.running.values() if each in growing]:  # the oldest first
@@ -197,8 +197,8 @@ class Scheduler:
         return {live: block for live, block in blocks.items() if live not in preempted}, preempted
 
     def remove(self, live: ScheduledRequest, *, keeps_cache: bool = False) -> None:
-        """Takes back everything that an unfinished request owns, running or not. With `keeps_cache` the blocks of one
-        that runs, and whose tokens were read, stay for requests that continue it."""
+        """Takes back all blocks of an unfinished request, running or not. With `keeps_cache` the blocks of a running
+        request whose tokens have been read stay for requests that continue it."""
         uid, prompt = live.request.uid, live.prompt
         if self.running.pop(uid, None) is not None:
             prompt.running -= 1
@@ -217,14 +217,14 @@ class Scheduler:
                 del self._newest[prompt.identity]
 
     def forget(self) -> None:
-        """Frees all blocks and puts running requests back into the queue: everything is computed again."""
+        """Frees all blocks and puts running requests back into the queue, to be computed again."""
         while self.running:
             self._preempt().preemptions -= 1  # not for lack of memory
         for prompt in self._prompts:
             self._release(prompt)
 
     def copy_partial_blocks(self, started: Sequence[ScheduledRequest]) -> None:
-        """After the prefill: gives each new request its own copy of its prompt's last, partly filled block."""
+        """Gives each new request its own copy of its prompt's last, partly filled block, after the prefill."""
         sources = [block for each in started for block in each.prompt.partial_block]
         targets = [each.blocks[each.prompt.num_full] for each in started if each.prompt.partial_block]
         self.cache.copy(sources, targets)
@@ -234,7 +234,7 @@ class Scheduler:
                 prompt.blocks, prompt.logits = prompt.full_blocks, None
 
     def _prompt_for(self, request: Request) -> SharedPrompt:
-        """The prompt of a waiting request that is equal, or a new one; a request with tokens shares any equal one."""
+        """The prompt of an equal waiting request, or a new one; a request with tokens shares any equal prompt."""
         prompt = self._newest.get(request.identity)
         if prompt is None or not (prompt.waiting or request.sampled_ids):
             prompt = self._newest[request.identity] = SharedPrompt(request)
@@ -242,7 +242,7 @@ class Scheduler:
         return prompt
 
     def _leave_queue(self, live: ScheduledRequest) -> None:
-        """Takes a request that has not started from the queue."""
+        """Removes a request that has not started from the queue."""
         live.prompt.waiting.remove(live)
         if not live.prompt.waiting:
             self._unstarted.remove(live.prompt)
@@ -258,7 +258,7 @@ class Scheduler:
         return live
 
     def _free_idle_prompts(self, count: int, but: SharedPrompt | None = None) -> bool:
-        """Takes blocks from prompts without a running request until `count` are free.  Returns whether they are."""
+        """Takes blocks from prompts without a running request until `count` are free.  Returns True on success."""
         for prompt in self._prompts:
             if self.cache.num_free >= count:
                 break
@@ -272,7 +272,7 @@ class Scheduler:
 
 
 def by_tokens(stretches: Sequence[Stretch], most: float = math.inf) -> Iterator[list[Stretch]]:
-    """Stretches in batches of at most PREFILL_TOKENS tokens, or one, and of at most `most` of them."""
+    """Batches of stretches with at most PREFILL_TOKENS tokens, or a single one, and at most `most` stretches."""
     batch, tokens = list[Stretch](), 0
     for stretch in stretches:
         tokens += len(stretch.token_ids)

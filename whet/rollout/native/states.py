@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of layers with linear attention: of each running request in the place of its slot, and of a prompt until its
-requests have begun.
+"""States of layers with linear attention: a running request's at its slot, a prompt's until its requests have started.
 
-A prompt is computed by chunks, each one alone on a CPU, and what was sampled is computed step by step, also where a
-request goes on: its numbers depend on nothing else, and are those that it had when it was sampled."""
+A prompt is computed by chunks, on a CPU each one alone. Sampled tokens are computed step by step, also when a request
+resumes: so their numbers are the same as at sampling."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from whet.devices import HOST, moved
+from whet.kernels.delta_rule import Rule, back, delta_rule, in_grid, weighted, with_zero
 from whet.models.caches import State, layer_caches
-from whet.models.linear_attention import Rule, back, delta_rule, in_grid, weighted, with_zero
 
 End = dict[
     int, tuple[torch.Tensor, torch.Tensor]
@@ -26,7 +25,7 @@ End = dict[
 
 
 def held(slots: int) -> int:
-    """The number of sequences whose states are held for `slots` of them: one more, for padding."""
+    """The number of sequences with states for `slots` slots: one more, for padding."""
     return slots + 1
 
 
@@ -43,17 +42,17 @@ class States:
 
     @classmethod
     def of(cls, config: Any, slots: int, dtype: torch.dtype, device: torch.device) -> States | None:
-        """Makes them for a model with this text config; None where no layer has one."""
+        """Makes the states for a model with this text config; None if no layer has one."""
         kinds = {layer: each for layer, each in enumerate(layer_caches(config)) if isinstance(each, State)}
         return cls(kinds, slots, dtype, device) if kinds else None
 
     @property
     def nbytes(self) -> int:
-        """Memory that they take."""
+        """The bytes that the states take."""
         return sum(each.nbytes for each in [*self.windows.values(), *self.matrices.values()])
 
     def enter(self, slots: torch.Tensor, ends: Sequence[End]) -> None:
-        """Puts the states after sequences in the places of requests that begin or go on."""
+        """Copies the states at the ends of sequences to the slots of starting or resuming requests."""
         for layer in self.windows if ends else ():
             there = moved(slots, self.windows[layer].device)
             for number, kept in enumerate((self.windows[layer], self.matrices[layer])):
@@ -62,25 +61,25 @@ class States:
 
 @dataclass(frozen=True)
 class DecodeFlow:
-    """The flow of one token of each of T sequences, whose states are in these slots."""
+    """The flow of one token in each of T sequences, whose states are in these slots."""
 
     states: States
     slots: torch.Tensor  # [T]
 
     @classmethod
     def of(cls, states: States, rows: torch.Tensor) -> DecodeFlow:
-        """rows [T]: slots, -1 on padding."""
+        """The flow for rows [T]: slots, -1 on padding."""
         return cls(states, torch.where(rows < 0, states.spare, rows).long())
 
     def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Reads and moves the windows.   [T, C] -> [T, C]"""
+        """Reads and shifts the windows.   [T, C] -> [T, C]"""
         kept = self.states.windows[layer]
         window, new = kept.index_select(0, self.slots), x[..., None]
         kept.index_copy_(0, self.slots, torch.cat([window[..., 1:], new.to(kept.dtype)], -1))
         return weighted([x, *window.unbind(-1)[::-1]], weight)
 
     def scan(self, layer: int, rule: Rule, steps: Rule, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Makes a step with the matrices.   [T, ...] -> [T, VH, V]"""
+        """Takes a step with the matrices.   [T, ...] -> [T, VH, V]"""
         kept = self.states.matrices[layer]
         out, end = delta_rule(steps, tuple(each[:, None] for each in inputs), kept.index_select(0, self.slots))
         kept.index_copy_(0, self.slots, end)
@@ -89,7 +88,7 @@ class DecodeFlow:
 
 @dataclass(frozen=True)
 class PrefillFlow:
-    """Stretches of several tokens, one after the other, of sequences that begin, or go on after the given ends."""
+    """Stretches of several tokens, one after the other, of sequences that start, or continue after the given ends."""
 
     lengths: Sequence[int]
     starts: Sequence[End | None]
@@ -100,7 +99,8 @@ class PrefillFlow:
         self.ends.extend({} for _ in self.lengths)
 
     def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Finds inputs by the chain of tokens before, and the last windows.   [T, C] -> [T, C]"""
+        """Finds the inputs of each token's convolution by following predecessors, and the last windows.   [T, C] -> [T,
+        C]"""
         none, most = x.new_zeros(x.shape[1], weight.shape[1] - 1), weight.shape[1] - 1
         past = [(none if start is None else start[layer][0].to(x.dtype)).T for start in self.starts]
         firsts = self._firsts
@@ -132,7 +132,7 @@ class PrefillFlow:
         return lengths.cumsum(0) - lengths
 
     def _grids(self, size: int) -> Iterator[tuple[torch.Tensor, list[int]]]:
-        """Tokens [n, w] that are computed together, `size` as padding, and the numbers of their stretches."""
+        """Yields tokens [n, w] that are computed together, `size` as padding, and the numbers of their stretches."""
         begin, go_on = ([n for n, each in enumerate(self.starts) if (each is None) == new] for new in (True, False))
         for numbers in [*([each] for each in begin), go_on] if self.device == HOST else [begin, go_on]:
             if numbers:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[3] / "rollout"))
 sys.path.append(str(Path(__file__).parents[4] / "whet" / "plugins" / "inference" / "servers" / "inside"))
 from fake_http import TOKEN_SECONDS, JsonHandler, serve
-from whet_parts import weights_in
+from whet_weight_parts import weights_in
 
 UPDATES = ("/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update")
 QUICK, SLOW, REFUSED, ENDS = range(3, 7)
@@ -44,7 +44,7 @@ class Handler(JsonHandler):
             self.answer({"internal_states": [{"whet_sent": State.sent}]})
 
     def post(self, body: Any) -> None:
-        """Requests, and what changes the server."""
+        """Handles requests, and calls that change the server."""
         if self.path == "/generate":
             self.generate(body)
             return

@@ -44,7 +44,7 @@ def test_as_every_server(engine: SGLangEngine, model: PreTrainedModel, check: se
 
 @pytest.mark.parametrize("params", SAMPLING, ids=str)
 def test_log_probs_and_tokens(engine: SGLangEngine, model: PreTrainedModel, params: dict[str, Any]) -> None:
-    """Log-probs are the model's own, and tokens those that `sample` and the native engine draw."""
+    """Log-probs are the model's own, and tokens the draws of `sample` and the native engine."""
     servers.reset(engine, model)
     suite.check_log_probs(engine, model, suite.requests(**params))
     suite.check_choices(engine, model, suite.requests(seed=1, **params))

@@ -241,7 +241,7 @@ def test_options_are_checked_before_anything_starts(start: Start) -> None:
 
 
 def test_sampling_is_checked_before_anything_starts(train_config: Callable[[dict[str, Any]], TrainConfig]) -> None:
-    """SGLang follows what vLLM does not."""
+    """SGLang supports parameters that vLLM lacks."""
     right = {"rollout.engine.name": "sglang", "rollout.stop": ["a"], "trainer.validation.temperature": 0.009}
     right |= {"rollout.presence_penalty": 0.5, "rollout.bad_words": ["no"], "rollout.allowed_token_ids": [3, 4]}
     with raises(DataError, found=0):

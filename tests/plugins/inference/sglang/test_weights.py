@@ -28,7 +28,8 @@ def checksums(server: ServerEngine) -> dict[str, str]:
 
 
 def differing(server: ServerEngine, folder: Path) -> list[str]:
-    """The names of weights that are not those which SGLang itself loads from a folder; then all weights are noise."""
+    """The names of weights that differ from the ones that SGLang itself loads from a folder; then all weights are
+    noise."""
     own = checksums(server)
     assert server.call("POST", "/update_weights_from_disk", {"model_path": str(folder)})["success"]
     theirs = checksums(server)

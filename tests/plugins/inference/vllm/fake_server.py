@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[3] / "rollout"))
 sys.path.append(str(Path(__file__).parents[4] / "whet" / "plugins" / "inference" / "servers" / "inside"))
 from fake_http import TOKEN_SECONDS, JsonHandler, serve
-from whet_parts import weights_in
+from whet_weight_parts import weights_in
 
 NONE = ("finish_reason", "stop_reason", "weight_versions")
 UPDATES = ("/start_weight_update", "/update_weights", "/finish_weight_update")
@@ -64,7 +64,7 @@ class Handler(JsonHandler):
             self.answer(State.calls)
 
     def post(self, body: Any) -> None:
-        """Requests, and what changes the server."""
+        """Handles requests, and calls that change the server."""
         State.calls.append(self.path)
         if self.path == "/inference/v1/generate":
             State.bodies.append(body)

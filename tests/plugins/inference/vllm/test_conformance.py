@@ -68,7 +68,8 @@ def test_rules_are_kept(engine: VLLMEngine) -> None:
 
 @pytest.mark.parametrize("length", [1, 3])
 def test_stop_strings(engine: VLLMEngine, model: PreTrainedModel, length: int) -> None:
-    """Of whole characters: where bytes are none, vLLM's text is behind that of all tokens."""
+    """Stop strings of whole characters: at bytes that are no characters, vLLM's text lags behind the text of all
+    tokens."""
     tokenizer = load_tokenizer(model.config._name_or_path)
     texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
     whole = tuple(token for token, text in enumerate(texts) if "\N{REPLACEMENT CHARACTER}" not in text)

@@ -39,14 +39,14 @@ from whet.config.schema import ModelConfig, TrainConfig
 from whet.errors import ConfigError, DataError, EngineError, LostReplicaError, WeightSyncError
 from whet.models.encoders.base import Encoders
 from whet.models.load import load_policy
-from whet.planning.memory import plan_memory
 from whet.plugins.inference.servers import engine as servers_engine
 from whet.plugins.inference.servers.environment import Interpreter, find_environment
 from whet.plugins.inference.servers.process import free_port
 from whet.plugins.inference.servers.weights import in_parts, weights_file
-from whet.plugins.inference.servers.words import end_of
+from whet.plugins.inference.servers.wire_protocol import end_of
 from whet.plugins.inference.vllm import engine as engine_module
 from whet.plugins.inference.vllm.engine import PACKAGE, VLLMEngine, versions_at
+from whet.plugins.planner.memory import plan_memory
 from whet.registry import ROLLOUT_ENGINES
 from whet.rollout.protocol import (
     Completion,
@@ -140,7 +140,7 @@ def test_images_are_refused_where_the_model_reads_text(start: Start) -> None:
 
 
 class Prepared:
-    """Counts preparations, and those at the same time; the first two wait for each other."""
+    """Counts preparations, and the ones that run at the same time; the first two wait for each other."""
 
     def __init__(self, vision: Encoders, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count: Counter[str] = Counter()
@@ -271,8 +271,8 @@ HANDLINGS = ("recompute", "keep", "wait", "abort")
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("handling", HANDLINGS)
 def test_what_running_requests_do_when_weights_change(start: Start, handling: str, streams: bool) -> None:
-    """All tokens come once, with the versions that sampled them, behind those of an earlier attempt; requests that wait
-    begin under the new weights."""
+    """All tokens come once, with the versions that sampled them, after the tokens of an earlier attempt; waiting
+    requests start with the new weights."""
     engine, tokens = start(batch=4, on_new_weights=handling), 100
     made = [request(fake.SLOW, tokens, str(uid), streams=streams, sampled_ids=(3, 4)) for uid in range(5)]
     for each in [*made, request(fake.QUICK, uid="waits")]:
@@ -473,7 +473,7 @@ def test_names_that_do_not_fit_into_the_file_write_over_no_weight() -> None:
 
 
 def test_weights_for_which_there_is_no_room(tmp_path: Path) -> None:
-    """The error names what to set, and a folder is limited too."""
+    """The error names the setting to change, and a folder is limited too."""
     script = (
         "import resource, sys, torch\n"
         "from whet.plugins.inference.servers.weights import weights_file\n"

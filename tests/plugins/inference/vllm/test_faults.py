@@ -28,7 +28,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_experts_are_updated(start: servers.Start, tmp_path: Path) -> None:
-    """A CPU's kernel wants experts packed; transformers keeps those of a layer together, vLLM loads them one by one."""
+    """A CPU's kernel needs packed experts; transformers keeps a layer's experts together, vLLM loads them one by
+    one."""
     model = servers.random_model(tmp_path, "qwen3_moe", num_layers=2)
     engine, draw = start(tmp_path / "sharp"), torch.Generator().manual_seed(0)
     for version in range(1, 4):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plain mode, against a server that answers as vLLM 0.26 does, and what it refuses."""
+"""The plain mode, against a server that answers like vLLM 0.26, and its refusals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PROTOCOL = "entrypoints/scale_out/token_in_token_out/protocol.py"
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A folder that looks like that of vLLM 0.26 as far as it is read."""
+    """A folder that looks like vLLM 0.26's, as far as it is read."""
     files = {
         "__init__.py": "raise AssertionError('imported')",
         "engine/arg_utils.py": "class EngineArgs:\n    max_model_len: int = 1\n",
@@ -328,7 +328,7 @@ def test_a_config_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A run says once what it does without; the pinned version with plain=true does too."""
+    """A run logs once the features that it lacks; the pinned version with plain=true does too."""
     found = [Interpreter("python", package, PACKAGE, "0.33.0")]
     monkeypatch.setattr(servers_engine, "find_environment", lambda *_: found[0])
     config = train_config({"rollout.engine.name": "vllm", "rollout.top_p": 0.9})

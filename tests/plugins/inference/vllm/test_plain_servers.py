@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM in plain mode, by what it promises: the version of `make vllm` without whet's additions, and another one that
+"""Promises of vLLM in plain mode: the version of `make vllm` without whet's additions, and another one that
 $WHET_VLLM_OTHER_PYTHON names. Without seeds, as on a CPU, only greedy requests have the same tokens again."""
 
 from __future__ import annotations

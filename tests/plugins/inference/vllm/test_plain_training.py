@@ -32,7 +32,8 @@ OPTIONS: dict[str, dict[str, Any]] = {"pinned": {"plain": True}} | ({"other": {"
 
 
 def settings(folder: Path, name: str) -> dict[str, Any]:
-    """Those of a short run of GRPO; the tokenizer knows all texts, as newer versions encode some of their own."""
+    """The settings of a short run of GRPO; the tokenizer knows all texts, as newer versions encode some of their
+    own."""
     found = episodes.settings("vllm")
     found["rollout.engine.options"] |= OPTIONS[name]
     servers.random_model(folder, "qwen2.5", hidden_size=128, num_layers=2)
@@ -40,7 +41,7 @@ def settings(folder: Path, name: str) -> dict[str, Any]:
 
 
 def metrics_of(config: TrainConfig, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """What a run measures whose reward differs within every group."""
+    """The metrics of a run whose reward differs within every group."""
     train(config, reward=lambda solution_str: float(sum(map(ord, solution_str)) % 7), data=rows)
     return [json.loads(line) for line in Path(str(config.trainer.run_dir), "metrics.jsonl").read_text().splitlines()]
 

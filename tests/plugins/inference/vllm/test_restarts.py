@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs whose vLLM server is killed, hangs or is slow: the result is that of a run that nothing happened to."""
+"""Runs whose vLLM server is killed, hangs or is slow: the result equals an undisturbed run's."""
 
 from __future__ import annotations
 

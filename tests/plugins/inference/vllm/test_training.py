@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs whose responses vLLM samples: equal to those of the native engine, which draws with the same numbers."""
+"""Runs whose responses vLLM samples: equal to runs with the native engine, which draws with the same numbers."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def differing(server: ServerEngine, folder: Path) -> list[str]:
-    """The names of weights that are not those of a folder."""
+    """The names of weights that differ from a folder's."""
     [found] = server.call("POST", "/collective_rpc", {"method": "differing", "args": [str(folder)]})["results"]
     names: list[str] = found
     return names

@@ -11,9 +11,9 @@ import pytest
 
 from tests.raising import raises
 from tests.rewards.judge_server import Reply, judging
-from tests.trainers.test_hints import CPO, MakeConfig, Rows, built, teaching
+from tests.trainers.test_teacher import CPO, MakeConfig, Rows, built, teaching
 from whet.errors import ConfigError
-from whet.trainers.hints import hints_of
+from whet.trainers.teacher import hints_of
 
 JUDGE = """
 def complete(messages):

@@ -287,7 +287,7 @@ def test_the_cache_keeps_its_size(tmp_path: Path) -> None:
 
 
 def test_caches_of_several_processes_keep_one_size(tmp_path: Path) -> None:
-    """Each counts what it writes; now and then it counts what all of them wrote."""
+    """Each cache counts its own writes, and at intervals the writes of all."""
     caches = [Cache(tmp_path, 10_000) for _ in range(4)]
     for number in range(400):
         caches[number % 4].put(f"{number:04}", "x" * 80)  # 92 bytes: 9,200 in each alone

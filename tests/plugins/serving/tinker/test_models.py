@@ -89,7 +89,8 @@ def as_data(examples: Sequence[SupervisedExample]) -> list[bytes]:
 
 @KINDS
 def test_cross_entropy_has_the_bits_of_sft(models: Models, model_folder: Path, kind: ModelKind) -> None:
-    """Weights 1/N; three steps, so that the optimizer's state counts too; each log-prob of the request is told."""
+    """With weights 1/N and three steps, so that the optimizer's state counts too; each log-prob of the request is
+    returned."""
     engine = of_whet(model_folder, kind)
     models.create("m", kind)
     batch = to_batch(EXAMPLES, 0)
@@ -192,7 +193,7 @@ def test_work_in_several_passes_has_the_bits_of_sft(models: Models, model_folder
 
 
 def test_the_unembedding_is_adapted_where_it_is_asked_for(models: Models, model_folder: Path) -> None:
-    """Only its two parts are trained; the gradient is that of logits (W + s B A) h by torch's autograd."""
+    """Only its two parts are trained; the gradient equals the one of logits (W + s B A) h by torch's autograd."""
     kind = ModelKind("nano", 4, train_attn=False, train_mlp=False, train_unembed=True)
     models.create("m", kind)
     module = engine_of(models, "m").model
@@ -254,7 +255,7 @@ def test_adapters_share_a_base_and_nothing_else(models: Models) -> None:
 
 
 def test_an_adapter_narrows_no_weights_of_others(model_folder: Path, tmp_path: Path) -> None:
-    """In bfloat16 the layers below an adapter are narrow, for all from the start, and those of a full model never."""
+    """In bfloat16 the layers below an adapter are narrow for all models from the start, and a full model's never."""
     models = Models(Base(str(model_folder)), "nano", "bfloat16", Store(tmp_path), 512, HOST)
     before = {name: each.dtype for name, each in models.base.named_parameters()}
     models.create("a", LORA)
@@ -264,7 +265,8 @@ def test_an_adapter_narrows_no_weights_of_others(model_folder: Path, tmp_path: P
 
 
 def test_targets_that_are_not_the_next_tokens(models: Models) -> None:
-    """Two targets a place: a weighted sum of their log-probs, which are those of the model's vocabulary."""
+    """With two targets a position, the loss is a weighted sum of their log-probs, which equal the model's over the
+    vocabulary."""
     models.create("m", LORA)
     one = [datum([1, 2, 3], target_tokens=[2, 3, 4], weights=np.float32([0.5, 0.0, 2.0]))]
     two = [

@@ -16,7 +16,7 @@ from whet.rollout.protocol import Completion, Event, Failed, Finished, SamplingP
 
 
 class Engine:
-    """Samples one token a poll for each request, and notes what it was told."""
+    """Samples one token a poll for each request, and records its calls."""
 
     def __init__(self) -> None:
         self.log, self.running = list[str](), list[Any]()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout engine whose requests go to a server of its own: the bookkeeping that all such engines share."""
+"""A rollout engine that sends requests to its own server: the bookkeeping shared by all such engines."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from whet.plugins.inference.servers.media import QWEN, Sees, SharedMedia, check_
 from whet.plugins.inference.servers.options import ServerOptions
 from whet.plugins.inference.servers.process import HttpError, Server, free_port
 from whet.plugins.inference.servers.weights import KeptWeights, Part, as_in_checkpoints, in_parts
-from whet.plugins.inference.servers.words import NEVER_SENT, Live, ServerWords, end_of, in_server
+from whet.plugins.inference.servers.wire_protocol import NEVER_SENT, Live, ServerWords, end_of, in_server
 from whet.rollout.episode import joined
 from whet.rollout.ledger import Ledger, check_request, check_whole, too_late
-from whet.rollout.planned import Decoding, RolloutBytes
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Request, Span, Status, Weights
+from whet.rollout.requirements import Decoding, RolloutBytes
 from whet.types import Failure, Media
 
 FIRST_VERSION = 0  # of the weights that the server itself loaded
@@ -44,9 +44,9 @@ UNREADABLE = (ValueError, KeyError, TypeError)  # answers of another form
 
 
 class ServerEngine(ServerWords):
-    """Requests, versions and weights of a server, whose own words are the abstract methods.
+    """Requests, versions and weights of a server; abstract methods are the calls that differ between servers.
 
-    A subclass gives its options to `__init__`, and then the server's arguments to `launch`."""
+    A subclass passes its options to `__init__`, then the server's arguments to `launch`."""
 
     length_option: ClassVar[str]  # its name for the longest sequence
     package: ClassVar[Package]
@@ -93,8 +93,8 @@ class ServerEngine(ServerWords):
         arguments: Mapping[str, Any],
         variables: Mapping[str, str],
     ) -> None:
-        """Starts the server: `command` gives its command line from an interpreter, a port and its arguments, which
-        are `arguments` and the option `server`.  Raises: ConfigError."""
+        """Starts the server: `command` builds its command line from an interpreter, a port and the arguments, which are
+        `arguments` plus the option `server`.  Raises: ConfigError."""
         own = self.shared.server or {}
         found = find_environment(self.package, self.shared.python)
         found.check_arguments(own, arguments)
@@ -121,7 +121,7 @@ class ServerEngine(ServerWords):
 
     @classmethod
     def check_ahead(cls, model: ModelConfig, longest: int, options: Mapping[str, Any]) -> None:
-        """Raises: ConfigError where the server could not be started with these options."""
+        """Raises: ConfigError if the server could not start with these options."""
         server, folder = options["server"] or {}, options["weights_dir"]
         if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
             expected = "a folder that can be written to, with room for all weights"
@@ -136,12 +136,12 @@ class ServerEngine(ServerWords):
 
     @classmethod
     def check_media(cls, encoders: Encoders | None, media: Sequence[Media], whose: str) -> None:
-        """Raises: EngineError where the server cannot read the media of `whose` prompt."""
+        """Raises: EngineError if the server cannot read the media of `whose` prompt."""
         check_media(encoders, cls.package.title, cls.sees, media, whose)
 
     @classmethod
     def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
-        """The whole cache, which the server reserves at its start."""
+        """The whole cache, which the server reserves at start."""
         cache, rows = options["kv_cache_bytes"], decoding.rows
         needed = rows * (max(decoding.lengths.prompts) + decoding.lengths.response) * decoding.token_bytes
         smaller = {"kv_cache_bytes": max(2**26, needed // 2)}
@@ -154,7 +154,7 @@ class ServerEngine(ServerWords):
     # -- the contract of rollout engines
 
     def submit(self, request: Request) -> bool:
-        """Takes a request; False while MAX_UNFINISHED are there.  Raises: EngineError for one that can never fit."""
+        """Takes a request; False at MAX_UNFINISHED requests.  Raises: EngineError for one that can never fit."""
         if (answer := self._live.answer(request)) is not None:
             return answer
         self.check(request)
@@ -188,7 +188,7 @@ class ServerEngine(ServerWords):
         self._end([self._live[uid] for uid in uids if uid in self._live])
 
     def pause(self) -> None:
-        """Stops sampling; every request with tokens gives them as Partial.  Raises: EngineError."""
+        """Stops sampling; every request with tokens returns them as Partial.  Raises: EngineError."""
         self._paused = True
         self.unless_lost(self._stop)
 
@@ -201,7 +201,7 @@ class ServerEngine(ServerWords):
                 self.stream(live, -len(live.before.token_ids), whole)
 
     def stream(self, live: Live, place: int, new: Completion) -> None:
-        """Gives tokens of a request before its end; `place` counts from those that it was sent with."""
+        """Returns tokens of a request before its end; `place` counts from the tokens that it was sent with."""
         where = live.request.uid, live.request.attempt, len(live.rest.sampled_ids) + place
         self._ended.put((None, new.as_partial(*where)))
 
@@ -211,7 +211,7 @@ class ServerEngine(ServerWords):
             self.unless_lost(self._go_on)
 
     def load(self, weights: Weights, version: int) -> None:
-        """Fills the server's model.  Raises: WeightSyncError; EngineError; whatever `weights` raises."""
+        """Fills the server's model.  Raises: WeightSyncError; EngineError; errors of `weights`."""
         try:
             self._load(weights, version)
         except MisfitError as error:
@@ -241,13 +241,13 @@ class ServerEngine(ServerWords):
         self._send(iter([[self._kept.part] * self.num_devices]), self._kept.version)
 
     def _send(self, parts: Iterator[list[Part]], version: int) -> None:
-        """Sends weights to the server, which samples until the first part is there."""
+        """Sends weights to the server, which samples until the first part has arrived."""
         first = list(islice(parts, 1))
         with self.between_two_steps(version):
             self.update(chain(first, parts), version)
 
     def restart(self) -> None:
-        """Starts another server in the place of one that is lost.  Raises: EngineError."""
+        """Starts a new server to replace a lost one.  Raises: EngineError."""
         self._restarts -= 1
         self._live, self._ended, self._is_ready = Ledger(), queue.SimpleQueue(), False
         self.server.close()
@@ -264,7 +264,7 @@ class ServerEngine(ServerWords):
 
     @contextmanager
     def between_two_steps(self, version: int) -> Iterator[None]:
-        """Pauses for new weights, and goes on with them.  Raises: WeightSyncError where the server refuses them."""
+        """Pauses for new weights, and continues with them.  Raises: WeightSyncError if the server refuses them."""
         is_held = self._paused or self._coming is not None  # nothing can end in a pause
         handling = "recompute" if is_held else self.on_new_weights
         if handling in ("wait", "abort"):
@@ -284,7 +284,7 @@ class ServerEngine(ServerWords):
             self._go_on()
 
     def open(self, is_open: bool) -> None:
-        """Lets requests through to the server, or not."""
+        """Lets requests pass to the server, or holds them back."""
 
         async def change() -> None:
             self._is_open.set() if is_open else self._is_open.clear()
@@ -296,14 +296,14 @@ class ServerEngine(ServerWords):
         self.open(True)
 
     def _let_end(self) -> None:
-        """Waits for the end of all requests that were sent.  Raises: EngineError where the server is lost or hangs."""
+        """Waits until all sent requests have ended.  Raises: EngineError if the server is lost or hangs."""
         self._seen = (-1, time.monotonic())
         while sent := [live.call for live in in_server(self._live.values())]:
             wait(sent, timeout=TICK_SECONDS)
             self._look()
 
     def _cut(self) -> None:
-        """Ends all requests that were sent; each is sent again with its tokens.  Raises: EngineError."""
+        """Ends all sent requests; each is sent again with its tokens.  Raises: EngineError."""
         for live in (sent := in_server(self._live.values())):
             live.is_cut = True
         self._end(sent)
@@ -330,7 +330,7 @@ class ServerEngine(ServerWords):
             raise EngineError(f"{why.key} of request {uid}", why.found, why.expected, why.change) from why
 
     async def _answer(self, live: Live) -> None:
-        """Sends a request and waits for its end, in the client's thread; every end is put into the queue."""
+        """Sends a request and waits for its end, in the client's thread; puts the end into the queue."""
         request = live.request
         try:
             async with asyncio.timeout(request.deadline_seconds), self._room:
@@ -343,7 +343,7 @@ class ServerEngine(ServerWords):
         self._ended.put((live, event))
 
     async def _completed(self, live: Live) -> Completion:
-        """The completion of a request, over all times that it is sent."""
+        """The completion of a request, over all attempts to send it."""
         while True:
             await self._is_open.wait()
             live.is_sent = True
@@ -356,7 +356,7 @@ class ServerEngine(ServerWords):
             live.before, live.known, live.is_cut, live.is_sent = found, (), False, False
 
     async def _sampled(self, live: Live) -> Completion:
-        """The completion of a request. Where its connection breaks, it is sent under another name."""
+        """The completion of a request. If its connection breaks, it is sent again under another name."""
         for _ in range(SENDS - 1):
             try:
                 return await self.sample(live)
@@ -367,7 +367,7 @@ class ServerEngine(ServerWords):
         return await self.sample(live)
 
     def _take(self, events: list[Event], timeout_seconds: float) -> None:
-        """Appends the events that have come, of requests that were not replaced."""
+        """Appends the events that have arrived, without events of replaced requests."""
         with suppress(queue.Empty):
             live, event = self._ended.get(timeout=max(0.0, timeout_seconds))
             while True:
@@ -381,7 +381,7 @@ class ServerEngine(ServerWords):
                 live, event = self._ended.get_nowait()
 
     def _end(self, chosen: list[Live]) -> None:
-        """Ends requests, and returns when no server has any of them."""
+        """Ends requests, and returns when the server has none of them."""
         until = time.monotonic() + self._answer_seconds
         for live in chosen:
             if not live.is_sent and live.call.cancel():
@@ -405,14 +405,14 @@ class ServerEngine(ServerWords):
 
     @contextmanager
     def _noting_loss(self) -> Iterator[None]:
-        """Notes that the server was lost, for the next call that says so."""
+        """Records that the server was lost, for the next call that reports it."""
         try:
             yield
         except LostReplicaError as error:
             self._loss = error
 
     def unless_lost(self, work: Callable[[], object]) -> None:
-        """Works with the server; one that is or was lost gets the same at its restart."""
+        """Runs `work` with the server; if the server is or was lost, its restart does the same."""
         if self._loss is None:
             with self._noting_loss():
                 self.ready()
@@ -423,7 +423,7 @@ class ServerEngine(ServerWords):
             raise self._loss
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
-        """Calls the server and returns its answer.  Raises: HttpError; EngineError where it is gone or hangs."""
+        """Calls the server and returns its answer.  Raises: HttpError; EngineError if it is lost or hangs."""
         self.server.check()
         try:
             return self.server.client.call(method, path, body, seconds=self._answer_seconds)
@@ -436,7 +436,7 @@ class ServerEngine(ServerWords):
             raise self.server.failure(f"closed the connection ({error}) at {path}") from error
 
     def _look(self) -> None:
-        """Raises: EngineError where the server has ended, or no running request got a token in time."""
+        """Raises: EngineError if the server has ended, or if no running request got a token in time."""
         self.server.check()
         now, (tokens, changed_at) = time.monotonic(), self._seen
         if now - changed_at < self._answer_seconds / 4:

@@ -18,19 +18,19 @@ class ServerOptions:
     python: interpreter of the environment; unset: $WHET_VLLM_PYTHON or $WHET_SGLANG_PYTHON, else .venv-vllm or
         .venv-sglang of the checkout.
     kv_cache_bytes: memory for keys and values.
-    on_new_weights: what running requests do when weights change. recompute: go on, and compute their keys and values
-        again; keep: go on with those of the old weights; wait: end under the old weights, before the new ones load;
-        abort: are ended, and sent again with the tokens that they have.
+    on_new_weights: behaviour of running requests when weights change. recompute: continue with recomputed keys and
+        values; keep: continue with the keys and values of the old weights; wait: finish with the old weights before the
+        new ones load; abort: end, and are sent again with their tokens.
     threads: threads that the server computes with on a CPU; unset: as many as torch uses here.
     port: port of the server on 127.0.0.1; unset: any free one.
     start_seconds: deadline for the server's start.
     answer_seconds: deadline for an answer to anything but a request, and for the next token of any running request.
-    tensor_parallel_size: devices over which the server splits each layer; unset: those of its rank. More than those are
-        the devices of the next ranks, which train there and take turns with it.
-    restarts: times that a server which is lost or hangs is started again, while other replicas go on with its requests.
-        For this the newest weights stay in the host's memory. With 0 they do not, and its loss ends the run.
-    weight_transfer: how weights reach the server. file: as a whole, in one file; ipc: in parts, by handles of the
-        accelerator's memory, or in the host's where they did not come on an accelerator.
+    tensor_parallel_size: devices over which the server splits each layer; unset: the devices of its rank. With more, it
+        shares the devices of the next ranks, which train there and take turns with it.
+    restarts: number of restarts of a lost or hanging server, while other replicas continue its requests. This keeps the
+        newest weights in the host's memory. With 0 they are not kept, and the loss of the server ends the run.
+    weight_transfer: way of weights to the server. file: whole, in one file; ipc: in parts, by handles of the
+        accelerator's memory, or through the host's memory for weights that are not on an accelerator.
     weights_dir: folder on a disk of this machine through which weights go to the server; unset: the host's memory.
     weight_delta: weights from processes of the actor come as the elements that changed since the last version, exactly;
         each end keeps a copy of the weights in the host's memory for it.

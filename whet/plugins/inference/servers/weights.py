@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights on their way to a server: whole, as one safetensors file in shared memory or on a disk, or in parts; its
-processes read them where they lie."""
+"""Weights for a server: whole, as one safetensors file in shared memory or on a disk, or in parts; the server's
+processes read them in place."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ LAYER = re.compile(r".*?\.\d+\.")  # the beginning of a name, up to the number o
 PART_BYTES = 2**27  # after which a part ends
 ALIGNED = 16  # bytes, for views of any dtype
 SHARED = 7  # of the arguments that rebuild a tensor: those from here on say where its memory is
-Part = dict[str, Any]  # what a server needs to find it, as JSON: see inside/whet_parts.py
+Part = dict[str, Any]  # what a server needs to find it, as JSON: see inside/whet_weight_parts.py
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter, as its folder has it."""
+    """An adapter, in the form of its folder."""
 
     weights: Mapping[str, torch.Tensor]
     config: Mapping[str, Any]
@@ -56,9 +56,9 @@ class Adapter:
 class WeightsFile:
     """A safetensors file, in memory or in a folder, that is written weight by weight. It has no name that could remain
     after a crash: it is a descriptor of this process, and the kernel frees it with the last process that has it open.
-    Only one that other machines read, which share the folder, has a name.
+    Only a file for other machines, which share the folder, has a name.
 
-    Raises: WeightSyncError, in all methods, where there is no room."""
+    Raises: WeightSyncError, in all methods, if there is no room."""
 
     def __init__(self, folder: str | None = None, header_bytes: int = HEADER_BYTES, *, is_shared: bool = False) -> None:
         self._folder, self._header_bytes = folder, header_bytes
@@ -78,7 +78,7 @@ class WeightsFile:
         self._end += len(octets)
 
     def finish(self) -> None:
-        """Writes the header, behind which the weights lie: the file is whole."""
+        """Writes the header, which completes the file; the weights follow it."""
         text = json.dumps(self._header).encode().ljust(self._header_bytes - 8)
         if len(text) + 8 > self._header_bytes:
             found = f"the names and shapes of {len(self._header)} weights take {len(text)} bytes"
@@ -89,7 +89,7 @@ class WeightsFile:
             os.fsync(self._file)  # before other machines are told of it
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Closes the file."""
         with suppress(OSError):
             os.close(self._file)
             if self._name is not None:
@@ -97,13 +97,13 @@ class WeightsFile:
 
 
 def octets_of(weight: torch.Tensor) -> torch.Tensor:
-    """The bytes of a weight, in a row."""
+    """The bytes of a weight, as a vector."""
     return weight.detach().contiguous().flatten().view(torch.uint8)
 
 
 @contextmanager
 def weights_file(weights: Weights, folder: str | None = None, *, header_bytes: int = HEADER_BYTES) -> Iterator[str]:
-    """Writes weights into a file as they come, and yields its path.  Raises: as WeightsFile; what `weights` raises."""
+    """Writes weights into a file as they come, and yields its path.  Raises: errors of WeightsFile and `weights`."""
     with closing(WeightsFile(folder, header_bytes)) as file:
         for name, weight in weights:
             file.add(name, weight)
@@ -141,8 +141,8 @@ def _write(file: int, octets: memoryview, offset: int, folder: str | None) -> No
 
 
 def as_in_checkpoints(weights: Weights, model: PreTrainedModel) -> Weights:
-    """The weights under the names of checkpoints: where transformers keeps weights of a layer together, such as those
-    of its experts, they are split; `model` may be on meta."""
+    """The weights under the names of checkpoints: stacked weights of transformers, such as experts, are split; `model`
+    may be on meta."""
     if not get_model_conversion_mapping(model, add_legacy=False):
         return weights
     return _split(weights, model)
@@ -150,7 +150,7 @@ def as_in_checkpoints(weights: Weights, model: PreTrainedModel) -> Weights:
 
 @contextmanager
 def adapter_folder(adapter: Adapter, place: str | None = None) -> Iterator[str]:
-    """Writes an adapter's folder, in `place` or in shared memory where there is some, and yields its path."""
+    """Writes an adapter's folder, in `place` or else in shared memory if possible, and yields its path."""
     memory = MEMORY if Path(MEMORY).is_dir() else None
     with tempfile.TemporaryDirectory(prefix="whet-adapter-", dir=place or memory) as folder:
         on_host = {name: weight.detach().cpu().contiguous() for name, weight in adapter.weights.items()}
@@ -166,14 +166,13 @@ def _split(weights: Weights, model: PreTrainedModel) -> Weights:
 
 
 def layer_of(named: tuple[str, torch.Tensor]) -> str:
-    """The name of a weight's layer, or of the weight where it belongs to none."""
+    """The name of a weight's layer; the weight's name if it belongs to none."""
     found = LAYER.match(named[0])
     return named[0] if found is None else found.group()
 
 
 class KeptWeights:
-    """The newest weights in a file, for a server that reads them as a whole or starts again; `folder` as for
-    WeightsFile."""
+    """The newest weights in a file, for a server that reads them as a whole or restarts; `folder` as in WeightsFile."""
 
     def __init__(self, folder: str | None, *, is_shared: bool = False) -> None:
         self._folder, self._is_shared, self.version = folder, is_shared, -1
@@ -181,13 +180,13 @@ class KeptWeights:
 
     @property
     def part(self) -> Part:
-        """Returns them as a single part."""
+        """Returns the weights as a single part."""
         assert self.file is not None
         return {"path": self.file.path}
 
     def writing(self, weights: Weights, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights as they come; behind the last one they are kept in the place of older ones.
-        Raises: what `weights` raises; WeightSyncError where there is no room."""
+        """Passes weights through as they come; after the last one the new file replaces the older one.  Raises: errors
+        of `weights`; WeightSyncError if there is no room."""
         with ExitStack() as unfinished:
             file = WeightsFile(self._folder, is_shared=self._is_shared)
             unfinished.callback(file.close)
@@ -200,7 +199,7 @@ class KeptWeights:
         self.file, self.version = file, version
 
     def drop(self) -> None:
-        """Keeps them no longer."""
+        """Drops the weights."""
         if self.file is not None:
             self.file.close()
         self.file = None
@@ -209,10 +208,10 @@ class KeptWeights:
 def in_parts(
     weights: Weights, readers: int = 1, folder: str | None = None, part_bytes: int = PART_BYTES
 ) -> Iterator[list[Part]]:
-    """Gives weights as they come, in parts that end with a layer and have at least `part_bytes` but for the last; each
-    is there until the next one is asked for. Weights of an accelerator stay on it, and each of the `readers` gets a
-    handle of its own; others come as files in the host's memory, or in `folder`.
-    Raises: what `weights` raises; WeightSyncError where there is no room."""
+    """Yields weights as they come, in parts that end with a layer and have at least `part_bytes` except the last; each
+    part exists until the next one is requested. Weights on an accelerator stay there, and each of the `readers` gets
+    its own handle; others come as files in the host's memory, or in `folder`.  Raises: errors of `weights`;
+    WeightSyncError if there is no room."""
     layers: Iterator[Weights] = (layer for _, layer in groupby(weights, key=layer_of))
     for layer in layers:
         left = iter(layer)
@@ -223,7 +222,7 @@ def in_parts(
 
 
 def _up_to(part_bytes: int, layers: Iterable[Weights]) -> Weights:
-    """The weights of the first layers that have so many bytes together, or of all."""
+    """The weights of the first layers that together have `part_bytes`, or of all layers."""
     total = 0
     for layer in layers:
         for name, weight in layer:
@@ -235,8 +234,8 @@ def _up_to(part_bytes: int, layers: Iterable[Weights]) -> Weights:
 
 @contextmanager
 def _on_accelerator(weights: Weights, readers: int) -> Iterator[list[Part]]:
-    """Copies weights, and yields for each reader a handle of the memory and the places of the weights in it. The memory
-    is freed when all readers have let go of it."""
+    """Copies weights, and yields for each reader a handle of the memory with the places of the weights in it. The
+    memory is freed after the last reader has released it."""
     whole, places = packed(weights)
     device = torch.get_device_module(whole.device)
     device.synchronize(whole.device)
@@ -247,7 +246,7 @@ def _on_accelerator(weights: Weights, readers: int) -> Iterator[list[Part]]:
 
 
 def packed(weights: Weights) -> tuple[torch.Tensor, list[list[Any]]]:
-    """The bytes of weights one behind the other, and of each its name, dtype, shape, start and end."""
+    """The bytes of weights one after the other, and for each its name, dtype, shape, start and end."""
     copies, places, end = list[torch.Tensor](), list[list[Any]](), 0
     for name, weight in weights:  # each may be a view that the next one overwrites
         octets = octets_of(weight)
@@ -258,7 +257,7 @@ def packed(weights: Weights) -> tuple[torch.Tensor, list[list[Any]]]:
 
 
 def _handle(whole: torch.Tensor, uuid: str) -> dict[str, Any]:
-    """The place of a tensor of bytes, for one other process, as JSON: torch counts its readers by handle."""
+    """The handle of a tensor of bytes, for one other process, as JSON: torch counts readers by handle."""
     _, arguments = reduce_tensor(whole)
     shared = [each.hex() if isinstance(each, bytes) else each for each in arguments[SHARED:]]
     return {"device": uuid, "size": len(whole), "offset": whole.storage_offset(), "shared": shared}

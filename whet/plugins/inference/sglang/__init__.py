@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout engine that samples with SGLang, from a server in a process and an environment of its own."""
+"""The rollout engine that samples with SGLang, in a server with its own process and Python environment."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout engine that samples with vLLM, from a server in a process and an environment of its own."""
+"""The rollout engine that samples with vLLM, in a server with its own process and Python environment."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout engine `vllm`: requests to a vLLM server of its own, and weights in the memory of its machine."""
+"""The rollout engine `vllm`: sends requests to its own vLLM server, and weights through this machine's memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from whet.plugins.inference.servers.media import QWEN, RequestMedia, config_over
 from whet.plugins.inference.servers.options import ServerOptions
 from whet.plugins.inference.servers.process import HOST as ADDRESS, variables
 from whet.plugins.inference.servers.weights import Adapter, Part, adapter_folder
-from whet.plugins.inference.servers.words import Live
+from whet.plugins.inference.servers.wire_protocol import Live
 from whet.plugins.inference.vllm.plain import (
     INSTEAD,
     SCALE_OUT,
@@ -42,8 +42,8 @@ from whet.plugins.inference.vllm.plain import (
     without,
 )
 from whet.registry import register_rollout
-from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Likeliest, Request, Span, Weights
+from whet.rollout.requirements import Sampling
 from whet.types import FinishReason, Versions
 
 LEAST_TEMPERATURE = 0.01  # vLLM raises smaller ones to it
@@ -82,14 +82,14 @@ log = logging.getLogger(__name__)
 
 @register_rollout("vllm", shares="whet.plugins.inference.servers.options:ServerOptions")
 class VLLMEngine(ServerEngine):
-    """vLLM, in a server process from an environment of its own (`make vllm`); float32 requests give the same tokens in
-    any company.
+    """vLLM in a server process with its own environment (`make vllm`); float32 requests give the same tokens in any
+    batch.
 
     compile: compiles the model: slower to start, faster to run.
-    adapter: samples with the trained adapter beside the weights, instead of merging it and sending all weights.
-    plain: uses public flags and calls of vLLM alone, as with every version but that of `make vllm`. Draws are vLLM's;
-        adapters, on_new_weights=keep, images, penalties, bad words and cuts of the distribution are refused.
-    routed_experts: tells the experts that computed each token of a mixture, which compute it in the trainer too; with
+    adapter: samples with the trained adapter on the base weights, instead of merging it and sending all weights.
+    plain: uses only public flags and calls of vLLM, as with every version except the one of `make vllm`. vLLM draws
+        tokens; adapters, on_new_weights=keep, images, penalties, bad words and cuts of the distribution are refused.
+    routed_experts: reports the experts that computed each token of a mixture, so that the trainer uses them too; with
         plain=true.
     """
 
@@ -149,7 +149,7 @@ class VLLMEngine(ServerEngine):
 
     @classmethod
     def _plain(cls, options: Mapping[str, Any]) -> Interpreter | None:
-        """The environment of an engine in plain mode; None for one that has the insides.  Raises: ConfigError."""
+        """The environment of an engine in plain mode; None for one with whet's additions.  Raises: ConfigError."""
         found = cls.environment_of(options)
         is_plain = options["plain"] or found.other is not None
         check_routed(found, options, is_plain)
@@ -185,7 +185,7 @@ class VLLMEngine(ServerEngine):
             return replace(completion, routed=routed_of(answer, completion, self.routed))
 
     async def _streamed(self, live: Live, body: dict[str, Any]) -> Any:
-        """The same answer, whose tokens come as Partial meanwhile."""
+        """The same reply, with tokens returned as Partial meanwhile."""
         tokens, log_probs, choice = list[int](), list[Any](), dict[str, Any]()
         async for event in self.server.client.events(GENERATE, {**body, "stream": True}):
             if "error" in event:
@@ -208,11 +208,11 @@ class VLLMEngine(ServerEngine):
         super().check(request)
 
     def end(self, names: list[str]) -> None:
-        """Aborts requests by the id as the server names it; a plain one is answered with success, and does nothing."""
+        """Aborts requests by the server's ids; plain ones are answered with success, without effect."""
         self.call("POST", "/abort_requests", {"request_ids": [f"generate-tokens-{name}" for name in names]})
 
     def hold(self, *, keep_cache: bool) -> None:
-        """Stops sampling. In plain mode requests that run are ended, and sent again behind the pause."""
+        """Stops sampling. In plain mode running requests are ended, and sent again after the pause."""
         if self.plain:
             self.open(False)
             self._cut()
@@ -248,12 +248,12 @@ class VLLMEngine(ServerEngine):
         self._is_updating = self._has_adapter = False
 
     def load(self, weights: Weights, version: int) -> None:
-        """Fills the server's model, without an adapter from now on.  Raises: as ServerEngine.load."""
+        """Fills the server's model, which samples without an adapter from now on.  Raises: as ServerEngine.load."""
         self._adapter = None
         super().load(weights, version)
 
     def load_adapter(self, weights: Weights, version: int) -> None:
-        """Samples with an adapter beside the first weights, from now on.  Raises: as `load`."""
+        """Samples with an adapter on the first weights from now on.  Raises: as `load`."""
         adapter = {name: weight.clone() for name, weight in weights}
         self._adapter = Adapter(adapter, adapter_config(adapter, self._lora), version)
         self.unless_lost(self._send_adapter)
@@ -293,13 +293,13 @@ class VLLMEngine(ServerEngine):
 
 
 def _for_options(model: ModelConfig, adapter: bool, routed_experts: bool) -> dict[str, Any]:
-    """The arguments that the model and options ask for."""
+    """The server arguments that the model and options need."""
     routed = {"enable_return_routed_experts": True} if routed_experts else {}
     return {"trust_remote_code": model.trust_remote_code} | routed | (_for_adapter(model) if adapter else {})
 
 
 def _for_adapter(model: ModelConfig) -> dict[str, Any]:
-    """The arguments for the adapter that a run trains.  Raises: ConfigError for one that vLLM cannot sample with."""
+    """The server arguments for the trained adapter.  Raises: ConfigError for an adapter that vLLM does not support."""
     rank = model.lora.rank
     if rank is None or rank > RANKS[-1] or model.lora.path is not None or split_adapters(str(model.path))[1]:
         expected = f"model.lora.rank of 1 to {RANKS[-1]} (now {rank}), a model's folder, and no other adapter"
@@ -308,7 +308,7 @@ def _for_adapter(model: ModelConfig) -> dict[str, Any]:
 
 
 def command(python: str, port: int, arguments: Mapping[str, Any], plain: Interpreter | None = None) -> list[str]:
-    """The command line of a server with these engine arguments; `plain` is the environment of one in plain mode."""
+    """The command line of a server with these engine arguments; `plain` is the environment in plain mode."""
     flags = ["--host", ADDRESS, "--port", str(port), "--disable-uvicorn-access-log"]
     is_new = plain is None or (plain.folder / "entrypoints/launchers/api_server/entry.py").is_file()
     if plain is None:
@@ -327,7 +327,7 @@ def command(python: str, port: int, arguments: Mapping[str, Any], plain: Interpr
 
 
 def environment(threads: int, device: torch.device, num_devices: int, is_plain: bool = False) -> dict[str, str]:
-    """The environment variables of a server that computes with so many threads, or on accelerators from `device` on."""
+    """The environment variables of a server that uses `threads` threads, or accelerators from `device` on."""
     inside = {} if is_plain else {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # whose sampler whet_vllm.py does not know
     return variables(threads, device, num_devices, INSIDE) | {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -341,7 +341,7 @@ def environment(threads: int, device: torch.device, num_devices: int, is_plain: 
 def body_of(
     request: Request, name: str, version: int, adapter: str | None = None, media: Sequence[RequestMedia] = ()
 ) -> dict[str, Any]:
-    """The body of a call for `request`, which the server is to call `name`, under weights of `version`."""
+    """The body of a call for `request`, under the server's `name` for it and weights of `version`."""
     params, sampled, positions = request.params, len(request.sampled_ids), positions_of(request)
     return {
         "request_id": name,
@@ -378,7 +378,7 @@ def body_of(
 
 
 def _features(media: Sequence[RequestMedia], version: int) -> dict[str, Any]:
-    """The files of media by kind; features of weights of another version are not used."""
+    """The files of media by kind; features computed with weights of another version are not used."""
     found: dict[str, dict[str, list[Any]]] = {"mm_hashes": {}, "mm_placeholders": {}, "kwargs_data": {}}
     for each in media:
         run = {"offset": each.places[0], "length": each.places[-1] + 1 - each.places[0]}
@@ -388,7 +388,7 @@ def _features(media: Sequence[RequestMedia], version: int) -> dict[str, Any]:
 
 
 def completion_of(answer: Any, request: Request, version: int | None = None) -> Completion:
-    """The completion in an answer of the server, in plain mode of weights of `version`.  Raises: EngineError."""
+    """The completion in a reply of the server, in plain mode with weights of `version`.  Raises: EngineError."""
     [choice] = answer["choices"]
     if version is not None:
         choice = _told_in_plain_mode(choice, request, version)
@@ -408,7 +408,7 @@ def completion_of(answer: Any, request: Request, version: int | None = None) -> 
 
 
 def _told_in_plain_mode(choice: Any, request: Request, version: int) -> Any:
-    """The choice with what older versions leave out: a stop string, and the reason of a stream that was aborted."""
+    """The choice, completed by facts that older versions leave out: a stop string, the reason of an aborted stream."""
     tokens, stops, reason = choice.get("token_ids") or (), request.params.stop, choice.get("finish_reason") or "abort"
     spans = [{"version": version, "start": 0, "end": len(tokens)}] if tokens else []
     stop = choice.get("stop_reason", stops[0] if stops and reason == "stop" else None)
@@ -416,8 +416,7 @@ def _told_in_plain_mode(choice: Any, request: Request, version: int) -> Any:
 
 
 def likeliest_of(content: Sequence[Any], request: Request) -> tuple[Likeliest, ...]:
-    """The likeliest tokens in the place of each token of an answer, where they are asked for; vLLM's come behind the
-    sampled one."""
+    """The most probable tokens at each token of a reply, if requested; vLLM puts them after the sampled one."""
     if not (count := request.params.num_likeliest):
         return ()
     pairs = [[(_token_id(each), each["logprob"]) for each in place["top_logprobs"]] for place in content]
@@ -425,12 +424,12 @@ def likeliest_of(content: Sequence[Any], request: Request) -> tuple[Likeliest, .
 
 
 def _token_id(told: Any) -> int:
-    """The id of a token, which versions before 0.32 write as text."""
+    """The id of a token, which vLLM before 0.32 writes as text."""
     return int(told["token_id"] if "token_id" in told else told["token"].removeprefix("token_id:"))
 
 
 def versions_of(spans: Sequence[Any]) -> Versions:
-    """Runs of (version, tokens) from spans of the server, which calls the weights that itself loaded "default"."""
+    """Runs of (version, tokens) from spans of the server, which names the weights that it loaded itself "default"."""
     return tuple(
         (FIRST_VERSION if span["version"] == "default" else int(span["version"]), span["end"] - span["start"])
         for span in spans
@@ -438,7 +437,7 @@ def versions_of(spans: Sequence[Any]) -> Versions:
 
 
 def versions_at(known: Versions, version: int, start: int, end: int) -> Versions:
-    """Runs of the tokens from `start` to `end`: the first ones are `known`, those behind are of `version`."""
+    """Runs of the tokens from `start` to `end`: the first tokens have the `known` versions, later ones `version`."""
     each = [known_version for known_version, count in known for _ in range(count)]
     each += [version] * (end - len(each))
     return tuple((run, len(list(same))) for run, same in groupby(each[start:end]))

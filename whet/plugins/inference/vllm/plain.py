@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plain mode of the engine `vllm`: public flags and calls alone, for every version of vLLM but the pinned one; and
-the experts that it chose for each token (`--enable-return-routed-experts`), for the routers of the trainer."""
+"""The plain mode of the engine `vllm`: only public flags and calls, for every version of vLLM except the pinned one;
+and the experts that it chose for each token (`--enable-return-routed-experts`), for the trainer's routers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from whet.models.experts import expert_modules
 from whet.models.load import layers
 from whet.models.routing import as_bytes
 from whet.plugins.inference.servers.environment import Interpreter
-from whet.rollout.planned import Sampling
 from whet.rollout.protocol import Completion, Request
+from whet.rollout.requirements import Sampling
 
 OFF: Mapping[str, tuple[object, ...]] = {  # values with which vLLM's processed log-probs are log_softmax(logits / T)
     "top_p": (1,),
@@ -40,7 +40,7 @@ INSTEAD = "or use the version of `make vllm` with rollout.engine.options.plain=f
 
 
 def check_options(found: Interpreter, options: Mapping[str, Any]) -> None:
-    """Raises: ConfigError for an option that the plain mode does not have."""
+    """Raises: ConfigError for an option that the plain mode does not support."""
     for name, value, default in (("adapter", True, "false"), ("on_new_weights", "keep", "recompute")):
         if options[name] == value:
             expected = f"{default}, as {found.python} with {found.version} has no additions to vLLM"
@@ -48,7 +48,7 @@ def check_options(found: Interpreter, options: Mapping[str, Any]) -> None:
 
 
 def inside(found: Interpreter | None, sees: bool) -> dict[str, Any]:
-    """Returns the engine arguments of the plain mode; without `found`, of whet's additions."""
+    """Returns the engine arguments of the plain mode; without `found`, of the mode with whet's additions."""
     additions = "whet_vllm.Extension", "whet", "raw"
     name, backend, mode = additions if found is None else ("whet_transfer.PlainExtension", "whet_plain", "processed")
     arguments = {"worker_extension_cls": name, "weight_transfer_config": {"backend": backend}}
@@ -68,7 +68,7 @@ def without(found: Interpreter) -> str:
 
 
 def plainly_refused(sampling: Sampling, found: Interpreter) -> ConfigError | None:
-    """Returns the error of a parameter with which the plain mode would give other log-probs."""
+    """Returns the error of a parameter with which the plain mode would return other log-probs."""
     given = {name: vars(sampling)[name] for name in OFF}
     if (name := next((name for name, value in given.items() if value not in OFF[name]), None)) is not None:
         expected = "its default: others change the log-probs that vLLM gives in plain mode"
@@ -80,7 +80,7 @@ def plainly_refused(sampling: Sampling, found: Interpreter) -> ConfigError | Non
 
 
 def seed_of(request: Request) -> int:
-    """Returns the seed of a request; another one where it is sent again behind tokens that it has."""
+    """Returns the seed of a request; a different one if it is sent again after tokens that it has."""
     return key(request.key, "vllm", len(request.sampled_ids))
 
 
@@ -90,7 +90,7 @@ def generated(metrics: str) -> int:
 
 
 def check_routed(found: Interpreter, options: Mapping[str, Any], is_plain: bool) -> None:
-    """Raises: ConfigError where the server would not tell experts."""
+    """Raises: ConfigError if the server would not return experts."""
     if not options["routed_experts"]:
         return
     if not is_plain:

@@ -28,12 +28,11 @@ MOST_DRAWS = 64  # of a row that is in the split, on average one in four is held
 
 
 def draw_rows(split: str, seed: int, count: int | None, draw: Callable[[random.Random], DataRow]) -> Iterator[DataRow]:
-    """Yields `count` rows (by default 4096 of the split train, 256 of another) from `draw`, which gets a generator.
+    """Yields `count` rows (default: 4096 of the split train, 256 of another) made by `draw`, which gets a random
+    generator.
 
-    The digest of a row's pictures assigns it to the split train or to the others, so that with any seeds no picture of
-    one is in the other.
-    Raises: DataError where too few rows are in the split.
-    """
+    The digest of a row's pictures decides its split, so that no picture is in two splits, whatever the seeds.  Raises:
+    DataError if the split gets too few rows."""
     is_train = split == "train"
     draws = random.Random(key(seed, "drawn rows", split))
     for number in range(count or (NUM_TRAINED if is_train else NUM_HELD_OUT)):

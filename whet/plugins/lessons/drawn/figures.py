@@ -38,7 +38,7 @@ def counting(
 ) -> Iterator[DataRow]:
     """Rows with 1 to `most` circles and squares in four colours on a grid; the answer is their number.
 
-    Raises: DataError where they do not fit."""
+    Raises: DataError if they do not fit."""
     _check_grid(pixels, grid, most)
 
     def draw(draws: random.Random) -> DataRow:
@@ -59,10 +59,10 @@ def two_images(
     ask: Literal["more", "difference", "both"] = "more",
     prompt: str | None = None,
 ) -> Iterator[DataRow]:
-    """Rows with two pictures of 1 to `most` figures, never as many: which has more (`1` or `2`), how many more the
-    second has (`-2`: two fewer), or how many both have.
+    """Rows with two pictures of 1 to `most` figures, in different numbers: the question is which picture has more (`1`
+    or `2`), how many more the second has (`-2`: two fewer), or how many both have.
 
-    Raises: DataError where they do not fit."""
+    Raises: DataError if they do not fit."""
     _check_grid(pixels, grid, most)
     questions = {
         "more": "<image><image>Which picture has more figures? Answer with 1 or 2.",

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds an unisolated program without any privilege: Landlock for its files, another user where this one is root;
-nothing of whet is imported.
+"""Confines an unisolated program without privileges: Landlock limits its files, and root becomes another user; nothing
+of whet is imported.
 
 Landlock (Linux 5.13) covers opening, creating, removing, renaming and linking; since 6.2 truncating; since 6.7 TCP;
 since 6.12 signals to other processes. Modes and owners are left to the filter of system calls (whet_seccomp).
@@ -32,13 +32,13 @@ KEEP_CAPABILITIES, NO_NEW_PRIVILEGES, AMBIENT, RAISE = 8, 38, 47, 2  # of prctl
 
 
 def version() -> int:
-    """The version of the kernel's Landlock; 0 where it has none."""
+    """The version of the kernel's Landlock; 0 without it."""
     return max(0, int(LIBC.syscall(CREATE, None, ctypes.c_size_t(0), 1)))
 
 
 def leave_root(readable: Sequence[str]) -> None:
-    """Becomes nobody where this user is root, with the right to read any file only where Python lies in a folder that
-    nobody can enter, and Landlock holds the program.  Raises: PermissionError where root would stay unheld."""
+    """Becomes the user nobody if this user is root. Keeps the right to read any file only if Python lies in a folder
+    closed to that user and Landlock confines the program.  Raises: PermissionError if root would stay unconfined."""
     if os.geteuid() != 0:
         return
     LIBC.prctl(KEEP_CAPABILITIES, 1, 0, 0, 0)
@@ -65,8 +65,8 @@ def leave_root(readable: Sequence[str]) -> None:
 
 
 def hold(readable: Sequence[str], folder: str) -> None:
-    """Takes from this process, and all that it starts, every file but the ones below `readable` and of Python, to
-    read, and the ones below `folder`, to write. Does nothing on a kernel without Landlock.  Raises: OSError."""
+    """Denies this process, and all that it starts, every file except files below `readable` and of Python, for reading,
+    and files below `folder`, for writing. Does nothing on a kernel without Landlock.  Raises: OSError."""
     LIBC.prctl(AMBIENT, RAISE, 2, 0, 0)  # what leave_root has kept stays when another program is started
     LIBC.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     if not (found := version()):
@@ -88,7 +88,7 @@ def hold(readable: Sequence[str], folder: str) -> None:
 
 
 def open_beneath(folder: int, name: str) -> int:
-    """Opens a file below a folder, through no link.  Raises: OSError."""
+    """Opens a file below a folder without following a link.  Raises: OSError."""
     *above, last = name.split("/")
     folder = os.dup(folder)
     try:
@@ -101,7 +101,7 @@ def open_beneath(folder: int, name: str) -> int:
 
 
 def _set_capabilities(kept: int) -> None:
-    """Keeps these capabilities; where this root does not have them, as in many containers, it fails."""
+    """Keeps only these capabilities; fails if this root does not have them, as in many containers."""
     LIBC.capset(struct.pack("Ii", CAPABILITIES, 0), struct.pack("6I", kept, kept, kept, 0, 0, 0))
 
 

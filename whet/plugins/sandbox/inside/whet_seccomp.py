@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A filter of system calls (seccomp) for untrusted programs.
 
-It denies what reaches other processes, other namespaces or the kernel's rarely used parts, sockets of every family but
-those that an empty network namespace makes harmless, and memory that no limit counts. Denied calls fail with EPERM.
-"""
+It denies calls that reach other processes, other namespaces or rarely used parts of the kernel, sockets of every family
+except the ones that an empty network namespace makes harmless, and memory that no limit counts. Denied calls fail with
+EPERM."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 38, 22, 2  # of prctl
 
 def program(*, isolated: bool) -> bytes:
     """The filter for this machine's architecture, as an array of sock_filter. A program that is not isolated gets no
-    sockets, by which it could ask services of this user for what it may not do.  Raises: OSError for another
+    sockets, through which it could ask this user's services to do forbidden things.  Raises: OSError for another
     architecture."""
     if os.uname().machine not in ARCHITECTURES:
         found = f"no filter of system calls for {os.uname().machine}; there is one for {', '.join(ARCHITECTURES)}"
@@ -59,7 +59,7 @@ def program(*, isolated: bool) -> bytes:
 
 
 def install(filter_: bytes) -> None:
-    """Puts this thread, and all that it starts, under the filter for ever.  Raises: OSError."""
+    """Puts this thread, and all processes that it starts, under the filter permanently.  Raises: OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     code = ctypes.create_string_buffer(filter_, len(filter_))
     header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(filter_) // 8, ctypes.addressof(code)))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that starts programs, each in namespaces of its own; nothing of whet is imported.
+"""The process that starts programs, each in its own namespaces; nothing of whet is imported.
 
     python -I -S whet_zygote.py FOLDER:FOLDER DESCRIPTOR isolated|unisolated [READABLE ...]
 
 It runs inside bubblewrap, has loaded common modules, and forks for every connection that it gets over the socket
 DESCRIPTOR. The fork reads a job, starts the program, watches its limits, kills it as a whole, and answers:
 
-    zygote - supervisor - init (process 1 of the program's namespaces) - program and what it starts
+zygote - supervisor - init (process 1 of the program's namespaces) - program and its children
 
 A program gets new namespaces (user, process, mount, network, IPC, host name, cgroup), an empty scratch folder at /tmp
 in memory with /dev/shm in it, another user id, no capabilities, a filter of system calls, and resource limits. /proc
@@ -55,7 +55,7 @@ KILLING_SIGNALS = {signal.SIGXCPU: "timeout", signal.SIGXFSZ: "disk"}
 
 
 class SetupError(Exception):
-    """A program could not be put into its sandbox."""
+    """Raised if a program could not be put into its sandbox."""
 
 
 # -- the zygote
@@ -89,7 +89,7 @@ def serve(control: socket.socket, isolated: bool) -> None:
 
 
 def supervise(channel: socket.socket, isolated: bool) -> None:
-    """Runs one job and answers."""
+    """Runs one job and sends its result."""
     job = json.loads(receive(channel))
     files = {name: receive(channel) for name in job["files"]}
     answer: dict[str, Any]
@@ -164,7 +164,7 @@ class RunningProgram:
         self.state.sendall(b"m")
 
     def watch(self, given: bytes, channel: socket.socket) -> dict[str, Any]:
-        """Feeds and reads the program until it ends or is over a limit."""
+        """Feeds and reads the program until it ends or exceeds a limit."""
         ends_by = self.started + self.limits["seconds"]
         poller, left = select.poll(), memoryview(given)
         for descriptor in (*self.readers, self.end_descriptor):
@@ -223,7 +223,7 @@ class RunningProgram:
         return left
 
     def _read(self, descriptor: int) -> bool:
-        """Reads once.  Returns whether there was anything."""
+        """Reads once.  Returns False at the end of the stream."""
         buffer = self.readers[descriptor]
         try:
             data = os.read(descriptor, READ_BYTES)
@@ -233,7 +233,7 @@ class RunningProgram:
         return bool(data)
 
     def _over(self) -> str | None:
-        """The limit that the program is over; its processes are looked at once in a while."""
+        """The limit that the program exceeds; its processes are checked at intervals."""
         limits, now = self.limits, time.monotonic()
         if now - self.started > limits["seconds"]:
             return "timeout"
@@ -252,7 +252,7 @@ class RunningProgram:
         return "memory" if used > limits["memory_bytes"] else None
 
     def kill(self) -> None:
-        """Ends the program and all that it started."""
+        """Ends the program and all its children."""
         if self.isolated:  # with its first process a namespace ends
             _signal(self.pid)
         else:
@@ -266,13 +266,13 @@ class RunningProgram:
             pass
 
     def close(self) -> None:
-        """Ends the program, and removes its folder."""
+        """Ends the program and removes its folder."""
         self.kill()
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def collect(self, names: list[str]) -> dict[str, bytes]:
-        """Plain files of the scratch folder that the program leaves."""
+        """Plain files that the program leaves in the scratch folder."""
         found = {}
         for name in names:
             try:
@@ -368,13 +368,13 @@ def _isolate(state: socket.socket, limits: dict[str, Any]) -> None:
 
 
 def _mount(source: str, place: str, flags: int, options: str = "") -> None:
-    """Mounts a file system by the name of its type, or a folder."""
+    """Mounts a file system, given by its type, or a folder."""
     call = (source.encode(), place.encode(), source.encode(), ctypes.c_ulong(flags), options.encode())
     _check(LIBC.mount(*call), f"a file system at {place}")
 
 
 def _run(job: dict[str, Any], folder: str | None) -> None:
-    """Becomes the program. Its standard error tells what went wrong before."""
+    """Becomes the program. Errors before its start go to its standard error."""
     try:
         limits = job["limits"]
         for kind, value in (
@@ -408,7 +408,7 @@ def _run(job: dict[str, Any], folder: str | None) -> None:
 
 
 def _be_main(code: str, folder: str) -> None:
-    """Runs Python code in this process as a script would run."""
+    """Runs Python code in this process like a script."""
     import builtins
     import traceback
     import types

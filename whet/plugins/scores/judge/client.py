@@ -31,7 +31,7 @@ COUNTED_ANEW = 50  # texts that a process writes between two counts of what all 
 
 @dataclass(frozen=True)
 class Settings:
-    """An endpoint and how to ask it. Limits hold for one client, so for one process."""
+    """An endpoint and the settings of its requests. Limits hold for one client, so for one process."""
 
     endpoint: str  # with its version: http://127.0.0.1:8000/v1
     model: str
@@ -51,7 +51,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class JudgeReply:
-    """The text of a reply, what `read` made of it, and what it cost. A reply from the cache costs nothing."""
+    """The text of a reply, the value that `read` found in it, and its cost. A reply from the cache costs nothing."""
 
     text: str
     value: Any = None
@@ -63,7 +63,7 @@ class JudgeReply:
 
 
 class Client:
-    """Asks one model. An object serves one event loop at a time."""
+    """Sends requests to one model. An object serves one event loop at a time."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -79,8 +79,8 @@ class Client:
     async def complete(
         self, messages: Messages, *, sample: int = 0, read: Callable[[str], Any] | None = None
     ) -> JudgeReply:
-        """Returns the reply to `messages`. `sample` numbers independent replies to the same messages. A reply of which
-        `read` makes None, or that was cut off where there is a `read`, is asked for again and not cached.
+        """Returns the reply to `messages`. `sample` numbers independent replies to the same messages. If `read` returns
+        None for a reply, or a reply to be read was cut off, it is requested again and not cached.
 
         Raises: RewardError, with the reason of the last attempt.
         """
@@ -130,7 +130,7 @@ class Client:
             raise failed from error
 
     async def _ask(self, body: dict[str, Any]) -> JudgeReply:
-        """Raises: CallError, TimeoutError where another attempt may help; else RewardError."""
+        """Raises: CallError or TimeoutError if another attempt may help; else RewardError."""
         if self._loop is not (loop := asyncio.get_running_loop()):
             self._loop, self._slots = loop, asyncio.Semaphore(self.settings.concurrency)
         async with self._slots:
@@ -185,7 +185,7 @@ class Client:
         return JudgeReply(text, None, read, written, cost, is_cut=is_cut)
 
     async def _wait_for_limits(self, tokens: float) -> None:
-        """Spaces requests evenly over the minute; a pause that the server asked for counts for all of them."""
+        """Spaces requests evenly over the minute; a pause that the server asks for delays all of them."""
         limits = ((1.0, self.settings.requests_per_minute), (tokens, self.settings.tokens_per_minute))
         spacing = max(60 * size / limit if limit else 0.0 for size, limit in limits)
         start = max(time.monotonic(), self._free_at)
@@ -194,7 +194,7 @@ class Client:
 
 
 def complete_all(settings: Settings, conversations: Sequence[Messages]) -> list[str | Exception]:
-    """The reply to each conversation, or the error in its place, after `settings.deadline_seconds` for all together."""
+    """The reply to each conversation, or its error, after at most `settings.deadline_seconds` for all together."""
 
     async def run() -> list[str | Exception]:
         client = Client(settings)
@@ -215,7 +215,7 @@ def complete_all(settings: Settings, conversations: Sequence[Messages]) -> list[
 
 
 class Cache:
-    """Texts on disk, by digest. Over its size the oldest are removed."""
+    """Texts on disk, by digest. Beyond its size the oldest texts are removed."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder, self._max_bytes = folder, max_bytes
@@ -223,7 +223,7 @@ class Cache:
         self._bytes, self._written = sum(size for _, size, _ in self._entries()), 0
 
     def get(self, digest: str) -> str | None:
-        """The text; None if it is not there."""
+        """The text with this digest; None without one."""
         try:
             found: str = json.loads((self._folder / f"{digest}.json").read_bytes())["text"]
         except (OSError, ValueError, LookupError, TypeError):
@@ -231,7 +231,7 @@ class Cache:
         return found
 
     def put(self, digest: str, text: str) -> None:
-        """Writes a text atomically. A cache that cannot be written is left out, with a warning."""
+        """Writes a text atomically. If the cache cannot be written, it is switched off with a warning."""
         content = json.dumps({"text": text}).encode()
         partial = self._folder / f".{digest}.{os.getpid()}"
         try:
@@ -257,7 +257,7 @@ class Cache:
             self._bytes -= size
 
     def _entries(self) -> list[tuple[int, int, Path]]:
-        """(time of writing, bytes, path) of each text."""
+        """The time of writing, the bytes and the path of each text."""
         found = []
         for path in self._folder.glob("*.json"):
             with suppress(FileNotFoundError):  # another process removed it

@@ -43,10 +43,10 @@ def judge(
     timeout_seconds: Positive = 60.0,
     parallel: Annotated[int, Ge(1)] = 8,
 ) -> list[list[str | None]]:
-    """A judge's hint for each prompt: that of `model` at an OpenAI-compatible `endpoint`, by the client of `llm_judge`
-    with its retries and cache, or that of `complete`, a function of messages that returns text, as
-    `path/file.py:function`. One that raises gives no hint, nor do those without a result `timeout_seconds` after
-    the first was asked, all prompts together; both are logged."""
+    """Hint of a judge for each prompt: written by `model` at an OpenAI-compatible `endpoint`, through the client of
+    `llm_judge` with its retries and cache, or by `complete`, a function from messages to text, as
+    `path/file.py:function`. A prompt has no hint where the call raises, or has no result `timeout_seconds` after the
+    first call, all prompts together; both are logged."""
     system = {"role": "system", "content": instruction}
     asked = [[system, *(message.to_dict() for message in group.prompt.messages)] for group in groups]
     if complete is not None:
@@ -65,7 +65,7 @@ def judge(
 
 
 def _result(future: Future[str]) -> str | None:
-    """The hint that a judge has given by now; None where it raised, or is late."""
+    """The hint that a judge has returned by now; None if it raised an error or is late."""
     future.cancel()  # unless a thread has begun it
     try:
         return str(future.result(timeout=0))

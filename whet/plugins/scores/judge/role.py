@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`judge_scores`: scores of a judge that is asked by a rubric: the policy, or a model with the role `reward_model`."""
+"""`judge_scores`: a judge scores responses by a rubric; it is the policy, or a model with the role `reward_model`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from whet.config.schema import DataConfig
 from whet.data.prompts import PromptFormat
 from whet.plugins.scores.judge.rubrics import Rubric, load_rubric
 from whet.trainers.columns import Sources, last_rows, register_provider
-from whet.trainers.hints import text
+from whet.trainers.teacher import text
 from whet.types import Failure, Message, Prompt, Trajectory
 
 UNREADABLE = (
@@ -25,7 +25,7 @@ UNREADABLE = (
 @register_provider("judge_scores", shape="B", phase="reward_model")
 def judge_scores(batch: Batch, sources: Sources, *, rubric: str, data: DataConfig) -> torch.Tensor:
     """Score from 0 to 1 that the judge gives by `reward_model.rubric` for the last row of each trajectory; 0 for its
-    other rows and for trajectories that failed. One without a verdict that can be read is failed.   [B]"""
+    other rows and for trajectories that failed. A trajectory whose verdict cannot be read fails.   [B]"""
     rollouts, asks = sources.rollouts.judge or sources.rollouts, load_rubric(rubric)
     trajectories = [each for group in sources.groups for each in group.trajectories]
     judged = [each for each in trajectories if each.failure is None]

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rubrics: what a judge is asked, and how its reply is read, as one object.
+"""Rubrics: the question to a judge and the parser of its reply, as one object.
 
 The texts to be judged are data. Each stands between two lines with a fence, which is derived from a digest of the texts
 and occurs in none of them; the system message says that instructions between them do not count; control tokens are
-written with a space, `< |` for `<|`. Of the reply only its end is read, the last line or the JSON object that ends it,
-after the judge's own thought, so nothing that the judge quotes counts.
-"""
+written with a space, `< |` for `<|`. Only the end of the reply is read, the last line or a final JSON object, after the
+judge's own thought, so quotes in it do not count."""
 
 from __future__ import annotations
 
@@ -48,9 +47,8 @@ class Rubric:
     """A template and the parser of the reply to it.
 
     `parser` is yes_no, scale, json or pairwise. `low` and `high` are the ends of a scale or JSON field, which become 0
-    and 1; `field` is the JSON field; with `weights`, which are of several fields by name, the score is their weighted
-    mean. Raises: ConfigError where the template does not ask for what the parser reads.
-    """
+    and 1; `field` is the JSON field; with `weights`, by name of several fields, the score is their weighted mean.
+    Raises: ConfigError if the template does not ask for the form that the parser reads."""
 
     name: str
     template: str
@@ -85,7 +83,7 @@ class Rubric:
             raise ConfigError(f"{place}: template", f"no {missing[0]!r}", reads, "add it to the template")
 
     def messages(self, texts: Mapping[str, str]) -> list[dict[str, str]]:
-        """The messages that ask a judge about `texts`, which are `TEXTS` by name."""
+        """The messages that ask a judge about `texts`, by the names in `TEXTS`."""
         fence, number = "", 0
         while not fence or any(fence in text for text in texts.values()):
             digest = hashlib.blake2b(json.dumps([number, dict(texts)]).encode(), digest_size=12).hexdigest()
@@ -97,7 +95,7 @@ class Rubric:
         return [{"role": "system", "content": system}, {"role": "user", "content": question}]
 
     def read(self, reply: str) -> float | None:
-        """The score from 0 to 1 at the end of a judge's reply; None where it has none."""
+        """The score from 0 to 1 at the end of a judge's reply; None without one."""
         reply = after_thought(reply)
         if _THOUGHT.search(reply):  # it does not end
             return None
@@ -138,7 +136,7 @@ def _scale(rubric: Rubric, line: str) -> float | None:
 
 
 def _json_fields(rubric: Rubric, text: str) -> float | None:
-    """The weighted mean of the fields of the JSON object that ends a text."""
+    """The weighted mean of the fields of the JSON object at the end of a text."""
     text = text[-MAX_JSON:]
     for start in (found.start() for found in re.finditer(r"\{", text if text.endswith("}") else "")):
         try:
@@ -160,7 +158,7 @@ def _field(rubric: Rubric, value: object) -> float | None:
 
 
 def _share(rubric: Rubric, value: float) -> float | None:
-    """`value` from 0 at `low` to 1 at `high`; None outside of them."""
+    """Maps `value` from `low`..`high` to 0..1; None outside of this range."""
     return (value - rubric.low) / (rubric.high - rubric.low) if rubric.low <= value <= rubric.high else None
 
 
@@ -177,7 +175,7 @@ RUBRICS: dict[str, Rubric] = {}
 
 
 def register_rubric(rubric: Rubric) -> Rubric:
-    """Registers a rubric under its name.  Raises: ConfigError for a name that another rubric has."""
+    """Registers a rubric under its name.  Raises: ConfigError if another rubric has the name."""
     if RUBRICS.setdefault(rubric.name, rubric) != rubric:
         raise ConfigError(f"rubric {rubric.name}", "registered already", "a new name", "give this one another name")
     return rubric

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state machine of sessions, models and futures: no socket, no clock, no thread. Times are given in seconds.
+"""The state machine of sessions, models and futures: without socket, clock or thread. Times are arguments, in seconds.
 
-The requests of a model run in the order of their `seq_id`: one that comes early is held until those before it are
-there, one that comes twice is the same request. Models take turns. Everything belongs to a session, a session to the
-owner of a key; for another owner it does not exist. A session without a heartbeat ends with all that belongs to it.
-"""
+The requests of a model run in the order of their `seq_id`: an early one is held until the ones before it arrive, a
+repeated one counts as the same request. Models take turns. Each object belongs to a session, and a session to the owner
+of a key; other owners cannot see it. A session without a heartbeat ends with all its objects."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class RequestFailure:
-    """The end of a request that failed; `category` is "user" or "server"."""
+    """The result of a failed request; `category` is "user" or "server"."""
 
     error: str
     category: str
@@ -60,7 +59,7 @@ class ClientSession:
 
 @dataclass
 class DeskRequest:
-    """A request and its result, when there is one."""
+    """A request, with its result once there is one."""
 
     id: str
     session: ClientSession
@@ -94,15 +93,15 @@ class Desk:
         self._bytes = 0
 
     def open(self, owner: str, name: str, now: float) -> None:
-        """Opens a session.  Raises: RefusedError where there are too many."""
+        """Opens a session.  Raises: RefusedError if there are too many."""
         self.check_room(owner, "sessions", self.bounds.sessions, lambda each: 1)
         self.sessions[name] = ClientSession(name, owner, now)
 
     def check_room(
         self, owner: str, what: str, most: int, held: Callable[[ClientSession], int], number: int = 1
     ) -> None:
-        """Checks that an owner has at most half of the room that others leave, so that some is always left.  Raises:
-        RefusedError."""
+        """Checks that an owner takes at most half of the room that others leave, so that some room is always left.
+        Raises: RefusedError."""
         own = sum(held(each) for each in self.sessions.values() if each.owner == owner)
         others = sum(map(held, self.sessions.values())) - own
         if 2 * (own + number) > max(2, most - others + 1):
@@ -110,7 +109,7 @@ class Desk:
             raise RefusedError(429, f"{found}; end some, or come again later")
 
     def session(self, owner: str, name: str, now: float | None = None) -> ClientSession:
-        """The session of an owner; with `now` it is seen.  Raises: RefusedError."""
+        """The session of an owner; `now`, if given, counts as a sign of life.  Raises: RefusedError."""
         found = self.sessions.get(name)
         if found is None or found.owner != owner:
             raise RefusedError(410, f"there is no session {name}; it has ended, or is that of another key")
@@ -118,7 +117,7 @@ class Desk:
         return found
 
     def owned(self, owner: str, name: str) -> ClientSession:
-        """The session of a model or sampler, by its name.  Raises: RefusedError."""
+        """The session of the model or sampler `name`.  Raises: RefusedError."""
         for part in (MODEL, SAMPLER):
             session = self.sessions.get(name.rpartition(part)[0])
             if session is not None and session.owner == owner and name in {*session.models, *session.samplers}:
@@ -126,7 +125,7 @@ class Desk:
         raise RefusedError(404, f"there is no model or sampler {name}; its session has ended, or it is another key's")
 
     def add_model(self, owner: str, session: str, number: int, now: float) -> str:
-        """The name of a new model, or of the one with this number.  Raises: RefusedError."""
+        """The name of a new model, or of the model that already has this number.  Raises: RefusedError."""
         own, name = self.session(owner, session, now), f"{session}{MODEL}{number}"
         if name not in own.models:
             self.check_room(owner, "models", self.bounds.models, lambda each: len(each.models))
@@ -135,13 +134,13 @@ class Desk:
         return name
 
     def add_sampler(self, session: ClientSession, number: int, path: str | None) -> str:
-        """The name of a new sampler, or of the one with this number."""
+        """The name of a new sampler, or of the sampler that already has this number."""
         name = f"{session.name}{SAMPLER}{number}"
         session.samplers.setdefault(name, path)
         return name
 
     def enter(self, model: str, seq: int, digest: bytes, work: Work, size: int, now: float) -> DeskRequest:
-        """Takes a request of a model in order; one that is there already is returned.  Raises: RefusedError."""
+        """Takes a request of a model in order; a request that is already there is returned.  Raises: RefusedError."""
         own, name = self.models[model], f"{model}:{seq}"
         if (known := self._known(name, digest)) is not None:
             return known
@@ -157,7 +156,7 @@ class Desk:
         return request
 
     def note(self, name: str, session: ClientSession, digest: bytes) -> bool:
-        """Takes a request without an order.  Returns whether it is new.  Raises: RefusedError."""
+        """Takes a request without a place in an order.  Returns whether it is new.  Raises: RefusedError."""
         if is_new := self._known(name, digest) is None:
             self._add(DeskRequest(name, session, digest, 0))
         return is_new
@@ -184,12 +183,12 @@ class Desk:
         return None
 
     def put_back(self, request: DeskRequest) -> None:
-        """Takes a request back that has not ended: it is the next one of its model."""
+        """Takes back an unfinished request, as the next one of its model."""
         if (model := self.models.get(request.id.rpartition(":")[0])) is not None:
             model.ready.appendleft(request)
 
     def finish(self, name: str, result: Result) -> None:
-        """Notes the result of a request; nothing where its session has ended."""
+        """Stores the result of a request, unless its session has ended."""
         request = self.requests.get(name)
         if request is not None and request.result is None:
             request.result, request.work = result, None
@@ -207,7 +206,7 @@ class Desk:
         return request
 
     def read(self, owner: str, name: str, now: float) -> Result:
-        """The result of a request that has one.  Raises: RefusedError."""
+        """The result of a finished request.  Raises: RefusedError."""
         request = self.find(owner, name)
         assert request.result is not None
         if request.read_at is None:
@@ -216,8 +215,8 @@ class Desk:
         return request.result
 
     def sweep(self, now: float) -> list[tuple[str, ClientSession]]:
-        """Ends sessions that are not seen any more, fails requests that wait for one that never came, and forgets
-        results that were read.  Returns the sessions that ended."""
+        """Ends sessions without a sign of life, fails requests that wait for a missing one, and drops results that were
+        read.  Returns the sessions that ended."""
         for model in self.models.values():
             if model.held and now - min(each.held_since for each in model.held.values()) > self.bounds.gap_seconds:
                 late, model.next = list(model.held.values()), max(model.held) + 1
@@ -232,7 +231,7 @@ class Desk:
         return [(name, self.end(name)) for name in gone]
 
     def end(self, name: str) -> ClientSession:
-        """Ends a session: all that belongs to it is forgotten.  Returns it."""
+        """Ends a session and drops all its objects.  Returns it."""
         session = self.sessions.pop(name)
         for model in session.models:
             del self.models[model]

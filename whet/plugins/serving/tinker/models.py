@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of clients on one base: trained, saved and loaded, and as modules to sample from."""
+"""The clients' models on one base: trained, saved and loaded, and as modules to sample from."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ATTENTION = ("attn", "attention", "mixer")  # in the name of a module with layer
 
 
 class Models:
-    """Makes, trains, saves and loads models, and gives modules to sample from. One thread calls all methods."""
+    """Creates, trains, saves and loads models, and supplies modules to sample from. One thread calls all methods."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Models:
         engine: str = "single",
         ranks: Callable[..., Any] | None = None,
     ) -> None:
-        """`ranks` calls a method of `Training` in other processes; by default it is called here."""
+        """`ranks` calls a method of `Training` in other processes; by default this process does."""
         self.base, self.name, self.store, self.context = base.module, name, store, context
         nn.Module.to(self.base, device)
         self.vocab_size: int = self.base.config.get_text_config().vocab_size
@@ -56,7 +56,7 @@ class Models:
             self._module(ModelKind(name, 1))
 
     def create(self, model_id: str, kind: ModelKind) -> None:
-        """Makes a model.  Raises: ConfigError, ModelError."""
+        """Creates a model.  Raises: ConfigError, ModelError."""
         self._train("create", model_id, self._role_of(kind))
         self._kinds[model_id] = kind
 
@@ -76,7 +76,7 @@ class Models:
         return replace(self._role, lora=lora, seed=kind.seed, adapts_head=kind.train_unembed)
 
     def _targets(self, kind: ModelKind) -> list[str]:
-        """Names of the layers that get an adapter; none: all.  Raises: ConfigError."""
+        """Names of the layers that get an adapter; empty for all.  Raises: ConfigError."""
         if kind.train_attn and kind.train_mlp:
             return []
         head = self.base.get_output_embeddings()
@@ -91,8 +91,8 @@ class Models:
         return sorted(chosen)
 
     def loss(self, request: LossRequest) -> Iterator[bytes | None]:
-        """Computes a loss, and adds its gradient to the next step's. Yields None after each part of the work, at last
-        a ForwardBackwardOutput.  Raises: DataError, RegistryError, ConfigError."""
+        """Computes a loss, and adds its gradient to the next step's. Yields None after each part of the work, and at
+        last a ForwardBackwardOutput.  Raises: DataError, RegistryError, ConfigError."""
         yield from self._train("loss", request, self.vocab_size, self.context)
 
     def step(self, model_id: str, params: Mapping[str, Any]) -> dict[str, float]:
@@ -132,14 +132,15 @@ class Models:
         return nn.Module.to(whole, self.base.device).requires_grad_(False).eval()
 
     def scores(self, module: PreTrainedModel, prompt: tuple[int, ...], likeliest: int) -> PromptScores:
-        """Log-probs of a prompt's tokens, and the likeliest tokens in each place."""
+        """Log-probs of a prompt's tokens, and the most probable tokens at each position."""
         own, tables = prompt_log_probs(module, prompt, likeliest, self._role.forward)
         return PromptScores(np.array([np.nan, *own], np.float32), [[], *tables] if likeliest else [])
 
 
 @torch.no_grad()
 def fill(module: nn.Module, weights: Mapping[str, torch.Tensor], path: str) -> None:
-    """Copies whole weights into a module, or adapter weights into its adapter.  Raises: EngineError for another's."""
+    """Copies whole weights into a module, or adapter weights into its adapter.  Raises: EngineError for another model's
+    weights."""
     own = dict(adapter_weights(module)) or dict(module.named_parameters())
     if weights.keys() != own.keys() or any(own[name].shape != each.shape for name, each in weights.items()):
         raise EngineError(path, "has the weights of another model", "those of one with the same base and rank")

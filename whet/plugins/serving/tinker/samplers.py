@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples from several modules on one device with one rollout engine: from one at a time, in turns."""
+"""Samples from several modules on one device with one rollout engine, one module at a time, in turns."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ MOST_SECONDS = 2.0  # of sampling between two calls
 
 
 class Shared(RolloutEngine, SharesModule, Protocol):
-    """An engine that samples from modules of this process."""
+    """An engine that can sample from modules of this process."""
 
 
 @dataclass(frozen=True)
 class SampleRequest(Request):
-    """A request with the weights that it samples from."""
+    """A request with the name of the weights to sample from."""
 
     source: Source = ("", None)
 
 
 class Samplers:
-    """A rollout engine whose requests name their weights. It goes on to the weights of the oldest waiting request when
-    nothing runs; while others wait, no more requests for the weights at hand are begun."""
+    """A rollout engine whose requests name their weights. When it is idle it switches to the weights of the oldest
+    waiting request; while others wait, no more requests start with the present weights."""
 
     def __init__(self, engine: Shared, module: Callable[[str, str | None], PreTrainedModel]) -> None:
-        """`module` gives the module with some weights; it may raise WhetError or RefusedError."""
+        """`module` returns the module with some weights; it may raise WhetError or RefusedError."""
         self._engine, self._module = engine, module
         self._waiting: OrderedDict[Source, deque[SampleRequest]] = OrderedDict()
         self._source: Source | None = None
@@ -63,7 +63,7 @@ class Samplers:
         return True
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """Decodes.  Raises: as the engine; `lost`."""
+        """Decodes.  Raises: the engine's errors; `lost`."""
         if self.lost is not None:
             raise self.lost
         until = time.monotonic() + max(timeout_seconds, min(self.spent, MOST_SECONDS))
@@ -82,7 +82,7 @@ class Samplers:
                 return events
 
     def _switch(self) -> None:
-        """Attaches the weights that have waited longest, and begins all of their requests."""
+        """Attaches the weights that have waited longest, and starts all of their requests."""
         source = next(iter(self._waiting))
         try:
             module = self._module(*source)
@@ -117,9 +117,9 @@ class Samplers:
         self._engine.abort(self._running.intersection(uids))
 
     def status(self) -> Status:
-        """Numbers of requests that run and wait."""
+        """The numbers of running and waiting requests."""
         return Status(self._switches, len(self._running), sum(map(len, self._waiting.values())))
 
     def close(self) -> None:
-        """Frees everything."""
+        """Frees all resources."""
         self._engine.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that sample, and score prompts."""
+"""Calls that sample, and that score prompts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_LIKELIEST = 128  # tokens of a place
 
 
 class Sampling:
-    """Samples of clients, from the moment that they are asked for until they have a result."""
+    """The samples of clients, from the request until the result."""
 
     def __init__(
         self, models: Models, thread: EngineThread, settings: ServeSettings, desk: Desk, reader: BodyReader
@@ -44,7 +44,7 @@ class Sampling:
                 task.cancel()
 
     async def sample(self, owner: str, raw: Raw) -> Raw:
-        """Begins to sample.  Returns a promise.  Raises: RefusedError."""
+        """Starts sampling.  Returns a promise.  Raises: RefusedError."""
         sampler, number = raw["sampling_session_id"], int(raw.get("num_samples", 1))
         session, room = self._desk.owned(owner, sampler), self._settings.max_running + self._settings.max_waiting
         name, most = f"{sampler}:{raw['seq_id']}", -(-room // 2)
@@ -80,8 +80,8 @@ class Sampling:
         return write_samples(samples, scores, *widths)
 
     def _asked(self, raw: Raw) -> tuple[tuple[int, ...], SamplingParams]:
-        """The prompt and the parameters of sampling, with the checks of /v1/completions.  Raises: RefusedError,
-        DataError, ApiError."""
+        """The prompt and the sampling parameters, with the checks of /v1/completions.  Raises: RefusedError, DataError,
+        ApiError."""
         for name in ("prompt_alt_tokens_k", "target_prompt_logprobs"):
             if raw.get(name):
                 raise RefusedError(400, f"{name} is not supported")
@@ -133,7 +133,7 @@ class Sampling:
         return [done[uid] for uid in uids]
 
     async def cancel(self, owner: str, raw: Raw) -> Raw:
-        """Ends a request that samples."""
+        """Ends a sampling request."""
         self._desk.find(owner, raw["request_id"])
         if (found := self._tasks.get(raw["request_id"])) is not None:
             found.cancel()
@@ -141,13 +141,13 @@ class Sampling:
 
 
 def digest(asked: Raw | bytes) -> bytes:
-    """Tells requests of one name apart."""
+    """A hash that tells requests of one name apart."""
     body = asked if isinstance(asked, bytes) else json.dumps(asked, sort_keys=True).encode()
     return hashlib.blake2b(body, digest_size=16).digest()
 
 
 def failure_of(name: str, error: BaseException) -> RequestFailure:
-    """An error as the client gets it; of one that is a bug the log has the traceback."""
+    """An error in the form for the client; the traceback of a bug goes to the log."""
     if isinstance(error, WhetError | RefusedError | ApiError):
         return RequestFailure(str(error), "server" if isinstance(error, WorkerError) else "user")
     log.error("request %s failed", name, exc_info=error)

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def serve(settings: ServeSettings) -> None:
-    """Serves until a signal.  Raises: WhetError where it cannot start or go on."""
+    """Serves until a signal.  Raises: WhetError if it cannot start or continue."""
     with ExitStack() as stack:
         bound = stack.enter_context(bound_to(settings.host, settings.port))
         with long_phase("loading the model"):

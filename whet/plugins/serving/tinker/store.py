@@ -24,7 +24,7 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
 
 @dataclass(frozen=True)
 class ModelKind:
-    """The base and the adapter of a model; a checkpoint can be loaded into a model of its kind."""
+    """The base and the adapter of a model; a checkpoint fits models of the same kind."""
 
     base_model: str
     rank: int  # of the adapter; 0: all weights are trained
@@ -46,7 +46,7 @@ class Saved:
 
 
 class Store:
-    """The folder of checkpoints. A path of another owner does not exist."""
+    """The folder of checkpoints. Paths of other owners do not exist for a client."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -61,7 +61,7 @@ class Store:
         return self.folder.joinpath(*parts)
 
     def find(self, owner: str, path: str) -> tuple[Path, Saved]:
-        """A checkpoint with its meta.json.  Raises: RefusedError where there is none, or that of another."""
+        """A checkpoint with its meta.json.  Raises: RefusedError if it is missing or belongs to another owner."""
         place = self.place(path)
         saved = _read(place)
         if saved is None or saved.owner != owner:
@@ -69,7 +69,7 @@ class Store:
         return place, saved
 
     def begin(self, path: str, overwrite: bool) -> Path:
-        """The folder of a new checkpoint.  Raises: RefusedError where there is one."""
+        """The folder of a new checkpoint.  Raises: RefusedError if it exists."""
         place = self.place(path)
         if _read(place) is not None and not overwrite:
             raise RefusedError(409, f"there is a checkpoint {path}; give another name, or overwrite=True")
@@ -78,7 +78,7 @@ class Store:
         return place
 
     def end(self, place: Path, saved: Saved) -> None:
-        """Writes meta.json, which makes a checkpoint of the folder."""
+        """Writes meta.json, which completes the checkpoint."""
         files.write(place / META, json.dumps(asdict(saved)))
 
     def remove(self, owner: str, path: str) -> None:
@@ -86,7 +86,7 @@ class Store:
         shutil.rmtree(self.find(owner, path)[0])
 
     def listed(self, owner: str, model: str | None = None) -> Iterator[tuple[str, Path, Saved]]:
-        """The checkpoints of an owner, by path, the oldest first."""
+        """The checkpoints of an owner, by path, oldest first."""
         pattern = "*/*/*" if model is None else f"{model}/*/*" if NAME.fullmatch(model) else "-"
         found = [(place, _read(place)) for place in self.folder.glob(pattern)]
         kept = [(place, saved) for place, saved in found if saved is not None and saved.owner == owner]
@@ -100,7 +100,7 @@ def size_of(place: Path) -> int:
 
 
 def _read(place: Path) -> Saved | None:
-    """The meta.json of a folder; None where there is none, or it has expired, and is removed then."""
+    """The meta.json of a folder; None if it is missing, or has expired and is then removed."""
     try:
         raw: dict[str, Any] = json.loads((place / META).read_text())
     except (OSError, ValueError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of the tinker SDK: the protobuf messages that it sends and reads, and zstd."""
+"""Bytes of the tinker SDK: its protobuf messages, and zstd."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Datum:
 
 
 class LossRequest:
-    """A request for a forward or a forward and backward pass; its rows are read when they are asked for."""
+    """A request for a forward, or a forward and backward, pass; its rows are parsed on first use."""
 
     def __init__(self, body: bytes) -> None:
         """Reads a ForwardBackwardRequest.  Raises: DataError."""
@@ -118,7 +118,7 @@ def _datum(row: Any, where: str) -> Datum:
 
 
 def read_tensor(tensor: Any, where: str) -> Array:
-    """Reads a Tensor, a sparse one made whole.  Raises: DataError."""
+    """Reads a Tensor; a sparse one becomes dense.  Raises: DataError."""
     shape = [*tensor.shape]
     if tensor.dtype not in DTYPES:
         raise DataError(where, f"has the dtype {tensor.dtype}", "float32, int64, int32 or bfloat16")
@@ -165,14 +165,14 @@ def write_loss_output(log_probs: Sequence[npt.NDArray[np.float32]], metrics: Map
 
 @dataclass(frozen=True)
 class PromptScores:
-    """Log-probs of a prompt of n tokens; NaN where nothing is known."""
+    """Log-probs of a prompt of n tokens; NaN where unknown."""
 
     log_probs: npt.NDArray[np.float32] | None = None  # [n]
     likeliest: Likeliest = ()  # of n places
 
 
 def write_samples(samples: Sequence[Completion], prompt: PromptScores, width: int, prompt_width: int) -> bytes:
-    """A SampleResponse; tables of likeliest tokens have `width` and `prompt_width` columns."""
+    """A SampleResponse; tables of most probable tokens have `width` and `prompt_width` columns."""
     out = CLASSES["SampleResponse"]()
     for sample in samples:
         own = out.sequences.add(stop_reason=int(sample.finish_reason == "length"))
@@ -196,7 +196,7 @@ def _fill_table(table: Any, places: Likeliest, width: int) -> None:
 
 
 def unpacked(body: bytes, most: int) -> bytes:
-    """The bytes that zstd made `body` of.  Raises: RefusedError for other bytes, or more than `most`."""
+    """Decompresses a zstd body.  Raises: RefusedError for other bytes, or for more than `most` bytes."""
     try:
         with pa.CompressedInputStream(pa.BufferReader(body), "zstd") as stream:
             whole: bytes = stream.read(most + 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An addition to the worker of a vLLM server in tests: it compares its weights with those of a folder."""
+"""An addition to the worker of a vLLM server in tests: it compares the worker's weights with a folder's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm.model_executor.model_loader import get_model
 
 
 class Told(whet_vllm.Extension):
-    """Tells which weights are not those that vLLM itself loads from a folder."""
+    """Reports the weights that differ from the ones that vLLM itself loads from a folder."""
 
     vllm_config: Any
 

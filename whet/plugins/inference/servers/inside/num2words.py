@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in: without num2words transformers makes no SmolVLM processor, and whet itself writes texts of videos."""
+"""A stand-in for num2words, without which transformers builds no SmolVLM processor; whet itself writes texts of
+videos."""
 
 
 def num2words(number: int) -> str:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start-up of every Python process of a server: each ends when the process that started it is gone.
+"""Runs at the start of every Python process of a server: each ends when the process that started it has ended.
 
-vLLM's engine process does not hear that its parent was killed. Python imports this file by its name, as its folder is
+vLLM's engine process does not notice that its parent was killed. Python imports this file by its name, as its folder is
 on the server's PYTHONPATH."""
 
 import ctypes
@@ -19,8 +19,8 @@ ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Torchvision(importlib.abc.MetaPathFinder):
-    """Lets a torchvision that was built for CUDA be imported beside a torch for the CPU: its library cannot be loaded
-    there, and its Python part registers functions for two operators of it, which are declared here."""
+    """Makes a torchvision built for CUDA importable beside a torch for the CPU: its library cannot be loaded there, and
+    its Python part registers functions for two of its operators, which are declared here."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> None:
         """Finds nothing; declares the operators just before torchvision is imported."""

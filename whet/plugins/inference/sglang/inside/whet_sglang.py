@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The start of an SGLang 0.5.23 server with additions; nothing of whet is imported. The processes that the server
-spawns import this file too, as their main module, so the additions are in all of them.
+"""Starts an SGLang 0.5.23 server with additions; nothing of whet is imported. The processes that the server spawns
+import this file too, as their main module, so all of them have the additions.
 
 - Sampling: a token is drawn with a random number that is a function of the request's key and the token's place, as in
-  whet/rollout/sampling.py. SGLang hands seed and position of the token to its draw, which it otherwise does only with
+  whet/kernels/sampling.py. SGLang hands seed and position of the token to its draw, which it otherwise does only with
   kernels for deterministic inference; the client takes the prompt's length off the seed.
 - Rules: allowed tokens, bad words and penalties come with the request, and log-probs are those before them.
 - Ends: a response ends at its stop_token_ids alone, not at those of the folder's configuration too.
@@ -41,7 +41,7 @@ from sglang.srt.model_executor.model_runner_components import weight_updater
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils.weight_versions import compute_weight_version_spans
-from whet_parts import weights_in
+from whet_weight_parts import weights_in
 
 PATCHES = json.loads(os.environ.get("WHET_PATCHES", "[]"))  # token ids; none where the model reads text alone
 _parsed = lru_cache(1024)(json.loads)
@@ -49,7 +49,7 @@ GOLDEN, FIRST, SECOND = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB13311
 
 
 def signed(number: int) -> int:
-    """The 64-bit number as torch's int64 has it."""
+    """The 64-bit number as a signed int64 of torch."""
     return number - 2**64 if number >= 2**63 else number
 
 
@@ -67,7 +67,7 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def draw(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The token of each row where its cumulated probability first exceeds its number.   [S, V] -> [S, 1]"""
+    """The first token of each row at which the cumulated probability exceeds the row's number.   [S, V] -> [S, 1]"""
     cumulated = probs.cumsum(-1)
     tokens = torch.searchsorted(cumulated, numbers(seeds, positions)[:, None] * cumulated[:, -1:], right=True)
     last = torch.where(probs > 0, torch.arange(probs.shape[1], device=probs.device), 0).amax(-1, keepdim=True)
@@ -75,7 +75,7 @@ def draw(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> t
 
 
 def draw_logs(log_probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Draws as `draw`, from log-probs."""
+    """`draw` from log-probs."""
     return draw(log_probs.float().exp(), seeds, positions)
 
 
@@ -89,7 +89,7 @@ def draw_some(
     positions: torch.Tensor,
     **_: Any,
 ) -> torch.Tensor:
-    """Draws among the tokens that min-p, top-k and top-p leave, in this order.   [S, V] -> [S]"""
+    """Draws among the tokens that remain after min-p, top-k and top-p, in this order.   [S, V] -> [S]"""
     if need_min_p_sampling:
         probs = probs.where(probs >= probs.amax(-1, keepdim=True) * min_ps[:, None], 0.0)
     ordered, tokens = probs.sort(dim=-1, descending=True)
@@ -151,7 +151,7 @@ def _tell_progress() -> None:
 
 
 def media_of(given: dict[str, Any], token_ids: list[int]) -> MultimodalProcessorOutput:
-    """The media of a request, from the files that hold their pixel values, and its rotary positions."""
+    """The media of a request, from the files with their pixel values, and its rotary positions."""
     items = []
     for each in given["whet"]:
         pixels = load_file(each["path"])
@@ -178,7 +178,7 @@ def media_of(given: dict[str, Any], token_ids: list[int]) -> MultimodalProcessor
 
 
 def _runs(places: list[int]) -> list[list[int]]:
-    """Places in runs without gaps."""
+    """Groups consecutive places into runs."""
     return [[place for _, place in run] for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0])]
 
 
@@ -198,14 +198,14 @@ def _read_media() -> None:
 
 
 def image_features(model: Any, items: list[MultimodalDataItem]) -> torch.Tensor:
-    """The tower's features of Qwen2.5-VL's images; SGLang's own function returns patches of others than 14 pixels."""
+    """The tower's features of Qwen2.5-VL's images; SGLang's own function is wrong for patches other than 14 pixels."""
     pixels = torch.cat([item.feature for item in items]).type(model.visual.dtype)
     features: torch.Tensor = model.visual(pixels, grid_thw=torch.cat([item.image_grid_thw for item in items]))
     return features
 
 
 def _load_parts() -> None:
-    """Takes weights in whet's parts; features stay where the tower is the same behind an update."""
+    """Loads weights in whet's parts; features stay if an update leaves the tower unchanged."""
     plain_load, plain_end = WeightUpdater.update_weights_from_tensor, WeightUpdater.end_weight_update
     tower: list[int] | None = None  # the hash of each of its weights; None: those of the start
 
@@ -236,8 +236,8 @@ def _load_parts() -> None:
 
 
 def constrained(logits: torch.Tensor, reqs: Sequence[Any]) -> torch.Tensor | None:
-    """The logits that tokens are drawn from; None where they are those of the model: allowed tokens, bad words and
-    penalties as in whet/rollout/sampling.py, and no tokens of patches.   [S, V] -> [S, V]"""
+    """The logits to draw tokens from; None if they equal the model's: allowed tokens, bad words and penalties as in
+    whet/kernels/sampling.py, and no patch tokens.   [S, V] -> [S, V]"""
     rules = [(row, req, _rules(req)) for row, req in enumerate(reqs)] if len(reqs) == len(logits) else []
     if not PATCHES and not any(found for _, _, found in rules):
         return None

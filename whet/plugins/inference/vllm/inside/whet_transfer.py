@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transfer back end for the workers of vLLM 0.26 and newer (--worker-extension-cls, --weight-transfer-config), by the
-interface that vLLM has for such; it loads weights part by part. Nothing of whet is imported."""
+"""A transfer back end for the workers of vLLM 0.26 and newer (--worker-extension-cls, --weight-transfer-config),
+through vLLM's interface for such back ends; it loads weights part by part. Nothing of whet is imported."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 from vllm.platforms import current_platform
-from whet_parts import weights_in
+from whet_weight_parts import weights_in
 
 
 class PlainExtension:
     """Base class that vLLM adds to its worker."""
 
     def abandon_update(self) -> None:
-        """Forgets an update whose weights did not all come, and those of them that wait for the rest of their layer."""
+        """Drops an update whose weights did not all come, and weights that wait for the rest of their layer."""
         self._weight_update_active = False
         for layer in LAYERWISE_INFO.values():
             layer.loaded_weights.clear()
@@ -35,18 +35,18 @@ class PlainExtension:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """An empty start: the parts of an update are all that a transfer needs."""
+    """An empty start: a transfer needs only the parts of an update."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """A part of an update; in a list each worker has its own."""
+    """A part of an update; in a list each worker has its own part."""
 
     part: dict[str, Any] | list[dict[str, Any]] = field(default_factory=dict)
 
 
 class PlainTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads weights under their checkpoint names, part by part, in the way in which vLLM reloads a model."""
+    """Loads weights under their checkpoint names, part by part, like vLLM's reload of a model."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
     own: set[str] | None = None  # names of the model's weights, one for those that share memory
@@ -56,7 +56,7 @@ class PlainTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Does nothing."""
 
     def start_weight_update(self) -> None:
-        """Begins an update; kernels may want weights in another layout, which vLLM itself restores."""
+        """Starts an update; kernels may need weights in another layout, which vLLM itself restores."""
         self.came = set()
         if self.own is None:  # during an update a head is not seen to share the embedding's weight
             self.own = {name for name, _ in self.model.named_parameters()}
@@ -71,8 +71,8 @@ class PlainTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
-        """Ends an update: puts weights into the layout that the kernels want.  Raises: ValueError where one of the
-        model's did not come."""
+        """Ends an update: converts weights to the layout of the kernels.  Raises: ValueError if a weight of the model
+        is missing."""
         self.require_all()
         finalize_layerwise_reload(self.model, self.model_config)
         if current_platform.is_cpu():  # a head computes with a packed copy, also of a weight that it shares
@@ -81,7 +81,7 @@ class PlainTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                     module.quant_method.process_weights_after_loading(module)
 
     def require_all(self) -> None:
-        """Raises: ValueError where a weight of the model's did not come."""
+        """Raises: ValueError if a weight of the model is missing."""
         if self.came is not None and (missing := sorted((self.own or set()) - self.came)):
             raise ValueError(f"{len(missing)} weights of the model did not come, such as {missing[0]}")
 
@@ -90,7 +90,7 @@ class PlainTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Is of the trainer's side, which versions before 0.32 want to see here.  Raises: NotImplementedError."""
+        """Belongs to the trainer's side; versions before 0.32 require it here.  Raises: NotImplementedError."""
         raise NotImplementedError
 
 

@@ -3,9 +3,9 @@
 
 - Weights: a transfer back end that loads them part by part into the live model. On a CPU linear layers compute with
   their own parameters: vLLM packs a copy of them once, which later weights would not reach.
-- Sampling: log-probs are log_softmax(logits / temperature) before anything that changes the choice. A token is drawn
+- Sampling: log-probs are log_softmax(logits / temperature) before any change of the choice. A token is drawn
   with a random number that is a function of the request's key and the token's place in the response, as in
-  whet/rollout/sampling.py. Penalties and bad words read tokens of an earlier attempt as tokens of the response.
+  whet/kernels/sampling.py. Penalties and bad words read tokens of an earlier attempt as tokens of the response.
 - Images and videos: pixel values are read from a file in shared memory when the tower encodes them; features are kept
   until the tower's weights change; rotary positions come with the request.
 """
@@ -38,12 +38,12 @@ FEATURE_BYTES = 2**30  # of the host's memory, for features of images and videos
 
 
 class Extension(whet_transfer.PlainExtension):
-    """Base class that vLLM adds to its worker; importing this module does the rest of the work."""
+    """Base class that vLLM adds to its worker; importing this module installs the additions."""
 
     model_runner: Any
 
     def replace_adapter(self, name: str, path: str) -> None:
-        """Puts another adapter in the place of the only one; without `load_inplace` vLLM would keep the old one."""
+        """Replaces the only adapter; without `load_inplace` vLLM would keep the old one."""
         self.model_runner.add_lora(LoRARequest(name, 1, path, load_inplace=True))
 
     def num_encoded(self) -> int:
@@ -58,7 +58,7 @@ class PartTransfer(whet_transfer.PlainTransfer):
     """Loads weights part by part, on a CPU into the live model."""
 
     def start_weight_update(self) -> None:
-        """Begins an update."""
+        """Starts an update."""
         if current_platform.is_cpu():
             self.came = set[str]()
         else:
@@ -66,7 +66,7 @@ class PartTransfer(whet_transfer.PlainTransfer):
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
-        """Ends an update.  Raises: ValueError where a weight of the model's did not come."""
+        """Ends an update.  Raises: ValueError if a weight of the model is missing."""
         if current_platform.is_cpu():
             self.own = {name for name, weight in self.model.named_parameters() if weight.numel()}
             self.require_all()
@@ -77,7 +77,7 @@ class PartTransfer(whet_transfer.PlainTransfer):
 
 
 def _pack_experts(model: torch.nn.Module) -> None:
-    """Packs experts for the CPU's kernel again: vLLM does so once, and an update writes the checkpoint's layout."""
+    """Packs experts for the CPU's kernel again: vLLM does this once, while an update writes the checkpoint's layout."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     for module in model.modules():
@@ -97,7 +97,7 @@ def _pack_experts(model: torch.nn.Module) -> None:
 
 
 def _plain_products() -> None:
-    """Makes linear layers of a CPU compute with their parameters, instead of a packed copy."""
+    """Makes linear layers on a CPU compute with their parameters, instead of a packed copy."""
     packing = layer_utils.dispatch_cpu_unquantized_gemm
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
@@ -150,7 +150,7 @@ class KeyedSampler(Sampler):
 
 
 def _draw(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The token of each row where its cumulated probability first exceeds its number.   [S, V], [S] -> [S]"""
+    """The first token of each row at which the cumulated probability exceeds the row's number.   [S, V], [S] -> [S]"""
     probs = logits.softmax(-1)
     cumulated = probs.cumsum(-1)
     tokens = torch.searchsorted(cumulated, numbers[:, None] * cumulated[:, -1:], right=True).squeeze(1)
@@ -159,7 +159,7 @@ def _draw(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _number(row: Any) -> float:
-    """The random number in [0, 1) of a request's next token: splitmix64's hash of key and place."""
+    """The random number in [0, 1) of a request's next token: splitmix64's hash of key and position."""
     place = _given(row, "sampled", 0) + len(row.output_token_ids)
     key = _given(row, "key", None)
     x = ((random.getrandbits(64) if key is None else key) + (place + 1) * 0x9E3779B97F4A7C15) & MASK
@@ -169,7 +169,7 @@ def _number(row: Any) -> float:
 
 
 def _with_earlier_tokens(metadata: Any, rows: Sequence[Any]) -> Any:
-    """The metadata with tokens of the response that an earlier attempt sampled, and that came with the prompt."""
+    """The metadata, with tokens of an earlier attempt, which arrive in the prompt, counted as response tokens."""
     if not metadata.output_token_ids:
         return metadata  # nothing reads them
     earlier = [row.prompt_token_ids[len(row.prompt_token_ids) - _given(row, "sampled", 0) :] for row in rows]
@@ -183,7 +183,7 @@ def _given(row: Any, name: str, default: Any) -> Any:
 
 
 def _key_the_sampler() -> None:
-    """Puts KeyedSampler into the model runner, and gives it the requests of each batch."""
+    """Installs KeyedSampler in the model runner, and passes it the requests of each batch."""
     gpu_model_runner.Sampler = KeyedSampler
     runner, batch = gpu_model_runner.GPUModelRunner, gpu_input_batch.InputBatch
     plain_sample, plain_add = runner._sample, batch.add_request
@@ -204,7 +204,7 @@ def _key_the_sampler() -> None:
 
 
 class FeatureCache:
-    """The tower's outputs by digest, the least recently used ones dropped: vLLM forgets its own with each update."""
+    """The tower's outputs by digest, least recently used ones dropped; vLLM drops its own at each update."""
 
     def __init__(self) -> None:
         self.tower: list[int] | None = None  # the hash of each of its weights; None: those of the start
@@ -212,7 +212,7 @@ class FeatureCache:
         self._found: OrderedDict[str, torch.Tensor] = OrderedDict()
 
     def keep_for(self, model: torch.nn.Module) -> None:
-        """Drops all where the weights of the tower are others than before."""
+        """Drops all features if the weights of the tower have changed."""
         weights = [weight for name, weight in model.named_parameters() if name.startswith(TOWERS)]
         tower = torch.stack([torch.hash_tensor(weight) for weight in weights]).tolist() if weights else []
         if tower != self.tower:
@@ -226,7 +226,7 @@ class FeatureCache:
         return found
 
     def add(self, name: str, features: torch.Tensor) -> None:
-        """Keeps new features on the host; vLLM's own media, of its warm-up, have no digest."""
+        """Stores new features on the host; vLLM's own media, of its warm-up, have no digest."""
         if not (digest := _digest(name)):
             return
         self.num_encoded += 1
@@ -243,8 +243,8 @@ def _digest(name: str) -> str:
 
 
 def _read_media() -> None:
-    """Lets the model runner read pixel values from the files of requests unless it has the features, and take positions
-    that came with them."""
+    """Makes the model runner read pixel values from the files of requests unless it has the features, and use the
+    positions of requests."""
     runner = gpu_model_runner.GPUModelRunner
     plain_batch, plain_positions = runner._batch_mm_inputs_from_scheduler, runner._init_mrope_positions
     plain_cache = runner._cache_encoder_output
@@ -274,7 +274,7 @@ def _read_media() -> None:
 
 
 def _with_pixels(item: Any) -> Any:
-    """The media with the pixel values of its file; vLLM's own, of its warm-up, has no file."""
+    """The media with the pixel values of its file; vLLM's own media, of its warm-up, have no file."""
     if "whet_file" not in item:
         return item
     elements = {name: element for name, element in item.items() if name != "whet_file"}

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replaces a model's RMS norms and gated MLPs by versions that save less memory for the backward pass, and its linear
+layers by layers with a kernel of whet.
+
+A module is replaced only if the version computes the same: its parts have the expected names, and a small copy with
+random weights (the model's may not be loaded yet) gives the same results."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from whet.compiled import library
+from whet.kernels.linear import FastLinear
+
+TOLERANCE = 1e-5  # relative, in float32
+WIDTH = 8  # of the copies for the comparison
+KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class GatedMLP(nn.Module):
+    """The layer down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, gate_proj: nn.Linear, up_proj: nn.Linear, down_proj: nn.Linear) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> [..., H]."""
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        gated = _SiluGate.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)
+        out: torch.Tensor = self.down_proj(gated)
+        return out
+
+
+def fuse(model: nn.Module) -> int:
+    """Replaces the suitable modules of `model`.  Returns their number."""
+    replaced = 0
+    for parent in list(model.modules()):
+        for name, module in list(parent.named_children()):
+            if type(module) is nn.Linear:
+                module.__class__ = FastLinear  # its weight, its names and its hooks stay
+            other = _counterpart(module)
+            if other is not None and _same(module):
+                setattr(parent, name, other.train(module.training))
+                replaced += 1
+    return replaced
+
+
+def _counterpart(module: nn.Module) -> nn.Module | None:
+    weights, parts = dict(module.named_parameters()), dict(module.named_children())
+    eps = getattr(module, "variance_epsilon", None)
+    if not parts and weights.keys() == {"weight"} and weights["weight"].dim() == 1 and isinstance(eps, float):
+        return RMSNorm(weights["weight"], eps)
+    if parts.keys() == {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+        linear = [parts[name] for name in ("gate_proj", "up_proj", "down_proj")]
+        if all(isinstance(part, nn.Linear) for part in linear):
+            return GatedMLP(*linear)  # type: ignore[arg-type]
+    return None
+
+
+@torch.no_grad()
+def _same(module: nn.Module) -> bool:
+    """True if small copies of the module and its replacement, with random weights, agree on a few random rows."""
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)  # torch.manual_seed also seeds accelerators, and takes milliseconds
+        small = copy.copy(module)
+        small._parameters = {name: nn.Parameter(torch.rand(WIDTH)) for name in module._parameters}
+        small._modules = {name: _small_linear(name, part) for name, part in module._modules.items()}
+        rows = torch.randn(4, WIDTH)
+        other = _counterpart(small)
+        assert other is not None
+        try:
+            expected, got = small(rows), other(rows)
+        except (RuntimeError, TypeError, AttributeError):  # its computation needs its own width, or more than the rows
+            return False
+        return bool((got - expected).norm() <= TOLERANCE * expected.norm())
+
+
+def _small_linear(name: str, part: nn.Module | None) -> nn.Module | None:
+    if not isinstance(part, nn.Linear):
+        return part
+    sizes = (2 * WIDTH, WIDTH) if name == "down_proj" else (WIDTH, 2 * WIDTH)
+    return nn.Linear(*sizes, bias=part.bias is not None)
+
+
+class _SiluGate(torch.autograd.Function):
+    """silu(gate) up; saves gate and up, but not silu(gate)."""
+
+    @staticmethod
+    def forward(ctx, gate: torch.Tensor, up: torch.Tensor):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, normalised in float32."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = weight, eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> [..., H]. Under autocast float32 states give a result in autocast's dtype."""
+        if torch.is_grad_enabled():
+            out: torch.Tensor = _RMSNorm.apply(x, self.weight, self.eps)
+            return out
+        return normalise(x, self.weight, self.eps)[0]
+
+
+def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the normalised states [..., H], and 1 / sqrt(mean(x^2) + eps) [..., 1]."""
+    dtype = x.dtype if x.dtype == weight.dtype else torch.promote_types(x.dtype, weight.dtype)
+    if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    if not _has_kernel(x, weight):
+        return reference(x, weight, eps, dtype)
+    x, weight = x.contiguous(), weight.contiguous()
+    out, scale = torch.empty_like(x, dtype=dtype), torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
+    _kernel("whet_rms_norm")(*_narrow(x, weight, out), *_at(x, weight, out, scale), *_sizes(x), eps)
+    return out, scale
+
+
+def reference(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`normalise` in torch. Like transformers, it rounds the normalised rows to x's dtype before the product."""
+    wide = _at_least_float32(x)
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return ((wide * scale).to(x.dtype) * weight).to(dtype), scale
+
+
+def gradients(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the gradients of x and of the weight; `scale` comes from `normalise`.
+
+    With u = x scale and g = grad weight: d x = scale (g - u mean(g u)), d weight = sum of grad u over rows.
+    """
+    if not _has_kernel(x, weight, grad):
+        return reference_gradients(grad, x, weight, scale)
+    x, weight, grad = x.contiguous(), weight.contiguous(), grad.contiguous()
+    grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight, dtype=torch.float32)
+    _kernel("whet_rms_norm_backward")(
+        *_narrow(x, weight, grad), *_at(grad, x, weight, scale, grad_x, grad_weight), *_sizes(x)
+    )
+    return grad_x, grad_weight.to(weight.dtype)
+
+
+def reference_gradients(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gradients` in plain torch."""
+    unit, grad = _at_least_float32(x) * scale, _at_least_float32(grad)
+    grad_weight = (grad * unit).flatten(0, -2).sum(0)
+    grad = grad * weight
+    along = (grad * unit).mean(-1, keepdim=True)
+    return unit.mul_(along).neg_().add_(grad).mul_(scale).to(x.dtype), grad_weight.to(weight.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float):  # type: ignore[no-untyped-def]
+        out, scale = normalise(x, weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
+        x, weight, scale = ctx.saved_tensors
+        return *gradients(grad, x, weight, scale), None
+
+
+def _has_kernel(*tensors: torch.Tensor) -> bool:
+    """True if the C++ kernel can run: not under torch.compile, which fuses the formula, nor on fake tensors."""
+    for each in tensors:
+        if each.dtype not in KERNEL_DTYPES or not each.is_cpu or isinstance(each, FakeTensor):
+            return False
+    return not torch.compiler.is_compiling() and library(_SOURCE) is not None
+
+
+_SOURCE = Path(__file__).with_name("rms_norm.cpp")
+
+
+@cache
+def _kernel(name: str) -> ctypes._NamedFuncPointer:  # type: ignore[name-defined]
+    compiled = library(_SOURCE)
+    assert compiled is not None
+    flags, sizes = [ctypes.c_int] * 3, [ctypes.c_int64] * 2
+    function = compiled[name]
+    function.restype = None
+    function.argtypes = (
+        [*flags, *[ctypes.c_void_p] * 4, *sizes, ctypes.c_float]
+        if name == "whet_rms_norm"
+        else [*flags, *[ctypes.c_void_p] * 6, *sizes]
+    )
+    return function
+
+
+def _narrow(*tensors: torch.Tensor) -> list[int]:
+    return [each.dtype is torch.bfloat16 for each in tensors]
+
+
+def _at(*tensors: torch.Tensor) -> list[int]:
+    return [each.data_ptr() for each in tensors]
+
+
+def _sizes(x: torch.Tensor) -> tuple[int, int]:
+    """Rows and width."""
+    return x.numel() // max(1, x.shape[-1]), x.shape[-1]
+
+
+def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

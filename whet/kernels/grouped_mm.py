@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of rows with the weights of their experts, for a module of stacked experts as transformers has them.
+
+Kernels for few rows round differently from those for many, and the other tokens decide how many rows an expert gets.
+On a CPU an expert's rows are padded to at least `MIN_ROWS`, so that a token's result does not depend on the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+MIN_ROWS = 16
+
+
+def one_by_one(
+    module: Any, rows: torch.Tensor, counts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """Computes expert after expert: rows [n, H], sorted by expert, and the number of rows of each -> [n, H]."""
+    outs, none = [], [None] * len(gate_up)
+    gate_up, down = (gate_up.mT, down.mT) if module.is_transposed else (gate_up, down)
+    biases = [module.gate_up_proj_bias.unbind(), module.down_proj_bias.unbind()] if module.has_bias else [none, none]
+    # One unbind for all experts: the gradient is then one tensor instead of a sum over experts.
+    layers = zip(gate_up.unbind(), biases[0], down.unbind(), biases[1], strict=True)
+    for part, (first, first_bias, second, bias) in zip(rows.split(counts.tolist()), layers, strict=True):
+        if len(part):
+            whole = F.pad(part, (0, 0, 0, -len(part) % MIN_ROWS))
+            outs.append(F.linear(module._apply_gate(F.linear(whole, first, first_bias)), second, bias)[: len(part)])
+    return torch.cat(outs) if outs else rows + 0.0 * (gate_up.sum() + down.sum())
+
+
+def grouped(
+    module: Any, rows: torch.Tensor, counts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """`one_by_one` in two products for all experts."""
+    ends = counts.cumsum(0).int()
+    inner = module._apply_gate(F.grouped_mm(rows.to(gate_up.dtype), gate_up.mT, offs=ends))
+    return F.grouped_mm(inner, down.mT, offs=ends)
+
+
+def same_for_each(module: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Computes shapes only, for tensors without values: each expert gets the same number of rows."""
+    each = -(-len(rows) // (module.num_experts * MIN_ROWS)) * MIN_ROWS
+    whole = F.pad(rows, (0, 0, 0, module.num_experts * each - len(rows)))
+    up, down = module.gate_up_proj, module.down_proj
+    up, down = (up, down) if module.is_transposed else (up.mT, down.mT)
+    return (module._apply_gate(whole.view(module.num_experts, each, -1) @ up) @ down).flatten(0, 1)[: len(rows)]

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls that differ between servers, and the requests that they concern."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from whet.errors import ConfigError
+from whet.plugins.inference.servers.weights import Part
+from whet.rollout.protocol import Completion, Request, Span
+from whet.rollout.requirements import Sampling
+from whet.types import FinishReason, Versions
+
+NEVER_SENT = Completion((), (), "abort", ())
+
+
+@dataclass(eq=False)
+class Live:
+    """An unfinished request, and the server call that answers it."""
+
+    request: Request
+    name: str  # of this attempt, for the server
+    submitted_at: float = field(default_factory=time.monotonic)
+    is_sent: bool = False
+    is_cut: bool = False  # the server is asked to end it, and it is sent again
+    before: Completion = NEVER_SENT  # what it had when it was sent again
+    known: Versions = ()  # of its tokens at the last change of weights, where it streams
+    call: Future[None] = field(default_factory=Future)
+
+    @property
+    def rest(self) -> Request:
+        """Returns the remaining request for the server, after the tokens sampled so far."""
+        return replace(self.request, sampled_ids=self.request.sampled_ids + self.before.token_ids)
+
+
+class ServerWords(ABC):
+    """The calls that every server has under its own names."""
+
+    @classmethod
+    @abstractmethod
+    def refused(cls, sampling: Sampling, options: Mapping[str, Any]) -> ConfigError | None:
+        """Returns the error of a sampling parameter that a server with these options does not support."""
+
+    @classmethod
+    @abstractmethod
+    def spanning(cls, span: Span) -> dict[str, Any]:
+        """The arguments for this node's part of a server on several nodes."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Prepares a server that has just started."""
+
+    @abstractmethod
+    async def sample(self, live: Live) -> Completion:
+        """Sends a request and waits for its completion, in the client's thread. If it streams, its tokens may come
+        earlier (`stream`).  Raises: EngineError, OSError."""
+
+    @abstractmethod
+    def end(self, names: list[str]) -> None:
+        """Asks the server to end running requests; unknown names are no error."""
+
+    @abstractmethod
+    def hold(self, *, keep_cache: bool) -> None:
+        """Stops sampling between two decode steps; without `keep_cache` running requests recompute everything."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Continues after `hold`."""
+
+    @abstractmethod
+    def so_far(self) -> Iterable[tuple[Live, Completion]]:
+        """The unfinished requests with their tokens, while the server is on hold."""
+
+    @abstractmethod
+    def count(self) -> int:
+        """The number of tokens of all unfinished requests."""
+
+    @abstractmethod
+    def update(self, parts: Iterable[list[Part]], version: int) -> None:
+        """Loads all weights, part by part, while the server is on hold. A part is a list with an item for each device
+        of the server. An earlier update may have been cut off.  Raises: HttpError; errors of `parts`."""
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Frees the accelerator's memory: the key and value cache, and the weights.  Raises: EngineError."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Undoes `sleep`.  Raises: EngineError."""
+
+
+def in_server(chosen: Iterable[Live]) -> list[Live]:
+    """Returns the requests that the server is working on."""
+    return [live for live in list(chosen) if live.is_sent and not live.call.done()]
+
+
+def end_of(found: Completion, request: Request) -> FinishReason | None:
+    """The reason why a response ends with the tokens that it had when it was cut; None if it continues."""
+    if found.token_ids and found.token_ids[-1] in request.params.stop_token_ids:
+        return "stop"
+    is_long = len(request.sampled_ids) + len(found.token_ids) >= request.params.max_new_tokens
+    return "length" if is_long else None

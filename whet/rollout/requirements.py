@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requirements of a rollout engine before it is built: its memory, and a check that this machine can run it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from whet.config.schema import KV_CACHE_BYTES, ModelConfig, SamplingConfig
+from whet.devices import room_for_tensors
+from whet.errors import ConfigError
+from whet.models.encoders.base import Encoders
+from whet.rollout.protocol import SamplingParams
+from whet.types import Media
+
+Sampling = SamplingParams | SamplingConfig  # of a request, or of a section of the config
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The lengths of a step's sequences in tokens: prompts (of some of the data, or the limit) and the longest
+    response; for runs on examples whole examples."""
+
+    prompts: tuple[int, ...]
+    response: int
+
+    def spread(self, count: int) -> list[int]:
+        """Returns `count` prompt lengths, evenly spaced over the sorted data, the longest first."""
+        ordered = sorted(self.prompts, reverse=True)
+        return [ordered[index * len(ordered) // count] for index in range(count)]
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """The sequences that one process decodes together."""
+
+    rows: int
+    n: int  # completions of a prompt
+    lengths: Lengths
+    token_bytes: int  # keys and values of one token in all layers
+    layers: int
+    sequence_bytes: int = 0  # states of one sequence in all layers
+    most: int = 0  # `rollout.max_batch_size`
+
+
+@dataclass(frozen=True)
+class RolloutBytes:
+    """Memory that an engine takes in addition to the model's weights."""
+
+    cache: int  # reserved for keys, values and states
+    written: int  # of the cache, at the most
+    is_kept: bool  # between two rollouts
+    prompt_rows: int  # prompts whose logits exist at once
+    prompt_tokens: int  # tokens of prompts that are computed together
+    smaller: Mapping[str, Any] = field(default_factory=dict)  # options with which it would take less
+    host_copies: int = 0  # of the weights, in the host's memory, while new ones are sent
+
+
+@dataclass(frozen=True)
+class CacheRoom:
+    """The room for the key and value cache with `kv_cache_bytes=auto`, beside all other memory on the accelerator."""
+
+    beside: int = 0  # most bytes of other tensors of the process while there is a cache
+    most: float = math.inf  # bytes that the sequences of a step fill
+
+    def bytes(self, device_bytes: int, allocated: int = 0) -> int:
+        """Returns the size of the cache in a process that may use `device_bytes` of the accelerator, of which its
+        tensors have `allocated` now: the bytes that remain beside the largest use of its tensors."""
+        left = room_for_tensors(device_bytes) - max(self.beside, allocated)
+        return max(KV_CACHE_BYTES, int(min(self.most, left)))
+
+
+@runtime_checkable
+class PlansMemory(Protocol):
+    """A class of rollout engines that can report their memory in advance."""
+
+    def planned_bytes(self, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
+        """The memory of an engine with these options; a class method."""
+        ...
+
+
+@runtime_checkable
+class ChecksAhead(Protocol):
+    """A class of rollout engines that can check in advance whether an engine would start on this machine."""
+
+    def check_ahead(self, model: ModelConfig, longest: int, options: Mapping[str, Any]) -> None:
+        """Raises: ConfigError if no engine with these options could sample sequences of `longest` tokens; a class
+        method that starts no process."""
+        ...
+
+    def refused(self, sampling: Sampling, options: Mapping[str, Any]) -> ConfigError | None:
+        """Returns the error of a sampling parameter that an engine with these options lacks; a class method."""
+        ...
+
+
+@runtime_checkable
+class ChecksMedia(Protocol):
+    """A class of rollout engines that support the images of some models only."""
+
+    def check_media(self, encoders: Encoders | None, media: Sequence[Media], whose: str) -> None:
+        """Raises: EngineError if the engine cannot read the media of `whose` prompt; a class method."""
+        ...
