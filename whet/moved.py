@@ -27,6 +27,7 @@ MOVED = {  # by the old name of a file or folder
     "whet.engines.compact_kernels": "whet.kernels.compact_adamw_triton",
     "whet.cli.serve": "whet.plugins.serving.command",
     "whet.engines.megatron": "whet.plugins.megatron",
+    **{f"whet.environments.{name}": f"whet.plugins.agents.{name}" for name in ("check", "shipped", "tools")},
     "whet.evaluation.lm_eval": "whet.plugins.lm_eval.model",
     **{f"whet.models.{name}": f"whet.kernels.{name}" for name in ("compiled_layers", "fused", "linear", "log_probs")},
     "whet.models.encoders.cache": "whet.models.encoders.base",

@@ -76,7 +76,7 @@ def log_prob_gap(model_path: str, requests: Sequence[tuple[list[int], int]]) -> 
 
 
 def as_batch(requests: Sequence[Request], completions: Sequence[Completion]) -> Batch:
-    """What the loop would make of these answers."""
+    """The batch that the loop would make of these responses."""
     groups = []
     for index, (request, done) in enumerate(zip(requests, completions, strict=True)):
         prompt = Prompt(str(index), index, (), request.prompt_ids, "benchmark", None)

@@ -41,7 +41,7 @@ class Actor(Worker):
 
     @register(Dispatch.DP_COMPUTE)
     def total(self, batch: Batch) -> Batch:
-        """The global sum of `value`, as every row is told it, beside the row's own name."""
+        """The global sum of `value`, repeated for every row, beside the row's own name."""
         total = batch["value"].sum()
         if self.process_group is not None:
             torch.distributed.all_reduce(total, group=self.process_group)

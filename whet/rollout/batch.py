@@ -81,7 +81,7 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
 
 
 def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[str] = ()) -> Batch:
-    """Returns the batch of scored groups: `unscored`, with the columns of `with_scores`."""
+    """Returns the batch of scored groups: `unscored` with the columns of `with_scores`."""
     return with_scores(unscored(groups, pad_token_id=pad_token_id), groups, columns=columns)
 
 

@@ -27,7 +27,7 @@ from whet.domains import Domains
 from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
 from whet.environments.host import EnvironmentHost
-from whet.environments.tools.toolbox import with_tools
+from whet.environments.toolbox import with_tools
 from whet.errors import RewardError
 from whet.models.load import load_tokenizer, stop_token_ids
 from whet.planning.dtypes import with_dtypes

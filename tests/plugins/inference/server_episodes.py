@@ -59,8 +59,8 @@ def check_turns_ahead(
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
 ) -> None:
-    """Episodes of three turns whose server gets weights while it samples: the log-prob of each token is that of the
-    checkpoint of its version, and not of the one before or after."""
+    """Checks episodes of three turns whose server gets weights while it samples: the log-prob of each token belongs to
+    the checkpoint of its version, not to the one before or after."""
     batches: list[Batch] = []
     monkeypatch.setattr(Run, "write_tokens", lambda run, step, batch: batches.append(batch))
     ahead = {"rollout.max_staleness": 1, "algorithm.correction.weight": "importance"}

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from whet.data.media import image, images
-from whet.environments.tools.sources import BadCallError, Part, Session, ToolSchema, ToolSource
 from whet.errors import ConfigError, DataError, ToolError, describe, pip_install
+from whet.plugins.agents.tools.sources import BadCallError, Part, Session, ToolSchema, ToolSource
 from whet.processes.background import in_loop
 from whet.registry import load_target
 from whet.types import Prompt

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import pytest
 
 from tests.raising import raises
-from whet.environments.tools.sources import checked, read_docstring, schema_of
 from whet.errors import ConfigError
+from whet.plugins.agents.tools.sources import checked, read_docstring, schema_of
 
 
 def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", tags: list[str] | None = None, *, key: str) -> str:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from whet.environments.protocol import Observation
-from whet.environments.shipped import Calculator, calculate
+from whet.plugins.agents.shipped import Calculator, calculate
 from whet.types import Message, Prompt
 
 PROMPT = Prompt("0:0", 0, (Message("user", "?"),), (1,), "test", None)

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.config.schema import DataConfig, EnvironmentConfig
 from whet.data.chat import encode_rendered, render_chat
-from whet.environments.tools.toolbox import toolbox_of, with_parser, with_tools
+from whet.environments.toolbox import with_tools
+from whet.plugins.agents.tools.toolbox import toolbox_of
 from whet.rollout.collect import Collector, Stage
 from whet.rollout.protocol import Completion, Finished, Request, SamplingParams
 from whet.types import Message, Prompt
@@ -53,8 +54,7 @@ def episode(
     text = render_chat(tokenizer, asked, add_generation_prompt=True, chat_template_kwargs=options)
     prompt = Prompt("0:0", 0, asked, tuple(encode_rendered(tokenizer, [text])[0]), "s", None)
     tools = toolbox_of(config)
-    assert tools is not None
-    parsed = with_parser(tools, tokenizer.get_chat_template(tools=[{}]))
+    parsed = tools.with_parser(tokenizer.get_chat_template(tools=[{}]))
     collector = Collector(
         Says(tokenizer, turns, end),  # type: ignore[arg-type]
         tokenizer,

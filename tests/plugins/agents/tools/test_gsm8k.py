@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from whet.config import TrainConfig, load_config
 from whet.data.load import TRAIN, load_items
-from whet.environments.tools.toolbox import with_tools
+from whet.environments.toolbox import with_tools
 from whet.metrics import Metrics
 from whet.rewards.pool import scorer_of
 from whet.rollout.build import build_collector

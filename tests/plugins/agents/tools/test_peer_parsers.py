@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from whet.environments.tools.parsers import parse, parts_of
+from whet.plugins.agents.tools.parsers import parse, parts_of
 
 LINES = (Path(__file__).parent / "peer_cases.jsonl").read_text(encoding="utf-8").splitlines()
 CASES: list[dict[str, Any]] = [json.loads(line) for line in LINES]

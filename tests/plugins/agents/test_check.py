@@ -12,8 +12,8 @@ import pytest
 from whet_environments.devices.chromium import NAMES as NAMES_OF_CHROMIUM
 
 from tests.environments.broken_environments import FAULTS
-from whet.environments.check import Finding, Plan, _difference, _parts, check
 from whet.environments.protocol import Observation
+from whet.plugins.agents.check import Finding, Plan, _difference, _parts, check
 from whet.registry import ENVIRONMENTS
 from whet.types import Media, Message, Prompt
 
@@ -43,7 +43,7 @@ ELSEWHERE = {  # checked in files of their own
     "webshop.environment:WebShop": "webshop",
     "gymnasium": "gymnasium",
 }
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def found(environment: str, seconds: float = 2.0, **options: Any) -> dict[str, Finding]:
@@ -111,7 +111,7 @@ def test_all_that_ship_are_checked() -> None:
     there = {target.removeprefix("whet_environments.") for target in points.values()}
     assert own | there == {*GAMES, *SCREENS, *ELSEWHERE, "calculator", "single_turn"}
     for target, name in ELSEWHERE.items():
-        text = Path(__file__).with_name(f"test_{name}.py").read_text()
+        text = (ROOT / "tests" / "environments" / f"test_{name}.py").read_text()
         assert f'{target}"' in text and re.search(r"\bcheck\(", text), target
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shipped environments: tasks of one turn, a prompt and a response; a calculator, a minimal tool; and gymnasium's
-environments, with actions and observations as text."""
+"""Shipped environments: a calculator, a minimal tool; and gymnasium's environments, with actions and observations as
+text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 from typing import Any
 
-from whet.environments.protocol import ENDS, Answer, Observation
+from whet.environments.protocol import Answer, Observation, SingleTurn as SingleTurn  # for code of 0.3
 from whet.errors import ConfigError, describe
 from whet.options import Finite
 from whet.registry import load_target, register_environment
@@ -70,18 +70,6 @@ def _value(node: ast.expr) -> Number:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
             return OPERATORS[type(op)](_value(left), _value(right))
     raise ValueError(f"{type(node).__name__} is not arithmetic")
-
-
-@register_environment("single_turn", pure=True, max_turns=1, silent=True)
-class SingleTurn:
-    """An environment whose episode ends after the first turn. It is `silent`: without a text, no host runs it."""
-
-    def __init__(self, prompt: Prompt) -> None:
-        pass
-
-    def step(self, answer: str) -> Observation:
-        """Returns the end of the episode."""
-        return ENDS
 
 
 NUMBER = r"(?<![\w.-])-?[0-9]+(?:\.[0-9]+)?(?!\w|\.[0-9])"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from whet.environments.tools.parsers import CONTROL, FORMS, Call, parse, parser_of, parts_of
-from whet.environments.tools.sources import checked, schema_of
+from whet.plugins.agents.tools.parsers import CONTROL, FORMS, Call, parse, parser_of, parts_of
+from whet.plugins.agents.tools.sources import checked, schema_of
 from whet.registry import TOOL_PARSERS
 
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -389,7 +389,7 @@ def test_values_that_json_does_not_have_are_errors_in_every_way(tmp_path: Path) 
     [call] = parse("qwen3_coder", xml("<parameter=of>\n{'a': 1e999}\n</parameter>"), XML).calls
     assert call.error is not None
     body = "def mine(text, schemas):\n    yield Call('add', {'a': float('nan')}, text=text)\n"
-    (tmp_path / "mine.py").write_text(f"from whet.environments.tools.parsers import Call\n{body}")
+    (tmp_path / "mine.py").write_text(f"from whet.plugins.agents.tools.parsers import Call\n{body}")
     [call] = parse(f"{tmp_path}/mine.py:mine", "x", SCHEMAS).calls
     assert call.error is not None and call.text == "x"
 

@@ -1,13 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsers of tool calls, one registered function a format: they split the text of a turn into calls and other text.
-
-A parser yields the text in parts: a `Call` with its text, or other text. It never raises. A part that was meant as a
-call but is malformed becomes a `Call` with an `error`, which the model reads as its result: no text is dropped.
-
-Marks of the decorator let a server stream text and calls while they are sampled. Each call has one of the texts `begin`
-or a match of `begin_patterns`; all text before it is plain. After one of the texts `end`, the parts before it no longer
-change, except a final call with an error. Without `begin` all parts wait for the end of the response. With `opening`,
-the texts before and after the name of a call's tool, a server can force the model to begin with a call."""
+"""The shipped parsers of tool calls, one registered function a format, which split a turn into calls and text."""
 
 from __future__ import annotations
 
@@ -16,20 +8,15 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from whet.environments.calls import CONTROL, Call, Schemas, parser_of as parser_of, parts_of  # for code of 0.3
 from whet.files import shipped_yaml
-from whet.registry import TOOL_PARSERS, register_tool_parser
+from whet.registry import register_tool_parser
 
-Schemas = Mapping[str, Mapping[str, Any]]  # the JSON schema of the arguments, by name of the tool
-_FORMATS = shipped_yaml("environments/tools/formats.yaml")
-SIGNS: Mapping[str, str | None] = _FORMATS["signs"]
-FORMS: Mapping[str, str] = _FORMATS["forms"]
+FORMS: Mapping[str, str] = shipped_yaml("plugins/agents/tools/formats.yaml")  # by parser
 INTERPRETERS = ("python", "ipython", "code_interpreter")  # names of a tool that runs code
-CONTROL = re.compile(r"<\|(?:im_end|eot_id|eom_id|end|call|return|endoftext)\|>|</s>")
-_THOUGHT = r"<think>.*?(?:</think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z)"
-_UNOPENED = r"\A(?:(?!<think>|\[THINK\]).)*?(?:</think>|\[/THINK\])"  # a prompt may end with the opening tag
 _THOUGHTS = re.compile(
     r"(?s).*(?:</think>|\[/THINK\]|<think>.*|\[THINK\].*|<\|channel\|>analysis(?:(?!<\|channel\|>).)*)"
 )
@@ -41,26 +28,11 @@ _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", 
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call of a tool, or a malformed call with its error."""
-
-    name: str
-    arguments: Mapping[str, object] = field(default_factory=dict)
-    error: str | None = None  # for the model to read
-    text: str = ""  # as the model wrote it
-
-
-@dataclass(frozen=True)
 class Parsed:
     """A turn: its calls in order, and the text around them."""
 
     content: str
     calls: tuple[Call, ...]
-
-    @property
-    def errors(self) -> tuple[Call, ...]:
-        """The malformed calls."""
-        return tuple(call for call in self.calls if call.error is not None)
 
 
 def parse(parser: str, text: str, schemas: Schemas) -> Parsed:
@@ -75,45 +47,6 @@ def parse(parser: str, text: str, schemas: Schemas) -> Parsed:
             else:
                 content += each
     return Parsed(CONTROL.sub("", content).strip(), tuple(calls))
-
-
-def parts_of(parser: str, text: str, schemas: Schemas, *, is_whole: bool = True) -> Iterator[str | Call]:
-    """The parts of a text by a registered parser, which skips thoughts: they are text. A thought without its closing
-    tag lasts to the end; with `is_whole` all text before the first closing tag is one, with or without an opening tag.
-    Tags inside a valid call belong to the call. The channels of gpt-oss are left to its parser."""
-    load = TOOL_PARSERS[parser].load()
-
-    def read(text: str) -> Iterator[str | Call]:
-        return (_of_json(part) if isinstance(part, Call) else part for part in load(text, schemas))
-
-    if parser == "gpt-oss" or not ("think>" in text or "THINK]" in text):
-        yield from read(text)
-        return
-    masked, position = text, 0
-    calls = {part.text for part in read(text) if isinstance(part, Call) and part.error is None}
-    for call in sorted(calls, key=len, reverse=True):
-        masked = masked.replace(call, " " * len(call))
-    for thought in re.finditer(f"{_UNOPENED}|{_THOUGHT}" if is_whole else _THOUGHT, masked, re.DOTALL):
-        if position < thought.start():
-            yield from read(text[position : thought.start()])
-        yield text[thought.start() : thought.end()]
-        position = thought.end()
-    if position < len(text):
-        yield from read(text[position:])
-
-
-def _of_json(call: Call) -> Call:
-    """The call, with an error if it has an argument that JSON lacks, such as NaN."""
-    try:
-        json.dumps(dict(call.arguments), allow_nan=False)
-    except (ValueError, TypeError, RecursionError) as error:
-        return Call(call.name, error=f"an argument is no value of JSON ({error}); expected JSON", text=call.text)
-    return call
-
-
-def parser_of(template: str) -> str | None:
-    """The name of the parser for the calls of a chat template; None if the template shows no known format."""
-    return next((name for sign, name in SIGNS.items() if sign in template), None)
 
 
 @register_tool_parser(

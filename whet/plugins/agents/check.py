@@ -45,7 +45,7 @@ WORDS = ("Up", "Down", "Left", "Right", "1", "1+1")
 ORDINARY = (*"udlr012", "yes", "select(0)", "<calc>1+1</calc>", *(f"<answer>{word}</answer>" for word in WORDS))
 STRANGE: Mapping[str, str] = {
     name: text if isinstance(text, str) else "".join(map(mul, text[::2], text[1::2]))
-    for name, text in shipped_yaml("environments/strange_answers.yaml").items()
+    for name, text in shipped_yaml("plugins/agents/strange_answers.yaml").items()
 } | {"random characters": "".join(random.Random(0).choices([chr(code) for code in range(1, 0x2FF)], k=500))}
 
 
@@ -96,7 +96,7 @@ class _Children:
     """Children of one template; `ask` runs a probe, a function of this module, in a new child or in a kept one."""
 
     def __init__(self, code: bytes, plan: Plan) -> None:
-        self._children = Children("whet.environments.check:prepare", pickle.dumps((code, plan)), replies=(dict,))
+        self._children = Children("whet.plugins.agents.check:prepare", pickle.dumps((code, plan)), replies=(dict,))
         self._seconds = plan.seconds
 
     def __enter__(self) -> _Children:

@@ -21,9 +21,10 @@ from whet.config.checks import problems
 from whet.config.schema import EnvironmentConfig
 from whet.environments.host import Deadlines, EnvironmentHost, open_host
 from whet.environments.protocol import Answer, Observation
-from whet.environments.tools.sources import _run
-from whet.environments.tools.toolbox import toolbox_of, with_parser
+from whet.environments.toolbox import tools_of
 from whet.errors import ConfigError
+from whet.plugins.agents.tools.sources import _run
+from whet.plugins.agents.tools.toolbox import toolbox_of
 from whet.rollout.batch import rows_of
 from whet.types import Failure, Message, Prompt
 
@@ -133,7 +134,7 @@ def opened(file: str) -> Any:
         made = [at(file, each) for each in tools]
         config = EnvironmentConfig(tools=made, **settings)
         deadlines = Deadlines(reset=20.0, step=20.0, close=5.0)
-        hosts.append(open_host(environment, tools=toolbox_of(config), deadlines=deadlines))
+        hosts.append(open_host(environment, tools=tools_of(config), deadlines=deadlines))
         return hosts[-1]
 
     yield open_it
@@ -467,8 +468,7 @@ def test_tools_without_a_schema_and_two_of_one_name(file: str) -> None:
     with raises(ConfigError, f"environment.tools[0]: tool {file}:nothing", found=re.compile(r"\bnothing\b")):
         toolbox_of(EnvironmentConfig(tools=[f"{file}:nothing"]))
     tools = toolbox_of(EnvironmentConfig(tools=[f"{file}:add"]))
-    assert tools is not None
     with raises(ConfigError, "chat template", change=re.compile(r"environment\.tool_role=user.*chat_template$")):
-        with_parser(tools, "{{ messages }}")
+        tools.with_parser("{{ messages }}")
     with raises(ConfigError, "environment.tool_parser", found=None, expected=re.compile("gpt-oss, hermes")):
-        with_parser(tools, "{{ tools }}")
+        tools.with_parser("{{ tools }}")

@@ -12,10 +12,10 @@ from transformers import AutoTokenizer
 
 from tests.raising import raises
 from whet.config.schema import EnvironmentConfig
-from whet.environments.tools.sandbox import Python, with_last_value
-from whet.environments.tools.shipped import BM25, Search, calculator, words
-from whet.environments.tools.toolbox import toolbox_of
 from whet.errors import ConfigError, SandboxError
+from whet.plugins.agents.tools.sandbox import Python, with_last_value
+from whet.plugins.agents.tools.shipped import BM25, Search, calculator, words
+from whet.plugins.agents.tools.toolbox import toolbox_of
 from whet.programs.protocol import open_sandbox
 
 DOCUMENTS = ["the red cat", "a red red dog", "Blue birds sing", "cat and dog and cat"]

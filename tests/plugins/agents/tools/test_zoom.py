@@ -14,8 +14,8 @@ from whet.config.schema import EnvironmentConfig
 from whet.data.media import image, images
 from whet.environments.protocol import Answer, Observation
 from whet.environments.running import EnvironmentSpec
-from whet.environments.tools.toolbox import toolbox_of
-from whet.environments.tools.zoom import Zoom
+from whet.plugins.agents.tools.toolbox import toolbox_of
+from whet.plugins.agents.tools.zoom import Zoom
 from whet.types import Media, MediaTokens, Message, Prompt
 
 QUARTERS = {(0, 0): (255, 0, 0), (1, 0): (0, 255, 0), (0, 1): (0, 0, 255), (1, 1): (255, 255, 0)}
@@ -80,7 +80,6 @@ def test_a_wrong_box_is_an_error_for_the_model(box: list[float], number: int, me
 def answered(entry: Any, role: Any, *calls: dict[str, Any]) -> Observation:
     """The observation after a turn with calls."""
     tools = toolbox_of(EnvironmentConfig(tools=[entry], tool_role=role))
-    assert tools is not None
     task = prompt(picture())
     made = tools.around(EnvironmentSpec("single_turn", {})).load()(task)
 
@@ -96,7 +95,6 @@ def answered(entry: Any, role: Any, *calls: dict[str, Any]) -> Observation:
 
 def test_earlier_results_and_observations_are_zoomed_too() -> None:
     tools = toolbox_of(EnvironmentConfig(tools=["zoom"]))
-    assert tools is not None
     task = prompt(picture())
     made = tools.around(EnvironmentSpec("single_turn", {})).load()(task)
     tokens = MediaTokens("<i>", (("<i>", 1),), 0, ((1, 1, 1),), size=(20, 40))

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from whet.config.environment import ToolLimits
 from whet.data.chat import DESCRIBED
+from whet.environments.calls import parser_of
 from whet.environments.protocol import Answer, Environment, Observation
 from whet.environments.running import EnvironmentSpec, FailedError, Running
-from whet.environments.tools.parsers import parse, parser_of
-from whet.environments.tools.sources import BadCallError, Part, Session, ToolSchema, ToolSource, open_source
 from whet.errors import ConfigError, SandboxError, ToolError, describe
-from whet.registry import TOOL_PARSERS
+from whet.plugins.agents.tools.parsers import parse
+from whet.plugins.agents.tools.sources import BadCallError, Part, Session, ToolSchema, ToolSource, open_source
+from whet.registry import TOOL_PARSERS, register_part
 from whet.types import Failure, Media, Message, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from whet.config.environment import ToolsConfig
-    from whet.config.schema import DataConfig
 
 COUNTS = ("calls", "errors", "malformed", "late", "cut")  # in the fields of a trajectory, as tools/calls, ...
 Role = Literal["tool", "user"]
@@ -48,6 +48,11 @@ class Toolbox:
         """The schemas of all tools, in order."""
         return [schema for each in self.known for schema in each]
 
+    @property
+    def starts_servers(self) -> bool:
+        """Tells whether the sessions of an episode start programs, such as MCP servers."""
+        return any("command" in each.get("mcp", ()) for each in self.entries if isinstance(each, Mapping))
+
     def around(self, inner: EnvironmentSpec) -> ToolSpec:
         """Wraps an environment in the tools."""
         return ToolSpec(inner, self)
@@ -57,6 +62,23 @@ class Toolbox:
         """The arguments of the chat template that describe the tools to the model."""
         tools = [schema.to_dict() for schema in self.schemas]
         return {"tools": tools} if self.role == "tool" else {DESCRIBED: described(tools)}
+
+    def with_parser(self, template: str | None) -> Toolbox:
+        """The tools with the parser for a chat template; None stands for text without a template.
+
+        Raises: ConfigError if the template shows no known format, or no tools at all."""
+        if template is not None and self.role == "tool" and "tools" not in template:
+            change = (
+                "set environment.tool_role=user, which tells them in the system message and sends results as user "
+                "messages, or set data.chat_template_kwargs.chat_template"
+            )
+            raise ConfigError("chat template", "does not show tools to the model", "one that reads tools", change)
+        parser = self.parser or ("hermes" if self.role == "user" else parser_of(template or ""))
+        if parser is None:
+            expected = f"{', '.join(TOOL_PARSERS.names())}, or your own as path/file.py:function"
+            change = "set it, since the chat template shows no known format of calls"
+            raise ConfigError("environment.tool_parser", None, expected, change)
+        return replace(self, parser=parser)
 
     def calls(
         self, tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], turn: int
@@ -83,41 +105,14 @@ class Toolbox:
         )
 
 
-def with_tools(data: DataConfig, environment: ToolsConfig) -> DataConfig:
-    """The data section, with the run's tools among the arguments of the chat template.  Raises: as `toolbox_of`."""
-    tools = toolbox_of(environment)
-    if tools is None:
-        return data
-    return data.model_copy(update={"chat_template_kwargs": {**data.chat_template_kwargs, **tools.for_template}})
-
-
-def toolbox_of(environment: ToolsConfig) -> Toolbox | None:
-    """The tools of the config; None without any. Each process loads them, and asks MCP servers for their tools, once.
+@register_part("tools")
+def toolbox_of(environment: ToolsConfig) -> Toolbox:
+    """The tools of the config. Each process loads them, and asks MCP servers for their tools, once.
 
     Raises: ConfigError; ToolError for an MCP server that does not start."""
-    if not environment.tools:
-        return None
     limits = ToolLimits(**environment.tool_limits)
     opened = _open(json.dumps(environment.tools, sort_keys=True, default=str), limits.start_seconds)
     return Toolbox(environment.tools, opened, limits, environment.tool_parser, environment.tool_role)
-
-
-def with_parser(tools: Toolbox, template: str | None) -> Toolbox:
-    """The tools with the parser for a chat template; None stands for text without a template.
-
-    Raises: ConfigError if the template shows no known format, or no tools at all."""
-    if template is not None and tools.role == "tool" and "tools" not in template:
-        change = (
-            "set environment.tool_role=user, which tells them in the system message and sends results as user "
-            "messages, or set data.chat_template_kwargs.chat_template"
-        )
-        raise ConfigError("chat template", "does not show tools to the model", "one that reads tools", change)
-    parser = tools.parser or ("hermes" if tools.role == "user" else parser_of(template or ""))
-    if parser is None:
-        expected = f"{', '.join(TOOL_PARSERS.names())}, or your own as path/file.py:function"
-        change = "set it, since the chat template shows no known format of calls"
-        raise ConfigError("environment.tool_parser", None, expected, change)
-    return replace(tools, parser=parser)
 
 
 def described(tools: Sequence[Mapping[str, Any]]) -> str:

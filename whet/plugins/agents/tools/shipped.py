@@ -12,9 +12,9 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from whet.environments.shipped import calculate
 from whet.errors import ConfigError
 from whet.options import Count
+from whet.plugins.agents.shipped import calculate
 from whet.registry import register_tool
 
 _ALONE = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Kana and Han

@@ -16,7 +16,7 @@ from episodes import episode
 from transformers import AutoTokenizer
 
 from whet.config.schema import EnvironmentConfig
-from whet.environments.tools.toolbox import FORM, described, toolbox_of
+from whet.plugins.agents.tools.toolbox import FORM, described, toolbox_of
 from whet.rollout.batch import rows_of
 
 TOOL = '''
@@ -442,7 +442,7 @@ def test_every_id_and_mask_of_three_turns(name: str, qwen25_folder: Path, tmp_pa
     (tmp_path / "mine.py").write_text(TOOL)
     config = EnvironmentConfig(tools=[f"{tmp_path}/mine.py:add"], tool_parser=family.parser, tool_role=family.role)  # type: ignore[arg-type]
     tools = toolbox_of(config)
-    assert tools is not None and [each.to_dict() for each in tools.schemas] == [SCHEMA]
+    assert [each.to_dict() for each in tools.schemas] == [SCHEMA]
     ends = family.ends or (family.end,) * 3
     turns = [turn + end for turn, end in zip(family.parts[::2], ends, strict=True)]
     trajectory = episode(tokenizer, config, turns, end="")

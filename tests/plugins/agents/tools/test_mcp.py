@@ -23,8 +23,8 @@ from whet.config.schema import EnvironmentConfig
 from whet.data.media import images
 from whet.environments.host import Deadlines, EnvironmentHost, open_host
 from whet.environments.protocol import Answer, Observation
-from whet.environments.tools.toolbox import toolbox_of
 from whet.errors import ConfigError, ToolError
+from whet.plugins.agents.tools.toolbox import toolbox_of
 from whet.rollout.collect import TemplateCodec
 from whet.types import Failure, Message, Prompt
 
@@ -117,7 +117,7 @@ def over_http(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
 @pytest.mark.slow
 def test_a_server_in_a_process_has_a_session_for_each_episode(opened: Opened) -> None:
     host = opened(STDIO)
-    schemas = toolbox_of(EnvironmentConfig(tools=[STDIO])).schemas  # type: ignore[union-attr]
+    schemas = toolbox_of(EnvironmentConfig(tools=[STDIO])).schemas
     assert [schema.name for schema in schemas] == ["add", "note", "bad", "picture"]
     assert schemas[0].description == "Adds two integers."
     assert schemas[0].parameters["required"] == ["a", "b"]

@@ -66,7 +66,7 @@ def open_source(entry: Any, where: str, seconds: float, known: Sequence[ToolSche
     Raises: ConfigError, ToolError."""
     kind, value, options = read_entry(entry, where)
     if kind == "mcp":
-        from whet.environments.tools.mcp import McpSource
+        from whet.plugins.agents.tools.mcp import McpSource
 
         return McpSource(value, where, seconds, known)
     try:
