@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changed programs; `python -m tests.plugins.scores.mutants` writes docs/mutants.md, the list of HumanEval's mutants that
+"""Changed programs; `python -m tests.plugins.scores.mutants` writes docs/mutants.md, the mutants of HumanEval that
 pass.
 
 It needs HumanEval beside the repository (shared/data) and bubblewrap, and takes a few minutes."""
