@@ -58,7 +58,7 @@ class Bound:
 
     @cached_property
     def is_supplied(self) -> bool:
-        """Tells whether the caller gives it values that are no columns."""
+        """Tells whether the function has parameters for which the caller supplies values other than columns."""
         return not SUPPLIED.isdisjoint({*self.entry.parameters, *self.entry.options})
 
     @cached_property

@@ -100,7 +100,7 @@ def ratio(of: Conversion, key: Key) -> Unit:
 
 
 def one_word(of: Conversion, key: Key) -> Unit:
-    """A value that is one of the row's words, alone or in a list."""
+    """Translates a value, alone or in a list, by the row's table of words."""
     [word] = key.value if isinstance(key.value, list) else [key.value]
     yield key.ours[0], key.row.values[word]
 

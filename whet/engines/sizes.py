@@ -11,7 +11,7 @@ from whet.errors import ConfigError
 
 
 def uneven_sizes(use: EngineUse, key: str, given: Mapping[str, int]) -> Iterator[ConfigError]:
-    """Yields the error of the first size that does not divide the processes which the sizes before it leave."""
+    """Yields the error of the first size that does not divide the number of processes left by the sizes before it."""
     left, whole = use.processes, f"{use.processes_key}={use.processes}"
     for name in (each for each in FACTORS if each in given):
         if left % given[name]:

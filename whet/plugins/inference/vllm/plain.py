@@ -101,7 +101,7 @@ def check_routed(found: Interpreter, options: Mapping[str, Any], is_plain: bool)
 
 
 def mixtures(model: torch.nn.Module) -> list[int]:
-    """The numbers of the layers with experts.  Raises: ConfigError without any."""
+    """The indices of the layers with experts.  Raises: ConfigError without any."""
     found = [number for number, layer in enumerate(layers(model)) if next(expert_modules(layer), None) is not None]
     if not found:
         raise ConfigError(KEY, True, "a mixture of experts", "unset it")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about pictures: how many figures, which one, in which picture more, where boxes are, and lines to read."""
+"""Questions about drawn pictures: count, name or compare figures, locate boxes, and read a line of words."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Model:
 
 
 class Desk:
-    """Sessions, models, futures."""
+    """The open sessions of clients, their models, and the requests in work or with an unread result."""
 
     def __init__(self, bounds: Bounds, finished: Callable[[str], None] = lambda request: None) -> None:
         """`finished` is called with the id of each request that gets a result."""
