@@ -252,7 +252,7 @@ def function_path(of: Conversion, key: Key) -> Unit:
 
 
 def functions(of: Conversion, key: Key) -> Unit:
-    """The functions of the script; the report asks for functions defined elsewhere."""
+    """Names with a colon, which lead to code of the script; the report asks the user to set the others."""
     names = [key.value] if isinstance(key.value, str) else [str(each) for each in key.value]
     if others := [name for name in names if ":" not in name]:
         of.result.check.append(f"{key.name}={', '.join(others)}: set {key.ours[0]} ({key.row.remark})")

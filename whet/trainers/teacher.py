@@ -90,7 +90,7 @@ def with_hints(batch: Batch, sources: Sources, teacher: TeacherConfig, chat: Pro
 
 
 def hints_of(sources: Sources, teacher: TeacherConfig, chat: PromptFormat) -> Hints:
-    """The hints of the configured source."""
+    """The hints of the source that `teacher.hint` names."""
     entry, supplied = HINTS[teacher.hint or ""], {"groups": sources.groups, "sources": sources, "chat": chat}
     found: Hints = entry.make(supplied, entry.resolve_options(teacher.hint_options, "teacher.hint_options"))
     return found

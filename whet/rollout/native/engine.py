@@ -392,7 +392,7 @@ class Prefill:
 
     @classmethod
     def of(cls, columns: DeviceColumns, config: Any) -> Prefill | None:
-        """Makes it for a model with this text config; None without kernels."""
+        """The prefill of a model with this text config; None if the device has no kernels."""
         tile = tile_tokens(config.num_attention_heads, key_value_heads(config))
         return cls(columns, tile) if has_kernels(columns.device) else None
 
