@@ -27,15 +27,15 @@ from benchmarks.competitor import ROOT
 from benchmarks.machine import provenance
 from docs.generate import gpu as page
 from whet import devices
-from whet.planning.fit import size
+from whet.planning.units import size
 
 PAGE, FILE = ROOT / "docs" / "gpu.md", page.FILE
 SECONDS = 480.0  # for all parts without a name
 SHOWN_LINES = 20  # of the end of what a part wrote
 SUITES = ("tests/engines/test_conformance.py", "tests/rollout/test_engines.py")
 NEED_ACCELERATOR = (
-    "tests/plugins/inference/servers/test_weight_parts.py::test_another_process_reads_them_on_an_accelerator",
-    "tests/test_protocol.py::test_on_a_device",
+    "tests/plugins/inference/servers/test_parts.py::test_another_process_reads_them_on_an_accelerator",
+    "tests/plugins/migration/test_protocol.py::test_on_a_device",
     "tests/test_metrics.py::test_recording_does_not_wait_for_the_device",
 )
 TESTS = ("-m", "pytest", "-q", "-n", "8", "--on-device", "-m", "slow or not slow", "-k", "not documented and not users")

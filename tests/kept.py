@@ -36,7 +36,7 @@ def keep() -> None:
     loader.compute_defaults_list = listed.second(loader.compute_defaults_list)
     catching, loggers = cast(Any, catching_logs), Loggers()
     catching.__enter__ = lambda own: loggers.enter(own)  # a bound method would not get the object
-    if planned := sys.modules.get("whet.planning.outline"):  # small runs estimate their checkpoints
+    if planned := sys.modules.get("whet.plugins.planner.outline"):  # small runs estimate their checkpoints
         estimate = vars(planned.Outline)["moment_bytes"]
         estimate.func = kept(estimate.func, lambda own: (repr(replace(own.role, total_steps=1)), own.num_weights))
     if built := sys.modules.get("whet.rollout.build"):

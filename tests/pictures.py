@@ -14,11 +14,11 @@ from PIL import Image, ImageDraw
 from transformers import PreTrainedTokenizerBase
 
 from tests.models.encoders.conftest import PLACES, built
+from whet.batch import Batch
 from whet.models.encoders.base import Encoders, Prepared
 from whet.models.encoders.load import encoders_of
 from whet.models.load import load_tokenizer
 from whet.plugins.lessons.init_model import Arch, init_model
-from whet.protocol import DataProto
 from whet.rollout.batch import to_batch
 from whet.types import Group, Media, Prompt, Trajectory, Turn
 
@@ -84,7 +84,7 @@ def asked(tokenizer: PreTrainedTokenizerBase, media: Sequence[Media], text: str 
     return token_ids(tokenizer, ["<|im_start|>user\n", *media, f"{text}<|im_end|>\n<|im_start|>assistant\n"])
 
 
-def batch_of_rows(folder: Path, rows: int = 12, seed: int = 0) -> DataProto:
+def batch_of_rows(folder: Path, rows: int = 12, seed: int = 0) -> Batch:
     """Rows of three answers to a prompt: with an image, with two, with a second image after the first answer, with
     none; the columns of `engine_conformance.ragged_batch`."""
     tokenizer = load_tokenizer(folder)

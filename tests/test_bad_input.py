@@ -42,16 +42,17 @@ from whet.data.loader import PromptLoader
 from whet.data.samplers import make_loader
 from whet.domains import Domains
 from whet.environments.protocol import Answer, Observation, Task
-from whet.environments.shipped import Gymnasium
-from whet.environments.tools.toolbox import toolbox_of, with_parser
 from whet.errors import EnvError, WhetError
 from whet.models.load import load_policy, load_tokenizer, reward_config
-from whet.planning import fit
+from whet.planning import machine
 from whet.planning.dtypes import with_dtypes
-from whet.planning.fit import check_fits
 from whet.planning.machine import FreeMemory
+from whet.plugins.agents.shipped import Gymnasium
+from whet.plugins.agents.tools.toolbox import toolbox_of
 from whet.plugins.inference.servers.environment import Interpreter
 from whet.plugins.inference.vllm.engine import PACKAGE
+from whet.plugins.planner import fit
+from whet.plugins.planner.fit import check_fits
 from whet.programs.protocol import open_sandbox
 from whet.registry import ENVIRONMENTS
 from whet.rewards.judge.rubrics import Rubric
@@ -260,15 +261,13 @@ def test_tools_that_cannot_be_used(situation: str, tools: list[Any]) -> None:
 
 def test_a_template_that_shows_no_tools() -> None:
     tools = toolbox_of(EnvironmentConfig(tools=["calculator"]))
-    assert tools is not None
     with pytest.raises(WhetError) as raised:
-        with_parser(tools, "{{ messages[0].content }}")
+        tools.with_parser("{{ messages[0].content }}")
     wrong("chat template without tools", str(raised.value))
 
 
 def test_a_parser_that_raises(tokenizer: PreTrainedTokenizerBase) -> None:
     tools = toolbox_of(EnvironmentConfig(tools=["calculator"], tool_parser="own.py:broken"))
-    assert tools is not None
     with pytest.raises(WhetError) as raised:
         tools.calls(tokenizer, [1], 0)
     wrong("parser of calls that raises", str(raised.value))
@@ -753,11 +752,11 @@ def test_what_is_wrong_with_the_folder_of_a_run() -> None:
 def test_what_is_wrong_with_the_machine(qwen25_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_dtypes(TrainConfig.model_validate({"model": {"path": str(qwen25_folder)}}))
     for situation, name, left in (
-        ("not enough memory", "free_memory", FreeMemory(4 * 2**20, "the machine's memory")),
-        ("not enough disk", "free_disk", 2**20),
+        ("not enough memory", (fit, "free_memory"), FreeMemory(4 * 2**20, "the machine's memory")),
+        ("not enough disk", (machine, "free_disk"), 2**20),
     ):
         with monkeypatch.context() as patched, pytest.raises(WhetError) as raised:
-            patched.setattr(fit, name, lambda *_, left=left: left)
+            patched.setattr(*name, lambda *_, left=left: left)
             check_fits(setup(config), Path("mine"), setup)
         wrong(situation, str(raised.value))
 

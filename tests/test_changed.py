@@ -11,7 +11,7 @@ from tests.changed import chosen, mirror_of
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """The test files of a small project."""
-    for name in ("algorithms/test_kl.py", "config/test_keys.py", "test_protocol.py", "benchmarks/test_floors.py"):
+    for name in ("algorithms/test_kl.py", "config/test_keys.py", "test_batch.py", "benchmarks/test_floors.py"):
         file = tmp_path / "tests" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
@@ -22,7 +22,7 @@ def root(tmp_path: Path) -> Path:
     ("path", "tests"),
     [
         ("whet/algorithms/kl.py", "tests/algorithms/test_kl.py"),
-        ("whet/protocol.py", "tests/test_protocol.py"),
+        ("whet/batch.py", "tests/test_batch.py"),
         ("whet/config/schema.py", "tests/config"),  # no test file of its name
         ("whet/config/deep/deeper/file.py", "tests/config"),
         ("benchmarks/floors.py", "tests/benchmarks/test_floors.py"),

@@ -17,11 +17,11 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from tests.docs.pages import ROOT, Block, check_command
-from tests.planning.test_scale import recipe
+from tests.plugins.planner.test_scale import recipe
 from whet.config import TrainConfig, load_config
 from whet.config.cluster import processors_of
-from whet.planning.first import bytes_of, host_bytes
-from whet.planning.scale import places
+from whet.plugins.planner.first import bytes_of, host_bytes
+from whet.plugins.planner.scale import places
 
 DOCKERFILES = ["Dockerfile", "Dockerfile.gpu"]
 JOBS = sorted((ROOT / "examples" / "kubernetes").glob("*.yaml"))

@@ -66,7 +66,7 @@ def test_files_are_copied_below_the_working_folder(image: Image) -> None:
     step(image, "COPY", "whet/config whet")
     place = image.root / "opt/whet/below"
     assert (place / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-    assert (place / "whet/convert.py").read_bytes() == (ROOT / "whet/config/convert.py").read_bytes()
+    assert (place / "whet/compose.py").read_bytes() == (ROOT / "whet/config/compose.py").read_bytes()
     assert not list(place.rglob("__pycache__"))
 
 

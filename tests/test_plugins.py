@@ -10,14 +10,19 @@ import tomllib
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.raising import raises
 from whet import registry
+from whet.config import TrainConfig
+from whet.config.compose import advice
 from whet.errors import RegistryError
 from whet.manifests import NAMES, PLUGINS, manifests, missing_plugin, targets
 from whet.moved import MOVED, today
+from whet.rewards.adapter import adapt, stand_ins
+from whet.rewards.worker import ScorerSpec
 
 HERE = sorted(path.parent.name for path in PLUGINS.glob("*/plugin.toml"))
 KINDS = {
@@ -76,6 +81,24 @@ def test_a_name_whose_plugin_is_gone_says_which(monkeypatch: pytest.MonkeyPatch)
         registry.Registry("command", "cli", "register_command")["view"]
 
 
+def test_without_migration_its_forms_are_errors_and_its_advice_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_a_batch(data: object) -> object:
+        return data
+
+    monkeypatch.setattr("whet.manifests.manifests", dict)
+    for module in ("config.compose", "rewards.adapter", "rewards.worker"):
+        gone = registry.Registry("foreign form", "rewards", "register_foreign")
+        monkeypatch.setattr(f"whet.{module}.FOREIGN", gone)
+    assert advice("key", TrainConfig, "actor_rollout_ref.rollout.n") is advice("config", "ppo_trainer") is None
+    with stand_ins():
+        assert "verl" not in sys.modules
+    missing = {"expected": re.compile("migration"), "change": re.compile("whet/plugins/migration")}
+    with raises(RegistryError, "foreign form data_proto", **missing):
+        adapt(of_a_batch, kwargs={}, correct_threshold=1.0)
+    with raises(RegistryError, "foreign form manager", **missing):
+        ScorerSpec(SimpleNamespace, {}, 1.0).load()
+
+
 def test_a_config_that_names_an_old_module_is_that_of_today() -> None:
     old = {
         "files": [{"path": "whet.data.drawn.figures:counting"}],
@@ -102,7 +125,8 @@ def test_a_module_is_found_under_its_old_name(old: str, new: str) -> None:
 
 
 def test_modules_inside_an_old_folder_are_those_of_today() -> None:
-    from whet.plugins.viewer import records, server
+    from whet.plugins.viewer import records as today, server
 
-    assert [import_module(f"whet.viewer.{name}") for name in ("records", "server")] == [records, server]
+    assert import_module("whet.viewer.records") is today
+    assert import_module("whet.viewer.server").Site is server.Site
     assert server.__spec__ is not None and server.__spec__.name == "whet.plugins.viewer.server"

@@ -240,7 +240,7 @@ def test_a_file_written_for_verl_is_told_where_its_imports_are_here(
 ) -> None:
     monkeypatch.setitem(sys.modules, "verl", None)  # absent, whatever is installed
     (tmp_path / "theirs.py").write_text("from verl import DataProto\n")
-    change = re.compile(r"`from whet\.protocol import DataProto`")
+    change = re.compile(r"`from whet\.plugins\.migration\.protocol import DataProto`")
     with raises(RegistryError, f"{tmp_path}/theirs.py", found=re.compile("verl"), change=change):
         KL_FORMS[f"{tmp_path}/theirs.py:f"]
 

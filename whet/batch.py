@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex, cast
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ import torch
 from whet import column_rules as rules, serialization
 from whet.column_rules import Column, ObjectArray, RowIndex
 from whet.errors import DataError
+
+if TYPE_CHECKING:  # importing it takes 2.5 CPU seconds
+    from tensordict import TensorDict
 
 
 def blocks_of(column: torch.Tensor) -> list[list[int]]:
@@ -27,8 +30,8 @@ class Batch:
 
     Every operation returns a new batch with its own containers. Columns share storage with the old ones if a view is
     possible (for a slice, not for a list of rows). So adding a column does not change the other batch, and columns must
-    not be written in place: after Ray they may be in read-only memory. `whet.protocol.DataProto` is a batch with verl's
-    methods.  Raises: DataError with the names and sizes of columns.
+    not be written in place: after Ray they may be in read-only memory.
+    Raises: DataError with the names and sizes of columns.
     """
 
     _tensors: Mapping[str, torch.Tensor]
@@ -83,6 +86,12 @@ class Batch:
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensor columns by name."""
         return dict(self._tensors.items())
+
+    def tensor_dict(self) -> TensorDict:
+        """The tensor columns as a TensorDict with batch size [B]."""
+        from tensordict import TensorDict
+
+        return TensorDict(self.tensors(), batch_size=[len(self)])
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors.keys() or name in self.non_tensor_batch  # noqa: SIM118  # a TensorDict has no `in`

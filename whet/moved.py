@@ -14,13 +14,20 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 MOVED = {  # by the old name of a file or folder
+    **{
+        f"whet.config.{name}": f"whet.plugins.migration.{name}"
+        for name in ("convert", "convert_units", "foreign", "foreign_files", "foreign_python")
+    },
+    **{f"whet.config.foreign_{name}": f"whet.plugins.migration.foreign_{name}" for name in ("shell", "shell_language")},
     "whet.data.drawn": "whet.plugins.lessons.drawn",
     **{f"whet.tracking.{name}": f"whet.plugins.trackers.{name}" for name in ("mlflow", "swanlab", "trackio", "wandb")},
     "whet.data.pickled": "whet.data.sources",
+    "whet.cli.plan_page": "whet.plugins.planner.plan_page",
     "whet.engines.compact_adamw": "whet.kernels.compact_adamw",
     "whet.engines.compact_kernels": "whet.kernels.compact_adamw_triton",
     "whet.cli.serve": "whet.plugins.serving.command",
     "whet.engines.megatron": "whet.plugins.megatron",
+    **{f"whet.environments.{name}": f"whet.plugins.agents.{name}" for name in ("check", "shipped", "tools")},
     "whet.evaluation.lm_eval": "whet.plugins.lm_eval.model",
     **{f"whet.models.{name}": f"whet.kernels.{name}" for name in ("compiled_layers", "fused", "linear", "log_probs")},
     "whet.models.encoders.cache": "whet.models.encoders.base",
@@ -29,12 +36,8 @@ MOVED = {  # by the old name of a file or folder
     "whet.models.head_kernels": "whet.kernels.log_probs_triton",
     "whet.models.init": "whet.plugins.lessons.init_model",
     "whet.models.init_vision": "whet.plugins.lessons.init_model",
-    "whet.models.narrow": "whet.kernels.bfloat16_copies",
-    "whet.models.varlen": "whet.kernels.varlen_attention",
-    "whet.rollout.native.kernels": "whet.kernels.paged_attention_triton",
-    "whet.rollout.native.paged_attention": "whet.kernels.paged_attention",
-    "whet.rollout.planned": "whet.rollout.requirements",
-    "whet.rollout.sampling": "whet.kernels.sampling",
+    "whet.protocol": "whet.plugins.migration.protocol",
+    **{f"whet.rewards.{name}": f"whet.plugins.migration.{name}" for name in ("data_proto", "managers")},
     **{f"whet.rollout.{name}": f"whet.plugins.inference.{name}" for name in ("servers", "sglang", "vllm")},
     "whet.rollout.vllm.routed": "whet.plugins.inference.vllm.plain",
     "whet.sandbox": "whet.programs",

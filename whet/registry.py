@@ -405,7 +405,9 @@ TRAINERS = Registry("trainer", "trainers", "register_trainer", ("config",))  # m
 PROVIDERS = Registry("provider of a column", "trainers", "register_provider", ("batch", "sources"))  # names: columns
 TRACKERS = Registry("tracker", "tracking", "register_tracker", ("run",))  # marks: package
 SANDBOXES = Registry("sandbox", "programs", "register_sandbox", ("address",))
+PLANNERS = Registry("planner", "planning", "register_planner", ())
 COMMANDS = Registry("command", "cli", "register_command")  # of plugins; marks: panel, settings, exits
+PARTS = Registry("part", "cli", "register_part")  # of plugins: functions that the core calls by name
 
 register_adv_est = ADV_ESTIMATORS.register
 register_policy_loss = POLICY_LOSSES.register
@@ -430,4 +432,6 @@ register_encoder = ENCODERS.register
 register_trainer = TRAINERS.register
 register_tracker = TRACKERS.register
 register_sandbox = SANDBOXES.register
+register_planner = PLANNERS.register
 register_command = COMMANDS.register
+register_part = PARTS.register

@@ -78,7 +78,7 @@ def _load_file(path: Path) -> Any:
 def _advice(error: ModuleNotFoundError) -> str:
     if (error.name or "").partition(".")[0] == "verl":
         return (
-            "write `from whet.protocol import DataProto`, and import decorators from whet (`from whet import "
-            "register_adv_est`), which needs no verl; docs/migrating.md has the forms"
+            "write `from whet.plugins.migration.protocol import DataProto`, and import decorators from whet "
+            "(`from whet import register_adv_est`), which needs no verl; docs/migrating.md has the forms"
         )
     return "install it, or set PYTHONPATH to its folder"

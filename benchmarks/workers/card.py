@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.workers.card_models import PROMPTS, VOCABULARY, config_of, workload
 from whet import devices
+from whet.batch import Batch
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.engines.role import RoleSettings
 from whet.engines.single import SingleEngine
@@ -32,7 +33,6 @@ from whet.keyed import key
 from whet.metrics import Metrics
 from whet.models import attention, experts
 from whet.models.load import TrainedModel
-from whet.protocol import DataProto
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Request, SamplingParams, generate
 from whet.trainers.objectives import PolicyObjective
@@ -138,7 +138,7 @@ def tune(report: Report) -> None:
                 report("tune", dim=dim, settings=settings, failed=str(error)[:80])
 
 
-def step(engine: SingleEngine, batch: DataProto) -> Metrics:
+def step(engine: SingleEngine, batch: Batch) -> Metrics:
     """Takes an optimizer step of PPO on a mini-batch."""
     metrics = engine.forward_backward(batch, PPO)
     metrics.merge(engine.step())
@@ -232,7 +232,7 @@ def log_probs(size: str, report: Report, prompts: int = 16) -> None:
 
 def trainer(
     size: str, checkpoint: bool, narrow: bool, prompts: int, trained: bool = True
-) -> tuple[SingleEngine, DataProto, int, int]:
+) -> tuple[SingleEngine, Batch, int, int]:
     """An engine, the batch of an update, its tokens, and the model's parameters."""
     rounding = {"weight_rounding": "stochastic", "state_dtype": "int8"} if narrow else {}
     optim = OptimConfig(lr=1e-6, **rounding) if trained else None  # type: ignore[arg-type]
@@ -259,7 +259,7 @@ def trainer(
         "advantages": torch.randn(response.shape, generator=draw) * response,
         "old_log_probs": torch.full(response.shape, -11.9) * response,
     }
-    return engine, DataProto.from_dict(tensors), int(mask.sum()), sum(p.numel() for p in engine.model.parameters())
+    return engine, Batch.of(tensors), int(mask.sum()), sum(p.numel() for p in engine.model.parameters())
 
 
 class Role(RoleSettings):

@@ -23,9 +23,9 @@ import torch
 
 from benchmarks.workers import card
 from whet import devices
+from whet.batch import Batch
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.engines.single import SingleEngine
-from whet.protocol import DataProto
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Completion, Request, generate
 
@@ -75,7 +75,7 @@ def both(
     return trainer, sampler, made
 
 
-def compared(trainer: SingleEngine, made: Sequence[Request], done: Sequence[Completion]) -> tuple[float, DataProto]:
+def compared(trainer: SingleEngine, made: Sequence[Request], done: Sequence[Completion]) -> tuple[float, Batch]:
     """The largest gap between log-probs, and the batch of the completions; an update reads a quarter of them."""
     batch = batch_of(made, done)
     own = trainer.forward(batch, frozenset({"log_probs"}))["log_probs"]
@@ -83,7 +83,7 @@ def compared(trainer: SingleEngine, made: Sequence[Request], done: Sequence[Comp
     return float(gap), batch[list(range(max(1, len(made) // 4)))]
 
 
-def batch_of(made: Sequence[Request], done: Sequence[Completion]) -> DataProto:
+def batch_of(made: Sequence[Request], done: Sequence[Completion]) -> Batch:
     """The rows of completions, prompts on the left."""
     before, after = max(len(each.prompt_ids) for each in made), max(len(each.token_ids) for each in done)
     ids, mask = torch.zeros(2, len(made), before + after, dtype=torch.int64)
@@ -103,7 +103,7 @@ def batch_of(made: Sequence[Request], done: Sequence[Completion]) -> DataProto:
         "old_log_probs": log_probs,
         "advantages": torch.randn(response.shape, generator=draw) * response,
     }
-    return DataProto.from_dict(columns)
+    return Batch.of(columns)
 
 
 def same_alone(sampler: NativeEngine, made: Sequence[Request], done: Sequence[Completion]) -> float:

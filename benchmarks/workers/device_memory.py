@@ -13,10 +13,10 @@ import torch
 from whet import devices
 from whet.config import TrainConfig, load_config
 from whet.planning.dtypes import with_dtypes
-from whet.planning.fit import size
 from whet.planning.machine import free_accelerator
-from whet.planning.memory import plan_memory
+from whet.planning.units import size
 from whet.plugins.lessons.init_model import init_model
+from whet.plugins.planner.memory import plan_memory
 from whet.trainers import build
 
 ROWS = [{"prompt": f"What is {a} plus {b}? ", "answer": str(a + b)} for a in range(16) for b in range(8)]

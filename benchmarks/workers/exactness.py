@@ -10,6 +10,7 @@ import torch
 from benchmarks.workers.packing import ragged_batch
 from benchmarks.workers.turns import Turns
 from whet import devices
+from whet.batch import Batch
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.launch import launch
@@ -17,7 +18,6 @@ from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.engines.role import RoleSettings
 from whet.keyed import key
 from whet.models.load import load_policy
-from whet.protocol import DataProto
 from whet.rollout.batch import to_batch
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Completion, Request, SamplingParams, generate
@@ -75,7 +75,7 @@ def log_prob_gap(model_path: str, requests: Sequence[tuple[list[int], int]]) -> 
     return {"mean": float(gap.mean()), "max": float(gap.max()), "tokens": gap.numel()}
 
 
-def as_batch(requests: Sequence[Request], completions: Sequence[Completion]) -> DataProto:
+def as_batch(requests: Sequence[Request], completions: Sequence[Completion]) -> Batch:
     """The batch that the loop would make of these responses."""
     groups = []
     for index, (request, done) in enumerate(zip(requests, completions, strict=True)):
@@ -99,7 +99,7 @@ def gradient_differences(
     return found
 
 
-def gradient(model_path: str, batch: DataProto, split: tuple[str, int, int]) -> torch.Tensor:
+def gradient(model_path: str, batch: Batch, split: tuple[str, int, int]) -> torch.Tensor:
     """The gradient of one update."""
     layout, max_tokens, processes = split
     roles = launch(

@@ -7,10 +7,10 @@ import torch
 
 from benchmarks.workers.turns import Turns
 from whet import devices
+from whet.batch import Batch
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.engines.role import RoleSettings
 from whet.engines.single import SingleEngine
-from whet.protocol import DataProto
 from whet.trainers.objectives import PolicyObjective
 
 
@@ -39,7 +39,7 @@ def main() -> None:
         turns.done(grad_norm=numbers["actor/grad_norm"])
 
 
-def ragged_batch(requests: list[tuple[list[int], int]]) -> DataProto:
+def ragged_batch(requests: list[tuple[list[int], int]]) -> Batch:
     """Rows with these prompts and random answers of these lengths, left and right padded as the loop's are."""
     draw = torch.Generator().manual_seed(0)
     left = max(len(prompt) for prompt, _ in requests)
@@ -49,7 +49,7 @@ def ragged_batch(requests: list[tuple[list[int], int]]) -> DataProto:
     prompt_mask = torch.tensor([[0] * (left - len(prompt)) + [1] * len(prompt) for prompt, _ in requests])
     response_mask = (torch.arange(right) < torch.tensor([length for _, length in requests])[:, None]).long()
     attention_mask = torch.cat([prompt_mask, response_mask], 1)
-    return DataProto.from_dict(
+    return Batch.of(
         {
             "input_ids": torch.cat([prompts, answers * response_mask], 1),
             "attention_mask": attention_mask,

@@ -9,11 +9,11 @@ from concurrent.futures import Future
 import torch
 
 from benchmarks.workers.turns import Turns
+from whet.batch import Batch
 from whet.controller.dispatch import Arguments, Dispatch, register
 from whet.controller.worker import RankLayout, Worker
 from whet.controller.worker_group import Reply, WorkerGroup
 from whet.errors import WhetError
-from whet.protocol import DataProto
 
 RANKS = 8
 
@@ -22,7 +22,7 @@ class Zeros(Worker):
     """Returns its result unchanged."""
 
     @register(Dispatch.DP_COMPUTE)
-    def forward(self, batch: DataProto) -> dict[str, torch.Tensor]:
+    def forward(self, batch: Batch) -> dict[str, torch.Tensor]:
         """One column."""
         raise NotImplementedError
 
@@ -54,7 +54,7 @@ def main() -> None:
     mask = (torch.arange(tokens) < torch.randint(1, tokens + 1, (rows, 1), generator=draw)).long()
     columns = {name: mask.clone() for name in ("input_ids", "attention_mask", "position_ids")}
     columns |= {name: mask[:, tokens // 2 :].float() for name in ("old_log_probs", "advantages", "response_mask")}
-    batch = DataProto.from_dict(columns, {"uid": [str(row) for row in range(rows)]})
+    batch = Batch.of(columns, {"uid": [str(row) for row in range(rows)]})
     group = WorkerGroup("actor", Zeros, [RankLayout(rank, RANKS, True) for rank in range(RANKS)], AtOnce(), 60.0)
     turns.ready()
     while True:

@@ -12,7 +12,7 @@ HEAD = """\
 Written by `make pages` from `whet/columns.csv`. A run reads the same table to decide which models to load, and which
 forward passes to compute before an update.
 
-A batch is a `DataProto`: named arrays with one entry for each row. B is the number of rows, P of prompt tokens, R of
+A batch is a `Batch`: named arrays with one entry for each row. B is the number of rows, P of prompt tokens, R of
 response tokens, L = P + R, V of tokens in the vocabulary, K of reward parts. Position t of a column [B, R] belongs to
 `responses[:, t]`, and is 0 if the policy did not sample that token; `entropy` and `values` are those of the state in
 which the token was chosen. Estimators, losses, weights and rejections cannot read columns of objects.

@@ -21,10 +21,11 @@ from whet.config import TrainConfig, load_config
 from whet.config.schema import EngineConfig, OptimConfig, RolloutConfig
 from whet.engines.role import RoleSettings
 from whet.planning.dtypes import with_dtypes
-from whet.planning.first import CARDS
 from whet.planning.machine import FreeMemory
-from whet.planning.memory import Setup, bytes_per_logit, cache_room, micro_batch_tokens, plan_memory
-from whet.planning.outline import Outline, RowLength
+from whet.planning.planner import Setup
+from whet.plugins.planner.first import CARDS
+from whet.plugins.planner.memory import bytes_per_logit, cache_room, micro_batch_tokens, outlines_of, plan_memory
+from whet.plugins.planner.outline import Outline, RowLength
 from whet.trainers import build
 
 PAGE = Path(__file__).parents[1] / "fits.md"
@@ -136,7 +137,7 @@ def cell(size: str, changes: Mapping[str, Any], name: int) -> str:
     """A run on a card: memory, tokens of a micro-batch, cache."""
     total = round(CARDS[name] * 2**30)
     planned = setup(size, changes, FreeMemory(total, "an accelerator", total))
-    for model in planned.outlines.values():
+    for model in outlines_of(planned).values():
         vars(model)["_run"] = model._compute  # a traced plan of layers that are not compiled takes minutes
     plan, room = plan_memory(planned), cache_room(planned)
     assert room is not None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from whet.config.foreign import UNSET, KeyRow, Table, tables
+from whet.plugins.migration.foreign import UNSET, KeyRow, Table, tables
 
 _TABLE = re.compile(r"^## (From .*)\n(?:(?!## |\|).*\n)*((?:\|.*\n)+)", re.MULTILINE)  # the first one below a heading
 KINDS = {"speed": "concerns speed or memory", "check": "set by hand", "parallel": "left out"}

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from whet.environments.tools.parsers import Call
+from whet.environments.calls import Call
 
 
 def lines(text: str, schemas: Mapping[str, Mapping[str, Any]]) -> Iterator[str | Call]:

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from whet.batch import Batch
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, Worker
 from whet.errors import ConfigError, DataError, WhetError
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 
 
 class Actor(Worker):
@@ -31,7 +31,7 @@ class Actor(Worker):
         self.released = threading.Event()
 
     @register(Dispatch.DP_COMPUTE)
-    def lengths(self, batch: DataProto) -> tuple[dict[str, torch.Tensor], Metrics]:
+    def lengths(self, batch: Batch) -> tuple[dict[str, torch.Tensor], Metrics]:
         """The tokens of each row, on which rank, and their mean."""
         tokens = batch["attention_mask"].sum(-1)
         metrics = Metrics()
@@ -40,19 +40,19 @@ class Actor(Worker):
         return {"tokens": tokens, "rank": torch.full_like(tokens, self.rank)}, metrics
 
     @register(Dispatch.DP_COMPUTE)
-    def total(self, batch: DataProto) -> DataProto:
+    def total(self, batch: Batch) -> Batch:
         """The global sum of `value`, repeated for every row, beside the row's own name."""
         total = batch["value"].sum()
         if self.process_group is not None:
             torch.distributed.all_reduce(total, group=self.process_group)
-        return DataProto.from_dict({"total": total.repeat(len(batch))}, {"name": batch["name"]})
+        return Batch.of({"total": total.repeat(len(batch))}, {"name": batch["name"]})
 
     @register(Dispatch.DP_COMPUTE)
     def ranks(self, rows: list[Any]) -> list[tuple[Any, int]]:
         return [(row, self.rank) for row in rows]
 
     @register(Dispatch.DP_COMPUTE)
-    def echo(self, batch: DataProto) -> DataProto:
+    def echo(self, batch: Batch) -> Batch:
         return batch
 
     @register(Dispatch.DP_COMPUTE)

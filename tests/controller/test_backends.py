@@ -11,11 +11,11 @@ import torch
 from controller_workers import Actor, Rollout, wait_until_gone
 
 from tests.raising import raises
+from whet.batch import Batch
 from whet.config.cluster import ClusterConfig
 from whet.controller.worker import ResourcePool, WorkerSpec, pools_of, with_roles
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import ConfigError, DataError, WorkerError
-from whet.protocol import DataProto
 
 Launch = Callable[..., dict[str, WorkerGroup]]
 CORES = len(os.sched_getaffinity(0))
@@ -53,9 +53,9 @@ def actor(groups: dict[str, WorkerGroup]) -> WorkerGroup:
     return groups["actor"]
 
 
-def batch(lengths: list[int]) -> DataProto:
+def batch(lengths: list[int]) -> Batch:
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    return DataProto.from_dict(
+    return Batch.of(
         {"attention_mask": mask.long(), "value": torch.arange(len(lengths))},
         {"name": [f"row {row}" for row in range(len(lengths))]},
     )
@@ -139,7 +139,7 @@ def test_what_is_wrong_before_a_call_leaves_the_group_open(actor: WorkerGroup) -
 
 def test_a_message_larger_than_any_buffer(actor: WorkerGroup) -> None:
     generator = torch.Generator().manual_seed(0)
-    data = DataProto.from_dict({"x": torch.randint(1 << 40, (64, 50_000), generator=generator)})  # 25 MB
+    data = Batch.of({"x": torch.randint(1 << 40, (64, 50_000), generator=generator)})  # 25 MB
     calls = [actor.start("echo", data) for _ in range(3)]  # answers wait while further calls are sent
     assert all(torch.equal(call.result()["x"], data["x"]) for call in calls)
 

@@ -8,6 +8,7 @@ import torch
 from controller_workers import Actor
 
 from tests.raising import raises
+from whet.batch import Batch
 from whet.controller.dispatch import (
     Arguments,
     CallPlan,
@@ -20,7 +21,6 @@ from whet.controller.dispatch import (
 from whet.controller.worker import RankLayout
 from whet.errors import DataError, RegistryError, WorkerError
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 from whet.types import Turn
 
 TWO = [RankLayout(0, 2, True), RankLayout(1, 2, True)]
@@ -32,9 +32,9 @@ def plan(layouts: Sequence[RankLayout], *args: Any, block: int = 1, **kwargs: An
     return plan_call(Dispatch.DP_COMPUTE, layouts, Arguments(args, kwargs), "actor.update", block)
 
 
-def batch(lengths: Sequence[int]) -> DataProto:
+def batch(lengths: Sequence[int]) -> Batch:
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-    return DataProto.from_dict({"attention_mask": mask, "row": torch.arange(len(lengths))}, meta_info={"step": 3})
+    return Batch.of({"attention_mask": mask, "row": torch.arange(len(lengths))}, meta_info={"step": 3})
 
 
 def test_other_names_of_dp_compute() -> None:
@@ -66,11 +66,11 @@ def test_results_return_to_the_callers_order() -> None:
     metrics[0].mean("loss", 1.0, weight=1)
     metrics[1].mean("loss", 5.0, weight=3)
     results = {
-        0: (["a"], {"x": torch.tensor([[0.0]])}, DataProto.from_dict({"y": torch.tensor([0])}), metrics[0], None),
+        0: (["a"], {"x": torch.tensor([[0.0]])}, Batch.of({"y": torch.tensor([0])}), metrics[0], None),
         1: (
             ["b", "c", "d"],
             {"x": torch.tensor([[1.0], [2.0], [3.0]])},
-            DataProto.from_dict({"y": torch.tensor([1, 2, 3])}),
+            Batch.of({"y": torch.tensor([1, 2, 3])}),
             metrics[1],
             None,
         ),

@@ -32,7 +32,7 @@ from whet.config.cluster import ClusterConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
 from whet.errors import WhetError
-from whet.protocol import DataProto
+from whet.batch import Batch
 import torch
 
 def say(**values):
@@ -41,7 +41,7 @@ def say(**values):
 if __name__ == "__main__":
     cluster = ClusterConfig(backend="ray", address="{head}:{port}", nnodes=2, deadline_seconds={deadline})
     actor = launch_roles([WorkerSpec("actor", Actor)], cluster)["actor"]
-    rows = DataProto.from_dict({{"value": torch.arange(9)}}, {{"name": list("abcdefghi")}})
+    rows = Batch.of({{"value": torch.arange(9)}}, {{"name": list("abcdefghi")}})
     total = actor.total(rows)["total"].tolist()
     say(total=total, pids=[pid for pid, _ in actor.process()], addresses=actor.where())
     if sys.argv[1] == "call":

@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import SMALL_RUN
 from whet.config import TrainConfig, load_config
-from whet.planning.scale import places
+from whet.plugins.planner.scale import places
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-services]'")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -15,6 +15,7 @@ from controller_workers import Actor, Rollout
 from tests.raising import raises
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-services]'")
+from whet.batch import Batch
 from whet.config.cluster import ClusterConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.launch import launch
@@ -23,7 +24,6 @@ from whet.controller.ray.watch import Watch
 from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import ConfigError, WorkerError
-from whet.protocol import DataProto
 
 pytestmark = pytest.mark.slow
 Launch = Callable[..., dict[str, WorkerGroup]]
@@ -45,7 +45,7 @@ class Reader(Actor):
         return self.rank == 1
 
     @register(Dispatch.DP_COMPUTE)
-    def mapped(self, batch: DataProto) -> list[str]:
+    def mapped(self, batch: Batch) -> list[str]:
         """The file that the memory of `x` belongs to, and its place in that file, for each row."""
         pointer = batch["x"].data_ptr()
         for line in Path("/proc/self/maps").read_text().splitlines():
@@ -62,10 +62,10 @@ class Reader(Actor):
 
 def test_a_shard_lies_once_in_shared_memory_and_is_read_there(launch_on: Callable[[str], Launch]) -> None:
     reader = launch_on("ray")([WorkerSpec("actor", Reader)], [ResourcePool(2)])["actor"]
-    found = reader.mapped(DataProto.from_dict({"x": torch.arange(200_000).reshape(2, -1)}))
+    found = reader.mapped(Batch.of({"x": torch.arange(200_000).reshape(2, -1)}))
     places, file, _ = found[0].split()
     assert (places, Path(file).name[:6]) == ("1", "plasma")  # both ranks read the same bytes, in Ray's object store
-    back = reader.echo(DataProto.from_dict({"x": torch.arange(200_000).reshape(2, -1)}))
+    back = reader.echo(Batch.of({"x": torch.arange(200_000).reshape(2, -1)}))
     reader.close()
     assert back["x"].sum() == 200_000 * 199_999 // 2  # what it returned is still there
 

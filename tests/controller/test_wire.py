@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from whet.batch import Batch
 from whet.controller import wire
 from whet.processes.frames import send
-from whet.protocol import DataProto
 
 
 @dataclass
@@ -29,7 +29,7 @@ def test_tensors_wherever_they_stand_travel_out_of_band_and_are_the_same() -> No
         "scalar": torch.tensor(7),
         "empty": torch.empty(0, 4),
         "array": np.arange(5),
-        "batch": DataProto.from_dict({"x": torch.arange(4)}, {"name": list("abcd")}, {"step": 1}),
+        "batch": Batch.of({"x": torch.arange(4)}, {"name": list("abcd")}, {"step": 1}),
         "text": ["a", ("b", None)],
     }
     frames = wire.encode(value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/migrating.md names keys that verl has; tests/config/test_foreign.py looks at ours."""
+"""docs/migrating.md names keys that verl has; tests/plugins/migration/test_foreign.py looks at ours."""
 
 from __future__ import annotations
 

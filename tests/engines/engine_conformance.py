@@ -28,7 +28,6 @@ from whet.controller.worker_group import WorkerGroup
 from whet.engines.protocol import Columns, Objective, TrainEngine
 from whet.engines.role import RoleSettings
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 from whet.trainers.objectives import ImitationObjective, PolicyObjective
 from whet.trainers.workers import TrainWorker
 
@@ -47,10 +46,10 @@ class Variant:
 
 VARIANTS = [Variant(True, 10**6), Variant(False, 10**6), Variant(True, 64), Variant(False, 64), Variant(True, 1)]
 MakeEngine = Callable[[Variant, OptimConfig], TrainEngine]
-BatchAt = Callable[..., DataProto]  # of a `seed`
+BatchAt = Callable[..., Batch]  # of a `seed`
 
 
-def ragged_batch(rows: int = 12, seed: int = 0) -> DataProto:
+def ragged_batch(rows: int = 12, seed: int = 0) -> Batch:
     """Rows of 3 to 30 tokens with tool text in the middle, three to a prompt; one failed row."""
     draw = torch.Generator().manual_seed(seed)
     prompt, response = 10, 20
@@ -69,7 +68,7 @@ def ragged_batch(rows: int = 12, seed: int = 0) -> DataProto:
         "names": [f"row {row}" for row in range(rows)],
         "pictures": [("of two",) * (row % 3 == 2) for row in range(rows)],
     }
-    return DataProto.from_dict(
+    return Batch.of(
         {
             "number": torch.arange(rows),
             "input_ids": input_ids,
@@ -123,12 +122,12 @@ def update(engine: TrainEngine, batch: Batch, objective: Objective) -> Metrics:
     return metrics
 
 
-def parts_of(batch: DataProto) -> list[DataProto]:
+def parts_of(batch: Batch) -> list[Batch]:
     """A mini-batch in parts, one of them of a single row."""
     return [batch[start:stop] for start, stop in ((0, 5), (5, 6), (6, len(batch)))]
 
 
-def update_in_parts(engine: TrainEngine, batch: DataProto, objective: Objective) -> Metrics:
+def update_in_parts(engine: TrainEngine, batch: Batch, objective: Objective) -> Metrics:
     """The step of `update`, by a call for each part with the counts of the whole."""
     counts, metrics = objective.counts(batch.columns()), Metrics()
     for part in parts_of(batch):
@@ -187,7 +186,7 @@ class Probe(TrainWorker):
         return named if self.rank == 0 else None
 
     @register()
-    def gradients(self, batch: DataProto) -> dict[str, torch.Tensor] | None:
+    def gradients(self, batch: Batch) -> dict[str, torch.Tensor] | None:
         """Gradients of a mini-batch, of which each rank takes its rows, whole, by name; from rank 0."""
         engine: Any = self.engine
         rows = batch[list(range(engine.dp_rank, len(batch), engine.dp_size))]
@@ -321,7 +320,7 @@ def drive(
     return Record(metrics, outputs, group.weights()[0])
 
 
-def batch_of(step: int, rows: int, batch_at: BatchAt = ragged_batch) -> DataProto:
+def batch_of(step: int, rows: int, batch_at: BatchAt = ragged_batch) -> Batch:
     """The first rows of a ragged batch, with a column that value models read."""
     batch = batch_at(seed=step)[:rows]
     return batch.with_columns(returns=batch["advantages"] + 0.5, values=0.1 * batch["advantages"])

@@ -43,7 +43,7 @@ def gradient(engine: SingleEngine) -> tuple[torch.Tensor, dict[str, float]]:
     return torch.cat([part.flatten() for part in parts]), metrics.reduce()
 
 
-def states_that_predict(batch: suite.DataProto) -> torch.Tensor:
+def states_that_predict(batch: suite.Batch) -> torch.Tensor:
     """1 for the tokens before a sampled one, which nothing but padding of failed rows follows.  [B, L]"""
     sampled = torch.zeros_like(batch["input_ids"])
     sampled[:, -batch["response_mask"].shape[1] :] = batch["response_mask"]

@@ -26,10 +26,10 @@ from whet_environments.webshop.catalogue import catalogue
 from whet_environments.webshop.environment import WebShop
 from whet_environments.webshop.server import running
 
-from whet.environments.check import Plan, check
 from whet.environments.host import EnvironmentHost, open_host
 from whet.environments.protocol import Answer, Observation
 from whet.errors import ConfigError
+from whet.plugins.agents.check import Plan, check
 from whet.types import Failure, Message, Prompt
 
 NAME = "whet_environments.browser.environment:Browser"

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from tests.raising import check_fields, raises
-from whet.environments.check import Plan, check
 from whet.environments.host import open_host
 from whet.environments.protocol import Answer, Observation
 from whet.environments.running import EnvironmentSpec, Running, at_once
-from whet.environments.shipped import Gymnasium
 from whet.errors import ConfigError
+from whet.plugins.agents.check import Plan, check
+from whet.plugins.agents.shipped import Gymnasium
 from whet.types import Failure, Message, Prompt
 
 gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed: pip install gymnasium")

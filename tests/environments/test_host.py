@@ -23,7 +23,7 @@ from whet.config.schema import EnvironmentConfig
 from whet.environments.host import Deadlines, EnvironmentHost, InlineHost, ProcessHost, Result, open_host
 from whet.environments.protocol import Answer, Observation, read_observation
 from whet.environments.running import _serve
-from whet.environments.tools.toolbox import toolbox_of
+from whet.environments.toolbox import tools_of
 from whet.errors import ConfigError, EnvError
 from whet.processes import frames
 from whet.processes.template import Caller
@@ -347,7 +347,7 @@ def test_an_episode_may_be_closed_at_any_time(opened: Callable[..., EnvironmentH
 
 @pytest.mark.slow
 def test_a_refusal_of_options_keeps_its_fields(opened: Callable[..., EnvironmentHost], file: str) -> None:
-    tools = toolbox_of(EnvironmentConfig(tools=["python"]))
+    tools = tools_of(EnvironmentConfig(tools=["python"]))
     for settings in ({}, {"tools": tools}):
         host = opened("Short", {"at_reset": "refuse"}, **settings)
         assert isinstance(host, ProcessHost)

@@ -32,11 +32,11 @@ from whet_environments.openenv_client import (
     shown,
 )
 
-from whet.environments.check import Plan, check
 from whet.environments.host import Deadlines, EnvironmentHost, open_host
 from whet.environments.protocol import Answer, Observation
 from whet.environments.running import EnvironmentSpec, Outcome, Running, at_once
 from whet.errors import ConfigError
+from whet.plugins.agents.check import Plan, check
 from whet.types import Failure, Message, Prompt
 
 PROMPT = Prompt("0:7", 7, (Message("user", "?"),), (1, 2), "s", None)

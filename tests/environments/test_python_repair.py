@@ -14,9 +14,9 @@ from whet_environments.python_repair import PythonRepair, broken, functions, mut
 from whet_environments.small_functions import CALLS
 
 from tests.plugins.sandbox.conftest import needs_bubblewrap
-from whet.environments.check import Plan, check
 from whet.environments.protocol import Answer, Observation
 from whet.errors import ConfigError
+from whet.plugins.agents.check import Plan, check
 from whet.programs.protocol import open_sandbox
 from whet.rewards.code import Suite, run_tests
 from whet.types import Message, Prompt

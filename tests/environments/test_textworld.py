@@ -8,9 +8,9 @@ import pytest
 from whet_environments import textworld_games
 from whet_environments.textworld_games import TextWorldGames, cleaned, read_command
 
-from whet.environments.check import Plan, check
 from whet.environments.protocol import Answer, Observation
 from whet.errors import ConfigError
+from whet.plugins.agents.check import Plan, check
 from whet.types import Message, Prompt
 
 # A game takes a second or more to generate and compile.

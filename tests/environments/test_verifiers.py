@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from whet_environments.verifiers_tasks import Verifiers, choose
 
-from whet.environments.check import Plan, check
 from whet.environments.protocol import Answer, Observation
 from whet.errors import ConfigError
+from whet.plugins.agents.check import Plan, check
 from whet.types import Message, Prompt
 
 HERE = "tests.environments.verifiers_tasksets"

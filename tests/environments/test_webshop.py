@@ -16,8 +16,8 @@ from whet_environments.webshop.environment import WebShop
 from whet_environments.webshop.pages import DONE, START, Session, State, follow, parts
 from whet_environments.webshop.reward import colour_of, has_attribute, purchase_reward, ratio, type_reward
 
-from whet.environments.check import Plan, check
 from whet.environments.protocol import Answer, Observation
+from whet.plugins.agents.check import Plan, check
 from whet.types import Message, Prompt
 
 PROMPT = Prompt("0:0", 0, (Message("user", ">"),), (1,), "test", None)

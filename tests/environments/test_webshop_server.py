@@ -19,10 +19,10 @@ from whet_environments.webshop.client import LostServerError, WebShopServer, sho
 from whet_environments.webshop.environment import WebShop
 from whet_environments.webshop.server import bind, running
 
-from whet.environments.check import Plan, check
 from whet.environments.host import open_host
 from whet.environments.protocol import Answer, Observation
 from whet.errors import ConfigError
+from whet.plugins.agents.check import Plan, check
 from whet.types import Failure, Message, Prompt
 
 PROMPT = Prompt("0:0", 0, (Message("user", ">"),), (1,), "test", None)

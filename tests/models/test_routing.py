@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import engine_conformance as suite
 
 from tests.raising import raises
+from whet.batch import Batch
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.engines.role import RoleSettings
 from whet.engines.single import SingleEngine
@@ -26,7 +27,6 @@ from whet.models.load import layers, load_policy
 from whet.models.outputs import ForwardSettings, layout_of, model_outputs
 from whet.models.routing import as_bytes, as_column, recording, replay
 from whet.plugins.lessons.init_model import init_model
-from whet.protocol import DataProto
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Completion, Request, SamplingParams, generate
 
@@ -100,7 +100,7 @@ def sampled(engine: NativeEngine, groups: int = 4) -> tuple[list[Request], list[
     return made, list(generate(engine, made))
 
 
-def as_batch(made: Sequence[Request], found: Sequence[Completion]) -> DataProto:
+def as_batch(made: Sequence[Request], found: Sequence[Completion]) -> Batch:
     prompt, width = max(len(each.prompt_ids) for each in made), max(len(each.token_ids) for each in found)
     ids, mask = torch.zeros(len(made), prompt + width, dtype=torch.long), torch.zeros(len(made), prompt + width)
     log_probs = torch.zeros(len(made), width)
@@ -110,7 +110,7 @@ def as_batch(made: Sequence[Request], found: Sequence[Completion]) -> DataProto:
         mask[row, start:end], log_probs[row, : len(each.token_ids)] = 1, torch.tensor(each.log_probs)
     routed = as_column([each.routed for each in found], width)
     assert routed is not None
-    return DataProto.from_dict(
+    return Batch.of(
         {
             "input_ids": ids,
             "attention_mask": mask.long(),

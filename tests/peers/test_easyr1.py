@@ -15,11 +15,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.config.published import FACTS, SCRIPTS, Numbers, batch_of, close, formulas, keys_of, numbers, recipe
 from tests.peers.checkouts import Rows, checkout, definitions
+from tests.plugins.migration.published import (
+    FACTS,
+    SCRIPTS,
+    Numbers,
+    batch_of,
+    close,
+    formulas,
+    keys_of,
+    numbers,
+    recipe,
+)
 from whet.config import TrainConfig, load_config
-from whet.config.convert import convert
-from whet.config.foreign_files import Written
+from whet.plugins.migration.convert import convert
+from whet.plugins.migration.foreign_files import Written
 
 pytestmark = pytest.mark.slow
 EASYR1 = [name for name in SCRIPTS if FACTS[name]["from"] == "easyr1"]

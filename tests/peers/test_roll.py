@@ -16,11 +16,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.config.published import FACTS, SCRIPTS, Numbers, batch_of, close, formulas, keys_of, nested, numbers, recipe
 from tests.peers.checkouts import Rows, Words, checkout, definitions
+from tests.plugins.migration.published import (
+    FACTS,
+    SCRIPTS,
+    Numbers,
+    batch_of,
+    close,
+    formulas,
+    keys_of,
+    nested,
+    numbers,
+    recipe,
+)
 from whet.config import TrainConfig, load_config
-from whet.config.convert import convert
-from whet.config.foreign_files import Written
+from whet.plugins.migration.convert import convert
+from whet.plugins.migration.foreign_files import Written
 from whet.registry import FILTERS
 
 pytestmark = pytest.mark.slow

@@ -18,8 +18,8 @@ from whet.algorithms.calls import Bound, call
 from whet.algorithms.kl import kl_penalty
 from whet.algorithms.shaping import soft_overlong
 from whet.algorithms.statistics import row_means
-from whet.config.convert import Conversion
-from whet.config.foreign_files import Written
+from whet.plugins.migration.convert import Conversion
+from whet.plugins.migration.foreign_files import Written
 from whet.registry import POLICY_LOSSES, PREFERENCE_LOSSES, WEIGHTS
 from whet.trainers.distill import DistillObjective
 from whet.trainers.objectives import PreferenceObjective

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.algorithms.calling import estimate, policy_loss, with_mini_batch_columns
 from tests.peers.peer import ask, interpreter
-from tests.rewards.test_peers import scores
+from tests.plugins.migration.test_peers import scores
 from whet.algorithms.aggregation import aggregate, counts
 from whet.algorithms.calls import call
 from whet.algorithms.kl import kl_penalty

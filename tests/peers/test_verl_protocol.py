@@ -16,9 +16,9 @@ from tests.peers.peer import DEADLINE_SECONDS, ROOT, interpreter
 
 # verl.protocol as its tests import it; functions without that name here are translated as docs/migrating.md says
 PROTOCOL = """
-from whet.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
-from whet.protocol import deserialize_single_tensor, deserialize_tensordict
-from whet.protocol import serialize_single_tensor, serialize_tensordict
+from whet.plugins.migration.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from whet.plugins.migration.protocol import deserialize_single_tensor, deserialize_tensordict
+from whet.plugins.migration.protocol import serialize_single_tensor, serialize_tensordict
 
 def union_tensor_dict(one, other):
     return DataProto(batch=one).union(DataProto(batch=other)).batch

@@ -170,7 +170,7 @@ def test_bfloat16_without_instructions_is_warned_of_and_what_is_chosen_is_said(
 
 @pytest.mark.slow
 def test_a_plan_for_accelerators_elsewhere_is_in_bfloat16(set_machine: SetMachine, model_folder: Path) -> None:
-    from whet.cli.checks import forecast_of
+    from whet.plugins.planner.forecast import forecast_of
 
     set_machine("avx2")
     config = loaded(model__path=str(model_folder), data__max_prompt_length=16, data__max_response_length=8)

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from whet import devices
+from whet.config.cluster import ClusterConfig
+from whet.devices import MemoryUse
 from whet.planning import machine
-from whet.planning.machine import existing, free_disk, free_memory
+from whet.planning.machine import FreeMemory, existing, free_accelerator, free_disk, free_memory
 
 
 @pytest.fixture
@@ -55,3 +58,20 @@ def test_groups_of_the_first_version(system: Path) -> None:
 def test_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
     assert existing(tmp_path / "a" / "b") == tmp_path
     assert free_disk(tmp_path / "a" / "b") > 0
+
+
+def test_the_accelerator_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The accelerator of each process, or none; on a Ray cluster the ones that it reserves, visible here or not."""
+    monkeypatch.setattr(devices, "count", lambda: 2)
+    both = (MemoryUse(5, 9, 0, 0), MemoryUse(3, 8, 0, 0))
+    monkeypatch.setattr(devices, "memory", both.__getitem__)
+    assert free_accelerator(ClusterConfig(processes=2)) == FreeMemory(3, "each accelerator", total=8)
+    assert free_accelerator(ClusterConfig()) == FreeMemory(5, "each accelerator", total=9)
+    monkeypatch.setattr(devices, "memory", lambda index: None)  # such as MPS
+    unknown = free_accelerator(ClusterConfig())
+    assert unknown is not None and unknown.bytes > 2**60 and unknown.total == 0
+    assert free_accelerator(ClusterConfig(processes=3)) is None
+    assert free_accelerator(ClusterConfig(backend="ray")) is None
+    monkeypatch.setattr(devices, "count", lambda: 0)
+    found = free_accelerator(ClusterConfig(backend="ray", n_gpus_per_node=8))
+    assert found is not None and found.bytes > 2**60

@@ -6,19 +6,15 @@ import functools
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Dict, List  # noqa: UP035  (users write these)
+from typing import Any, Dict, List  # noqa: UP035  (users write these)
 
 import pytest
 import torch
 
 from tests.raising import raises
 from whet.errors import RewardError, SandboxError
-from whet.protocol import DataProto
 from whet.rewards.adapter import adapt
 from whet.types import Failure, Message, RewardItem, RewardResult
-
-if TYPE_CHECKING:
-    import verl
 
 ITEMS = [
     RewardItem("sums", "5", "5", {"level": 1}, "2+3=", (11, 12, 13), (21, 22)),
@@ -189,77 +185,6 @@ def test_no_items_no_call():
         raise AssertionError("called")
 
     assert score(fails, []) == [] and score(two_fields, []) == []
-
-
-# DataProto.
-
-
-def data_by_name(data):
-    assert data.batch["responses"].tolist() == [[21, 22, 0], [23, 24, 25]]
-    assert data.batch["prompts"].tolist() == [[11, 12, 13], [0, 0, 14]]
-    assert data.batch["input_ids"].tolist() == [[11, 12, 13, 21, 22, 0], [0, 0, 14, 23, 24, 25]]
-    assert data.batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]]
-    assert data.batch["response_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert (data.responses, data.prompts, data.ground_truth) == (["5", "7"], ["2+3=", "2*3="], ["5", "6"])
-    return torch.tensor([float(a == b) for a, b in zip(data.responses, data.ground_truth, strict=True)])
-
-
-def data_by_row(batch: DataProto) -> torch.Tensor:
-    """The loop that verl's users write: a [B, R] tensor, paid at the last valid token."""
-    reward_tensor = torch.zeros_like(batch.batch["responses"], dtype=torch.float32)
-    for i in range(len(batch)):
-        row = batch[i]
-        prompt_length = row.batch["prompts"].shape[-1]
-        valid = int(row.batch["attention_mask"][prompt_length:].sum())
-        truth = row.non_tensor_batch["reward_model"]["ground_truth"]
-        answer = row.non_tensor_batch["solution_str"]
-        reward_tensor[i, valid - 1] = 2.0 if answer == truth else -0.5
-    return reward_tensor
-
-
-def data_for_type_checkers_only(batch: verl.DataProto):
-    return {"reward": torch.tensor([1.0, 0.25]), "acc": [1, 0], "margin": torch.tensor([3.0, 4.0]), "beta": 0.1}
-
-
-def data_to_data(data: DataProto) -> DataProto:
-    scores = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 0.25]])
-    return data.union(DataProto.from_dict(tensors={"token_level_scores": scores}))
-
-
-def data_to_rm_scores(data: DataProto) -> DataProto:
-    return DataProto.from_dict(tensors={"rm_scores": torch.tensor([1.0, 0.5])})
-
-
-def test_a_data_proto_to_a_tensor_of_answers():
-    assert score(data_by_name) == [RewardResult(1.0, 1.0), RewardResult(0.0, 0.0)]
-
-
-def test_a_data_proto_to_a_tensor_of_tokens():
-    assert score(data_by_row) == [
-        RewardResult(2.0, 1.0, {}, (0.0, 2.0)),
-        RewardResult(-0.5, 0.0, {}, (0.0, 0.0, -0.5)),
-    ]
-
-
-def test_a_data_proto_to_a_dict_of_columns():
-    assert score(data_for_type_checkers_only) == [
-        RewardResult(1.0, 1.0, {"margin": 3.0, "beta": 0.1}),
-        RewardResult(0.25, 0.0, {"margin": 4.0, "beta": 0.1}),
-    ]
-
-
-def test_a_data_proto_to_a_data_proto():
-    assert score(data_to_data) == [
-        RewardResult(1.0, 1.0, {}, (0.5, 0.5)),
-        RewardResult(0.25, 0.0, {}, (0.0, 0.0, 0.25)),
-    ]
-    assert rewards(data_to_rm_scores) == [1.0, 0.5]
-
-
-def test_a_data_proto_without_scores_is_a_failure_that_names_its_columns():
-    outcomes = score(lambda data: DataProto.from_dict(tensors={"logits": torch.zeros(2)}))
-    assert [type(outcome) for outcome in outcomes] == [Failure, Failure]
-    assert all(name in outcomes[0].message for name in ("logits", "token_level_scores", "rm_scores"))
 
 
 # Async.
@@ -557,19 +482,6 @@ def test_modules_of_easyr1(kind, code):
     exec("from __future__ import annotations\n" + EASYR1.replace("{kind}", kind) + code, module)
     assert score(module["f"]) == [RewardResult(1.0, 1.0, {"format": 1.0}), RewardResult(0.1, 0.0, {"format": 1.0})]
     assert adapt(module["f"], kwargs={}, correct_threshold=1.0).takes_batch == (kind == "batch")
-
-
-def test_the_annotation_of_a_manager_beats_the_type_of_its_module():
-    pytest.importorskip("torch")
-    module = {}
-    manager = (
-        "class Manager:\n def __call__(self, batch: DataProto, return_dict=False):\n"
-        "  import torch\n  return torch.arange(len(batch.batch['responses']), dtype=torch.float32)\n"
-    )
-    code = "from __future__ import annotations\n" + EASYR1.replace("{kind}", "sequential") + manager
-    exec(code, module)
-    adapted = adapt(module["Manager"]().__call__, kwargs={}, correct_threshold=1.0)
-    assert adapted.takes_batch and [each.reward for each in adapted.score(ITEMS)] == [0.0, 1.0]
 
 
 def test_a_sandbox_that_is_lost_is_told_from_a_reward_that_fails():

@@ -37,7 +37,7 @@ from whet.types import Failure, Group, Message, Prompt, Trajectory
 PARAMS = SamplingParams(max_new_tokens=64)
 CHAT_TURN = "\n<|im_start|>user\n<tool_response>\n36\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 USER_ENVIRONMENTS = '''
-from whet.environments.shipped import Calculator
+from whet.plugins.agents.shipped import Calculator
 from whet.environments.protocol import Observation
 from tests.data.seeing import picture
 from whet.data.media import image

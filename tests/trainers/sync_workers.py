@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from whet.batch import Batch
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement
 from whet.engines.role import RoleSettings
 from whet.models.outputs import ForwardSettings, model_outputs
-from whet.protocol import DataProto
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Event, Request
 from whet.trainers.rollout_worker import RolloutWorker
@@ -25,7 +25,7 @@ from whet.weight_sync.buckets import HEADER_BYTES, Outlet
 from whet.weight_sync.routes import RankSite, Route, Way
 
 
-def log_probs(module: nn.Module, batch: DataProto) -> torch.Tensor:
+def log_probs(module: nn.Module, batch: Batch) -> torch.Tensor:
     """The module's own forward over the whole batch."""
     settings = ForwardSettings(packing=False, dtype=next(module.parameters()).dtype)
     with torch.no_grad():
@@ -177,7 +177,7 @@ class Rollout(RolloutWorker):
         return replace(super().site(), machine=machine) if machine else super().site()
 
     @register(Dispatch.ONE_TO_ALL)
-    def log_probs(self, batch: DataProto) -> torch.Tensor:
+    def log_probs(self, batch: Batch) -> torch.Tensor:
         """The forward of the module that it samples from."""
         assert isinstance(self.engine, NativeEngine)
         return log_probs(self.engine.policy.require_whole(), batch)

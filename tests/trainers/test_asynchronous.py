@@ -186,7 +186,7 @@ def test_without_staleness_the_bits_are_those_of_the_synchronous_run(
 
 
 INSISTENT = """
-from whet.environments.shipped import Calculator
+from whet.plugins.agents.shipped import Calculator
 
 class Insistent(Calculator):
     '''The calculator for a model that knows nothing: the first two answers are questions for their lengths.'''

@@ -14,7 +14,7 @@ from whet.controller.launch import launch_roles
 from whet.controller.worker import Placement, WorkerSpec
 from whet.planning.dtypes import with_dtypes
 from whet.planning.machine import FreeMemory
-from whet.planning.memory import cache_room, micro_batch_tokens
+from whet.plugins.planner.memory import cache_room, micro_batch_tokens
 from whet.rollout.requirements import CacheRoom
 from whet.trainers import build, sft
 from whet.trainers.columns import plan

@@ -19,12 +19,12 @@ from tests.raising import raises
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 from scripted import Scripted
 
+from whet.batch import Batch
 from whet.columns import COLUMNS, Reader
 from whet.config import TrainConfig, load_config
 from whet.config.compose import find_recipe, shipped_recipes
 from whet.errors import ConfigError, DataError, EngineError, RegistryError
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 from whet.rollout.batch import to_batch
 from whet.rollout.protocol import Completion, Request
 from whet.trainers.build import build, build_scorer, plan, train
@@ -231,7 +231,7 @@ class Waited:
     def __init__(self, name: str, events: list[str]) -> None:
         self.name, self.events = name, events
 
-    def start(self, method: str, batch: DataProto, needs: tuple[str, ...], temperature: float) -> Any:
+    def start(self, method: str, batch: Batch, needs: tuple[str, ...], temperature: float) -> Any:
         self.events.append(f"{self.name} begins")
         return self
 
@@ -304,7 +304,7 @@ def test_a_column_that_reads_a_judged_one_waits_for_the_judge() -> None:
     events: list[str] = []
     columns = ColumnPlan((judged, COLUMNS["process_rewards"]))
     sources = Sources({name: Waited(name, events) for name in ("ref", "critic")}, 1)  # type: ignore[arg-type]
-    batch = DataProto.from_dict({"response_mask": torch.ones(8, 6)}, {"error": [None] * 8})
+    batch = Batch.of({"response_mask": torch.ones(8, 6)}, {"error": [None] * 8})
     assert columns.add(batch, sources, Metrics(), is_scored=False) is batch and not events
     columns.add(batch, sources, Metrics())
     assert events == ["ref begins", "ref is awaited", "critic begins", "critic is awaited"]
@@ -317,9 +317,7 @@ def test_a_provider_needs_no_config_and_no_rollouts() -> None:
     sources = Sources({name: Waited(name, events) for name in ("ref", "actor")}, 1)  # type: ignore[arg-type]
     mask = torch.ones(8, 6)
     objects = {"error": [None] * 8, "trajectory_uid_name": [f"{row}" for row in range(8)]}
-    batch = DataProto.from_dict(
-        {"response_mask": mask, "responses": mask.long(), "rollout_log_probs": -2.0 * mask}, objects
-    )
+    batch = Batch.of({"response_mask": mask, "responses": mask.long(), "rollout_log_probs": -2.0 * mask}, objects)
     names, options = ("old_log_probs", "ref_log_probs", "draws"), {"old_log_probs": {"by": "rollout"}}
     plan = ColumnPlan(tuple(COLUMNS[name] for name in names), {**options, "draws": {"seed": 3}})
     added = plan.add(batch, sources, Metrics())
@@ -336,7 +334,7 @@ def test_a_provider_may_not_take_a_name_of_the_table() -> None:
     with raises(RegistryError, key="column values", change=re.compile(" mine ")):
 
         @register_provider("values")
-        def mine(batch: DataProto, sources: Sources) -> torch.Tensor:
+        def mine(batch: Batch, sources: Sources) -> torch.Tensor:
             return batch["rollout_log_probs"]
 
 

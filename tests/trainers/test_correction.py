@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.raising import raises
+from whet.batch import Batch
 from whet.config import TrainConfig
 from whet.errors import ConfigError
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 from whet.rollout.batch import to_batch
 from whet.trainers.build import build, build_scorer, plan, train
 from whet.trainers.rl import estimate_advantages
@@ -161,7 +161,7 @@ def test_advantages_are_whitened_over_the_tokens_that_remain(train_config: MakeC
     config = train_config({"algorithm.truncated": "zero", "algorithm.shaping.whiten_advantages": True})
     advantages = torch.tensor([[1.0, 1.0], [2.0, 2.0], [9.0, 9.0]])
     columns = {"response_mask": torch.ones(3, 2).long(), "truncated": torch.tensor([False, False, True])}
-    shaped = Shaper(config).advantages(DataProto.from_dict({"advantages": advantages, **columns}), Metrics())
+    shaped = Shaper(config).advantages(Batch.of({"advantages": advantages, **columns}), Metrics())
     expected = torch.tensor([-1.0, 1.0, 0.0])[:, None].expand(3, 2) * 0.75**0.5
     torch.testing.assert_close(shaped["advantages"], expected)
 

@@ -14,8 +14,8 @@ from whet_environments.number_game import NumberGame
 
 from examples.search_qa import write
 from whet.config import TrainConfig, load_config
+from whet.environments.calls import Call
 from whet.environments.protocol import Answer
-from whet.environments.tools.parsers import Call
 from whet.keyed import key
 from whet.plugins.lessons.init_model import init_model
 from whet.trainers.build import train
@@ -108,7 +108,7 @@ def test_a_server_that_dies_costs_its_episode_alone(
     train_config: MakeConfig, additions: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     pytest.importorskip("mcp", reason="MCP is not installed: pip install -e '.[mcp]'")
-    server = str(Path(__file__).parents[1] / "environments" / "tools" / "servers.py")
+    server = str(Path(__file__).parents[1] / "plugins" / "agents" / "tools" / "servers.py")
     started = {"command": [sys.executable, server], "env": {"MARK": str(tmp_path / "died")}}
     values = {
         "environment.tools": [{"mcp": started}],

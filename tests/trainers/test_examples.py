@@ -19,10 +19,11 @@ from whet import registry
 from whet.algorithms.calls import call
 from whet.checkpoints.export import export
 from whet.config import TrainConfig
+from whet.environments.calls import Call
 from whet.environments.protocol import Answer
-from whet.environments.tools.parsers import Call, parse
-from whet.environments.tools.sources import schema_of
 from whet.models.load import load_policy
+from whet.plugins.agents.tools.parsers import parse
+from whet.plugins.agents.tools.sources import schema_of
 from whet.registry import load_target
 from whet.trainers.build import train
 from whet.types import Prompt

@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.raising import raises
 from whet import serialization
+from whet.batch import Batch
 from whet.checkpoints import checkpoint
 from whet.config import TrainConfig
 from whet.engines.single import SingleEngine
 from whet.errors import EngineError, WeightSyncError
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 from whet.rollout.batch import to_batch
 from whet.trainers.build import build, build_scorer, train
 from whet.trainers.health import Health, sampler_gap
@@ -179,7 +179,7 @@ class Sampled:
             "row": torch.arange(2),
             **({"old_log_probs": self.ours} if known else {}),
         }
-        self.batch = DataProto.from_dict(tensors)
+        self.batch = Batch.of(tensors)
         self.asked = list[int]()
         algorithm = SimpleNamespace(correction=SimpleNamespace(old_log_probs="trainer"))
         self.run: Any = SimpleNamespace(
@@ -190,7 +190,7 @@ class Sampled:
             run_dir=Path("nowhere"),
         )
 
-    def forward(self, batch: DataProto, needs: tuple[str, ...], temperature: float) -> dict[str, torch.Tensor]:
+    def forward(self, batch: Batch, needs: tuple[str, ...], temperature: float) -> dict[str, torch.Tensor]:
         self.asked += batch["row"].tolist()
         return {"log_probs": self.ours[batch["row"]]}
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from tests.raising import raises
+from whet.batch import Batch
 from whet.checkpoints.export import export
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.errors import ConfigError, RewardError
 from whet.models.load import load_policy, load_tokenizer
 from whet.plugins.lessons.init_model import init_model
-from whet.protocol import DataProto
 from whet.rewards.judge.rubrics import load_rubric
 from whet.rollout.collect import Collector
 from whet.trainers.build import train
@@ -96,7 +96,7 @@ def test_a_verdict_that_cannot_be_read_fails_its_trajectory(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sampled, batches = Collector.collect, list[DataProto]()
+    sampled, batches = Collector.collect, list[Batch]()
     lost = Failure("engine", "no rank is left", timed_out=True)
 
     def collect(self: Collector, prompts: Sequence[Prompt], *given: Any, **named: Any) -> list[list[Trajectory]]:
@@ -110,7 +110,7 @@ def test_a_verdict_that_cannot_be_read_fails_its_trajectory(
 
     added = ColumnPlan.add
 
-    def add(self: ColumnPlan, *given: Any, is_scored: bool = True) -> DataProto:
+    def add(self: ColumnPlan, *given: Any, is_scored: bool = True) -> Batch:
         batch = added(self, *given, is_scored=is_scored)
         batches.extend([batch] if is_scored else [])
         return batch

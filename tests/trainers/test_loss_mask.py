@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from whet.algorithms.calls import Bound
+from whet.batch import Batch
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 from whet.registry import POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS, Registry
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.shape import Correction
 
 
-def rejected(loss: str = "reinforce", weight: str = "importance", **options: Any) -> tuple[DataProto, Metrics]:
+def rejected(loss: str = "reinforce", weight: str = "importance", **options: Any) -> tuple[Batch, Metrics]:
     """Rows of three tokens and of one; the first has o = -1 and u = -1, -1.2, -2.5, and its last token is rejected: k3
     is e^1.5 - 2.5. The third row is rejected as a whole."""
     rollout = torch.tensor([[-1.0, -1.2, -2.5], [-1.0, 0.0, 0.0], [-9.0, 0.0, 0.0]])
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 0, 0]])
-    batch = DataProto.from_dict(
+    batch = Batch.of(
         {
             "rollout_log_probs": rollout,
             "old_log_probs": torch.tensor([[-1.0], [-1.0], [-0.5]]) * mask,
@@ -77,7 +77,7 @@ def trained_on(name: str, registry: Registry = POLICY_LOSSES) -> tuple[float, to
     entry = registry[name]
     kind = PolicyObjective if registry is POLICY_LOSSES else ValueObjective
     objective = kind(name, aggregation=entry.marks.get("aggregation", "token-mean"))
-    shown = objective.narrowed(DataProto.from_dict(batch))
+    shown = objective.narrowed(Batch.of(batch))
     log_probs = ((moved - 1.0) * shown["response_mask"]).requires_grad_()
     outputs = {"log_probs": log_probs, "entropy": torch.ones(3, 3) * shown["response_mask"]}
     columns = shown.tensors()

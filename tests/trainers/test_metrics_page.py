@@ -24,13 +24,13 @@ import whet
 from tests.algorithms.calling import estimate, policy_loss, with_mini_batch_columns
 from tests.algorithms.conftest import _make_batch
 from tests.models.nano import nano_model
+from whet.batch import Batch
 from whet.checkpoints.export import export
 from whet.columns import COLUMNS
 from whet.config import DistillConfig, PreferenceConfig, RewardTrainingConfig, SFTConfig, load_config
 from whet.metrics import Metrics
 from whet.plugins.lessons.drawn.figures import counting
 from whet.plugins.lessons.init_model import init_model
-from whet.protocol import DataProto
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES, Registry
 from whet.rollout.reports import count_failures
 from whet.tracking import profile
@@ -154,14 +154,14 @@ def of_episodes() -> set[str]:
 def of_verdicts() -> set[str]:
     """The metric of a trajectory of two whose verdict cannot be read."""
     ones = torch.ones(2, 3)
-    batch = DataProto.from_dict(
+    batch = Batch.of(
         tensors={
             "response_mask": ones,
             "token_level_scores": ones,
             "judge_scores": torch.tensor([0.0, 0.5]),
             "trajectory_uid": torch.arange(2),
         },
-        non_tensors={"error": [None, None], "trajectory_uid_name": ["0", "1"]},
+        objects={"error": [None, None], "trajectory_uid_name": ["0", "1"]},
     )
     metrics = Metrics()
     sources: Any = SimpleNamespace(failures={"0": Failure("reward", "nothing to read")})

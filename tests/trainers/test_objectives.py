@@ -12,12 +12,12 @@ import torch
 
 from tests.algorithms.calling import with_mini_batch_columns
 from tests.engines.engine_conformance import update
+from whet.batch import Batch
 from whet.config import TrainConfig
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.engines.role import RoleSettings
 from whet.engines.single import SingleEngine
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 from whet.registry import POLICY_LOSSES
 from whet.trainers.build import train
 from whet.trainers.objectives import ImitationObjective, PolicyObjective, ValueObjective, interpolated
@@ -224,7 +224,7 @@ def test_pg_loss_of_an_update_in_several_micro_batches_is_the_hand_value(model_f
     draw = torch.Generator().manual_seed(0)
     mask = (torch.arange(6) < torch.tensor([6, 1, 4, 3, 5])[:, None]).long()
     attention_mask = torch.cat([torch.ones(5, 3, dtype=torch.long), mask], 1)
-    batch = DataProto.from_dict(
+    batch = Batch.of(
         {
             "input_ids": torch.randint(3, 50, (5, 9), generator=draw),
             "attention_mask": attention_mask,

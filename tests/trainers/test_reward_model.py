@@ -17,12 +17,12 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from tests.raising import raises
+from whet.batch import Batch
 from whet.config import TrainConfig, load_config
 from whet.errors import ConfigError, EngineError, ModelError
 from whet.metrics import Metrics
 from whet.models.load import load_reward_model, load_tokenizer
 from whet.plugins.lessons.init_model import init_model
-from whet.protocol import DataProto
 from whet.trainers import rl
 from whet.trainers.build import build, build_scorer, setup, train
 from whet.trainers.columns import plan
@@ -52,7 +52,7 @@ def some(solution_str: str) -> float:
     return float(len(set(solution_str)))
 
 
-def shaped(config: TrainConfig, additions: Rows, reward: Callable[..., Any] = some) -> tuple[Run, DataProto, Metrics]:
+def shaped(config: TrainConfig, additions: Rows, reward: Callable[..., Any] = some) -> tuple[Run, Batch, Metrics]:
     """A batch of the first step up to its rewards."""
     metrics = Metrics()
     run = build(config, build_scorer(config.reward, reward), additions)
@@ -64,7 +64,7 @@ def shaped(config: TrainConfig, additions: Rows, reward: Callable[..., Any] = so
         run.rollouts.close()
 
 
-def expected_scores(folder: Path, batch: DataProto) -> torch.Tensor:
+def expected_scores(folder: Path, batch: Batch) -> torch.Tensor:
     """transformers' scores of the ids that the policy saw and wrote."""
     model, real = AutoModelForSequenceClassification.from_pretrained(folder), batch["attention_mask"].bool()
     with torch.no_grad():
@@ -216,7 +216,7 @@ def test_a_pool_of_its_own_with_two_processes(
 
 
 def test_a_plan_counts_the_role(train_config: MakeConfig, classifier: Path) -> None:
-    from whet.planning.memory import plan_memory
+    from whet.plugins.planner.memory import plan_memory
 
     made = setup(train_config({"reward_model.model_path": str(classifier)}))
     assert "reward_model" in made.passes
@@ -292,7 +292,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def scores_by_hand(folder: Path, batch: DataProto, run: Run, rows: Rows) -> torch.Tensor:
+def scores_by_hand(folder: Path, batch: Batch, run: Run, rows: Rows) -> torch.Tensor:
     """transformers' scores of the conversations, by the template and tokenizer of the folder."""
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), load_tokenizer(folder)
     found = []

@@ -22,13 +22,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 import rollout_conformance as suite
 from sync_workers import Rollout, Trainer, log_probs
 
+from whet.batch import Batch
 from whet.config import TrainConfig
 from whet.controller.launch import launch
 from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import WeightSyncError, WorkerError
 from whet.models.load import cast_weights, load_policy
-from whet.protocol import DataProto
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Completion, Finished, Request, generate
 from whet.rollout.replicas import Replicas
@@ -70,11 +70,11 @@ def sampled(rollout: WorkerGroup, made: Sequence[Request], max_batch_size: int =
     return generate(Replicas(rollout, max_batch_size, gathers=rollout.world_size > 1), made)
 
 
-def batch(rows: int = 6) -> DataProto:
+def batch(rows: int = 6) -> Batch:
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 40, (rows, 24), generator=draw)
     mask = torch.ones(rows, 16, dtype=torch.int64)
-    return DataProto.from_dict(
+    return Batch.of(
         {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),

@@ -13,7 +13,7 @@ import pytest
 
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.errors import ConfigError, WhetError
-from whet.planning import fit
+from whet.planning import machine
 from whet.trainers import frame
 from whet.trainers.build import train
 from whet.trainers.sft import train_sft
@@ -138,7 +138,7 @@ def test_the_room_for_the_first_checkpoint_is_looked_at_when_it_is_written(
     """Another program has filled the disk since the start; nothing of the checkpoint is written, and the steps are in
     the log."""
     rooms = iter([2**40])
-    monkeypatch.setattr(fit, "free_disk", lambda path: next(rooms, 100))
+    monkeypatch.setattr(machine, "free_disk", lambda path: next(rooms, 100))
     with pytest.raises((ConfigError, WhetError), match=r"checkpoint needs about .* 100"):
         train(train_config(AUTO), reward=length, data=additions)
     assert not (tmp_path / "run" / "checkpoints").exists()

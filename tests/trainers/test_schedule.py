@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from whet.batch import Batch
 from whet.errors import EngineError
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 from whet.trainers.schedule import Schedule
 from whet.trainers.stop import Stopped
 
@@ -49,7 +49,7 @@ class Scene:
         self.run.step, self.is_due, self.run.saves_now = step - 1, is_validated, step == 3
         metrics = Metrics()
         metrics.mean("loss", step)
-        schedule.end_step(DataProto(), metrics)
+        schedule.end_step(Batch.of(), metrics)
 
 
 def test_a_step_is_validated_while_the_next_one_trains() -> None:

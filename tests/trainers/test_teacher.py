@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from tests.raising import raises
+from whet.batch import Batch
 from whet.config import TrainConfig
 from whet.config.schema import TeacherConfig
 from whet.data.prompts import PromptFormat
 from whet.errors import ConfigError
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 from whet.rollout.batch import to_batch
 from whet.trainers.build import build, build_scorer, train
 from whet.trainers.run import Run
@@ -49,7 +49,7 @@ def teaching(run: Run) -> tuple[TeacherConfig, PromptFormat]:
     return run.config.teacher, chat_of(run.tokenizer, run.config.data, run.config.environment)
 
 
-def built(config: TrainConfig, rows: Rows) -> tuple[Run, list[Group], DataProto]:
+def built(config: TrainConfig, rows: Rows) -> tuple[Run, list[Group], Batch]:
     run = build(config, build_scorer(config.reward, length), rows)
     groups = run.rollouts.take(4, step=1).groups
     return run, groups, to_batch(groups, pad_token_id=run.pad_token_id)

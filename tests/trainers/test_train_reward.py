@@ -315,7 +315,7 @@ def test_a_dry_run_writes_nothing(
 
 
 def test_a_plan_counts_both_rows_of_a_pair(reward_config: MakeConfig) -> None:
-    from whet.planning.memory import mini_batch, plan_memory
+    from whet.plugins.planner.memory import mini_batch, plan_memory
 
     config = reward_config()
     assert len(mini_batch(config, "actor", RewardTrainingRun.setup(config).lengths)) == 10

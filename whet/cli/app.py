@@ -20,7 +20,7 @@ from rich.text import Text
 from whet import registry
 from whet.cli.algorithms import algorithms
 from whet.cli.arguments import Command, CommandGroup
-from whet.cli.checks import doctor, plan
+from whet.cli.checks import doctor
 from whet.cli.environments import environments
 from whet.cli.evaluate import compare, evaluate, generate, select
 from whet.cli.inputs import config, data
@@ -55,7 +55,7 @@ PANELS: dict[str, Sequence[Callable[..., None]]] = {
     "Getting started": (),
     "Training": [*map(command_of, registry.TRAINERS.shipped.values())],
     "After training": (runs, plot, show, evaluate, generate, select, compare, export),
-    LOOK: (doctor, plan, config, data, check_reward),
+    LOOK: (doctor, config, data, check_reward),
 }
 GROUPS = {"": app, "algorithms": algorithms, "rewards": rewards, "env": environments}
 for panel, functions in PANELS.items():

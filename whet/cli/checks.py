@@ -1,127 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet doctor` and `whet plan`."""
+"""`whet doctor`."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from whet.cli.arguments import ConfigName, DeviceMemory, HostMemory, RecipeAndOverrides, split_recipe
+from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
 from whet.cli.inputs import For, run_config_of
-from whet.cli.tables import table
-from whet.errors import ConfigError
-from whet.planning.units import plural, size
-from whet.registry import trainer_of
+from whet.planning.units import plural
 
 if TYPE_CHECKING:
-    from whet.config.schema import RunConfig
     from whet.planning.doctor import Finding
-    from whet.planning.forecast import Forecast
 
-SLOW, HOPELESS = 300.0, 3600.0  # seconds of a step
 STYLES = {"ok": "green", "note": "yellow", "problem": "red"}
-
-
-def plan(
-    words: RecipeAndOverrides = None,
-    config_name: ConfigName = None,
-    command: For = None,
-    device_memory: DeviceMemory = None,
-    host_memory: HostMemory = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print the numbers as JSON")] = False,
-    gpus: Annotated[str | None, typer.Option(help="numbers of accelerators to plan for instead, 8,16,64")] = None,
-    ranks: Annotated[bool, typer.Option("--ranks", help="list the node, devices and mesh place of every rank")] = False,
-) -> None:
-    """Estimate the memory, disk and time that a run needs.
-
-    A first answer comes from formulas, the plan from tracing the passes of the model.
-
-    The exit status is 1 if the run does not fit."""
-    from whet.config import problems
-
-    config = run_config_of(command, *split_recipe(words, config_name))
-
-    if as_json + ranks + (gpus is not None) > 1:
-        found = " ".join(["--json"] * as_json + ["--ranks"] * ranks + [f"--gpus {gpus}"] * (gpus is not None))
-        raise ConfigError("arguments", found, "one of --json, --ranks and --gpus", "run the command for each")
-    if ranks:
-        list_ranks(config)
-        return
-    if gpus is not None:
-        plan_for(config, gpus, device_memory, host_memory)
-        return
-
-    from whet.planning.first import first_answer
-
-    for line in [] if as_json else first_answer(config, device_memory, host_memory):
-        typer.echo(line)
-
-    from whet.cli.plan_page import numbers, show
-    from whet.tracking.console import long_phase
-
-    with long_phase("planning"):
-        made, refused = forecast_of(config, device_memory, host_memory), [str(each) for each in problems(config)]
-    if as_json:
-        typer.echo(numbers(made))
-    else:
-        show(made, refused)
-    if not (made.fits and made.fits_on_disk):
-        raise typer.Exit(1)
-
-
-def plan_for(config: RunConfig, gpus: str, device_gib: float | None, host_gib: float | None) -> None:
-    """Prints a plan for each number of accelerators, and the smallest number. The exit status is 1 if none fits."""
-    from whet.planning.first import CARDS, shape_of
-    from whet.planning.scale import scale, smallest
-    from whet.tracking.console import shared_console
-
-    counts = [int(each) if each.strip().isdecimal() else 0 for each in gpus.split(",")]
-    if min(counts) < 1:
-        raise ConfigError("--gpus", gpus, "numbers of accelerators, such as 8,16,64")
-    if device_gib is None:
-        raise ConfigError("--device-memory", None, f"GiB of an accelerator, such as {CARDS[80]}", "add it to --gpus")
-    shape = shape_of(str(config.model.path))
-    if shape is None:
-        raise ConfigError("model.path", config.model.path, "a folder with the config.json of the model")
-    found = scale(config, shape, counts, device_gib, host_gib)
-    rows = [
-        (str(each.gpus), "yes" if each.fits else "no", size(each.needed), size(each.offloaded), each.mesh, each.pools)
-        for each in found
-    ]
-    columns = ["GPUs", "fits", "on each", "offloaded to a node", "mesh of the actor", "processes x devices"]
-    shared_console().print(table(columns, rows, left=(4, 5)))
-    least = smallest(config, shape, device_gib, max(counts), host_gib)
-    if least is None:
-        typer.echo(f"it fits on none of up to {max(counts)}")
-        raise typer.Exit(1)
-    typer.echo(f"smallest number that fits: {least.gpus}, with {least.words or 'the config as it is'}")
-    typer.echo("by formulas, to a fifth; `whet plan` with these words traces the passes, --ranks lists every rank")
-
-
-def list_ranks(config: RunConfig) -> None:
-    """Prints the place of every rank."""
-    from whet.planning.scale import places
-
-    for each in places(config):
-        numbers = ", ".join(map(str, each.devices))
-        devices = f"device{'s' * (len(each.devices) > 1)} {numbers}" if each.devices else "processors"
-        devices = f"{devices} ({each.share:g} of it)" if each.devices and each.share < 1 else devices
-        at = "".join(f", {name} {place}" for name, place in each.at.items())
-        typer.echo(f"{each.pool} rank {each.rank}: node {each.node}, {devices}: {', '.join(each.roles)}{at}")
-
-
-def forecast_of(config: RunConfig, device_gib: float | None = None, host_gib: float | None = None) -> Forecast:
-    """Forecasts a run from its config.  Raises: ConfigError, ModelError."""
-    from whet.planning.forecast import forecast
-    from whet.trainers.frame import run_folder
-
-    setup = trainer_of(config.command).marked("setup")
-    return forecast(config, setup, run_folder(config.trainer), device_gib, host_gib)
 
 
 def doctor(
@@ -134,7 +30,9 @@ def doctor(
     recipe, overrides = split_recipe(words, config_name)
     config = run_config_of(command, recipe, overrides)
 
-    from whet.planning.doctor import examine, examine_cluster
+    from whet.config import problems
+    from whet.planning.doctor import Finding, examine, examine_cluster
+    from whet.planning.planner import planner
     from whet.tracking.console import long_phase
     from whet.trainers.frame import run_folder
 
@@ -143,42 +41,11 @@ def doctor(
         if cluster:
             sections |= examine_cluster(config, run_folder(config.trainer))
         if recipe is not None or overrides:
-            sections["this run"] = list(_of_run(config))
+            refused = [Finding("config", "refused", str(each), is_problem=True) for each in problems(config)]
+            sections["this run"] = [*refused, *(planner().findings(config) if config.model.path else [])]
     _print(sections)
     if Counter(finding.status for found in sections.values() for finding in found)["problem"]:
         raise typer.Exit(1)
-
-
-def _of_run(config: RunConfig) -> Iterator[Finding]:
-    from whet.config import problems
-    from whet.errors import WhetError
-    from whet.planning.doctor import Finding
-    from whet.planning.units import duration, size
-
-    for problem in problems(config):
-        yield Finding("config", "refused", str(problem), is_problem=True)
-    if config.model.path is None:
-        return
-    try:
-        made = forecast_of(config)
-    except WhetError as error:
-        yield Finding("config", "refused", str(error), is_problem=True)
-        return
-    for room in made.rooms:
-        if room.free is not None:
-            found = f"about {size(room.needed)} needed, {size(room.free)} free"
-            advice = "" if room.fits else "`whet plan` lists settings that reduce it"
-            yield Finding("device" if room.on_device else "memory", found, advice, is_problem=True)
-    found = f"about {size(made.disk_bytes)} for checkpoints, {size(made.free_disk_bytes or 0)} free in {made.run_dir}"
-    advice = "" if made.fits_on_disk else "lower trainer.save_limit, or free disk space"
-    yield Finding("disk", found, advice, is_problem=True)
-    step = made.step_seconds
-    if step is None:
-        yield Finding("time", "unknown: the speed of accelerators is not measured")
-        return
-    whole = "" if made.seconds is None else f", {duration(made.seconds)} in all"
-    advice = "a smaller model, fewer or shorter responses (data.max_response_length), or an accelerator" * (step > SLOW)
-    yield Finding("time", f"about {duration(step)} a step{whole}", advice, is_problem=step > HOPELESS)
 
 
 def _print(sections: dict[str, list[Finding]]) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +14,7 @@ from rich.text import Text
 
 from whet.cli.arguments import ConfigName, RecipeAndOverrides, split_recipe
 from whet.errors import ConfigError
-from whet.registry import TRAINERS
+from whet.registry import COMMANDS, TRAINERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,39 +55,13 @@ def config(
     from whet.config.commands import schema_of
 
     if command == "convert":
-        _convert(words or [], system, output, variables or [])
+        COMMANDS["config convert"].load()(words or [], system, output, variables or [])
     elif schema:
         from whet.config.load import json_schema
 
         typer.echo(json.dumps(json_schema(schema_of(command)), indent=1))
     else:
         _print(schema_of(command), *split_recipe(words, config_name), meanings=meanings)
-
-
-def _convert(words: list[str], system: str | None, output: Path | None, variables: list[str]) -> None:
-    """Writes the recipe for a file or command of another framework; with `output` prints the keys that it lacks."""
-    from whet.config.convert import SYSTEMS, convert
-    from whet.config.foreign_files import read
-
-    if len(words) != 1 or system is None:
-        found = "--from is missing" if system is None else f"there are {len(words)} words before --from"
-        expected = "one file, or one command in quotes, and the framework that it is of"
-        change = f"write whet config convert run.sh --from {'|'.join(SYSTEMS)}"
-        raise ConfigError("arguments", found, expected, change)
-    if output is not None and output.exists():
-        change = "name a new file, so that nothing is overwritten, or remove that one"
-        raise ConfigError("-o", f"{output} exists", "a new file", change)
-    pairs = [each.partition("=") if re.match(r"\w+=", each) else each.rpartition("=") for each in variables]
-    if unset := next((each for each, pair in zip(variables, pairs, strict=True) if not pair[0]), None):
-        raise ConfigError("--set", f"{unset} sets nothing", "NAME=VALUE, such as --set DEVICE=gpu", "add the value")
-    fixed = {name: value for name, _, value in pairs}
-    text = convert(read(words[0], system, fixed), system).to_yaml()
-    if output is None:
-        typer.echo(text, nl=False)
-        return
-    output.write_text(text, encoding="utf-8")
-    typer.echo("".join(line for line in text.splitlines(keepends=True) if line.startswith("#")), nl=False)
-    typer.echo(f"wrote {output}")
 
 
 def _print(schema: type[Section], recipe: str | None, overrides: list[str], *, meanings: bool) -> None:

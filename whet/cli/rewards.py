@@ -17,7 +17,7 @@ from whet.cli.algorithms import console, facts, print_doc, print_kind, print_pai
 from whet.cli.arguments import Command, KeyValues, read_options
 from whet.files import shipped_yaml
 from whet.registry import REWARDS, Entry
-from whet.rewards.managers import stand_ins
+from whet.rewards.adapter import stand_ins
 
 if TYPE_CHECKING:
     from whet.rewards.check import CheckedPrompt, Report

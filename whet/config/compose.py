@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from whet.config.commands import commands, schema_of
-from whet.config.foreign import foreign_config, foreign_key
 from whet.config.section import Section, Values, is_known, is_section, nearest_key
 from whet.errors import ConfigError, did_you_mean
 from whet.limits import bounded, cause
 from whet.manifests import absent, missing_plugin, recipes
+from whet.registry import FOREIGN
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -78,7 +78,7 @@ def _explained(recipe: str | Path | None, schema: type[Section], path: Path | No
         # A config of another framework may include files that are missing here: its keys are the better explanation.
         written = [(key, f"{shown(path)}:{line}") for key, line in key_lines(path)] if path is not None else []
         unknown = [each for each in written if not is_known(schema, each[0])]
-        foreign = [unknown_key(schema, key, source) for key, source in unknown if foreign_key(schema, key) is not None]
+        foreign = [unknown_key(schema, key, source) for key, source in unknown if advice("key", schema, key)]
         raise ConfigError.joined([*foreign, own]) from error
     except yaml.YAMLError as error:
         raise ConfigError(what, " ".join(str(error).split()), "valid YAML", "correct it there") from error
@@ -110,7 +110,7 @@ def find_recipe(recipe: str | Path, command: str = "train") -> Path:
         hint = f"did you mean {path.with_suffix('.yaml')}?"
     elif plugin := missing_plugin("recipe", name):
         raise ConfigError.joined([absent(f"recipe {name}", plugin)])
-    elif foreign := foreign_config(name.removesuffix(".yaml")):
+    elif foreign := advice("config", name.removesuffix(".yaml")):
         hint = foreign
     else:
         otherwise = "correct the path" if is_file_name else "write an override as key=value"
@@ -189,8 +189,15 @@ def unknown_key(schema: type[Section], key: str, source: str) -> ConfigError:
     is_elsewhere = key.partition(".")[0] not in schema.model_fields
     own = next((each for each in commands() if is_elsewhere and is_known(schema_of(each), key)), None)
     of_another = f"a key of `whet {own}`, which `whet {schema.command}` does not read; leave it out"
-    hint = (of_another if own and schema.command else foreign_key(schema, key)) or meant
+    hint = (of_another if own and schema.command else advice("key", schema, key)) or meant
     return ConfigError(key, f"unknown key ({source})", change=hint)
+
+
+def advice(kind: str, *given: object) -> str | None:
+    """Advice on a name of another system, a `config` or a `key`; None where no plugin knows it."""
+    found = FOREIGN.shipped.get(kind)
+    text: str | None = found.load()(*given) if found is not None else None
+    return text
 
 
 def _run_hydra(recipe: Path | None, overrides: list[Override]) -> tuple[DictConfig, list[tuple[Path, str]]]:

@@ -14,6 +14,7 @@ from pydantic import PositiveFloat, PositiveInt
 from whet.config.section import Choice, Section, SectionPlace, Values, entry_at, key
 from whet.config.sources import missing_file
 from whet.errors import ConfigError
+from whet.manifests import absent, missing_plugin
 from whet.registry import ENVIRONMENTS, TOOL_PARSERS, TOOLS
 
 ENTRIES = (
@@ -62,6 +63,9 @@ def tool_rule(section: ToolsConfig, at: SectionPlace) -> Iterator[ConfigError]:
         if given:
             change = f"set {at.of('tools')}, or unset it"
             yield ConfigError(at.of(given[0]), section[given[0]], f"no value, as {at.of('tools')} is empty", change)
+        return
+    if plugin := missing_plugin("part", "tools"):
+        yield ConfigError.joined([absent(at.of("tools"), plugin)])
         return
     limits = ToolLimits(**section.tool_limits)
     for name, most in (("seconds", "step_seconds"), ("start_seconds", "reset_seconds")):

@@ -25,7 +25,7 @@ from typing import Any
 
 from whet.environments.protocol import Answer, Observation
 from whet.environments.running import PROBE, EnvironmentSpec, Outcome, Refusal, Running, at_once
-from whet.environments.tools.toolbox import Toolbox, ToolSpec
+from whet.environments.toolbox import Loads, Tools
 from whet.errors import ConfigError, describe
 from whet.processes.children import Callee, Children, Ended, Event
 from whet.processes.user_code import pickle_code
@@ -105,7 +105,7 @@ def open_host(
     environment: str,
     options: Mapping[str, Any] | None = None,
     *,
-    tools: Toolbox | None = None,
+    tools: Tools | None = None,
     deadlines: Deadlines | None = None,
     max_episodes: int | None = None,
 ) -> EnvironmentHost:
@@ -117,7 +117,7 @@ def open_host(
     resolved = entry.resolve_options(options or {}, "environment.options")
     target = environment if ":" in environment else entry.function or environment
     inner = EnvironmentSpec(target, resolved)
-    spec = inner if tools is None else tools.around(inner)
+    spec: Loads = inner if tools is None else tools.around(inner)
     if tools is None and entry.marks.get("pure"):
         return InlineHost(spec, at_once, max_episodes)
     try:
@@ -132,17 +132,14 @@ def open_host(
         return InlineHost(spec, asyncio.Runner().run, max_episodes)
     is_shared = bool(entry.marks.get("shared")) and tools is None
     most = max_episodes if max_episodes or is_shared else MAX_PROCESSES
-    servers = [each.get("mcp", ()) for each in (tools.entries if tools else ()) if isinstance(each, Mapping)]
-    starts = MAX_STARTS if any("command" in each for each in servers) else None
+    starts = MAX_STARTS if tools is not None and tools.starts_servers else None
     return ProcessHost(code, deadlines or Deadlines(), most, is_shared=is_shared, max_starts=starts)
 
 
 class InlineHost(EnvironmentHost):
     """A host in the caller's thread: each result is ready when the call returns, or when a place is free."""
 
-    def __init__(
-        self, spec: EnvironmentSpec | ToolSpec, run: Callable[[Coroutine[Any, Any, Outcome]], Outcome], most: int | None
-    ) -> None:
+    def __init__(self, spec: Loads, run: Callable[[Coroutine[Any, Any, Outcome]], Outcome], most: int | None) -> None:
         super().__init__()
         self._make, self._run = spec.load(), run
         self._most = most or math.inf

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from whet.errors import EnvError, TextError
+from whet.registry import register_environment
 from whet.types import FinishReason, Media, Message, Prompt
 
 
@@ -102,6 +103,18 @@ class Closes(Protocol):
     def close(self) -> Any:
         """Releases the resources. Called exactly once, also after a failure, unless the process itself has died."""
         ...
+
+
+@register_environment("single_turn", pure=True, max_turns=1, silent=True)
+class SingleTurn:
+    """An environment whose episode ends after the first turn. It is `silent`: without a text, no host runs it."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        pass
+
+    def step(self, answer: str) -> Observation:
+        """Returns the end of the episode."""
+        return ENDS
 
 
 def read_observation(raw: object) -> Observation:

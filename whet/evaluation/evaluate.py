@@ -22,7 +22,7 @@ from whet.config.load import to_yaml
 from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig
 from whet.data.load import VAL, load_items, numbered_rows
 from whet.data.sources import DataRow, write_rows
-from whet.environments.tools.toolbox import with_tools
+from whet.environments.toolbox import with_tools
 from whet.errors import ConfigError
 from whet.evaluation.answers import Journal, Record, by_prompt, readable
 from whet.evaluation.estimators import MeanEstimate, best_at_k, estimate, maj_at_k, mean_at_n, pass_at_k

@@ -15,8 +15,10 @@ from pathlib import Path
 
 from whet.config.cluster import ClusterConfig
 from whet.errors import ConfigError
+from whet.planning.units import size
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+ANYWAY = "WHET_START_ANYWAY"  # environment variable: starts a run even if it does not fit by the estimate
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,15 @@ def total_memory() -> int | None:
 def free_disk(path: Path) -> int:
     """The free bytes of the disk at `path`, which need not exist yet."""
     return shutil.disk_usage(existing(path)).free
+
+
+def check_disk(needed: int, run_dir: Path, reclaimed_bytes: int = 0) -> None:
+    """Checks that a checkpoint of `needed` bytes fits onto the disk.  Raises: ConfigError."""
+    free = free_disk(run_dir) + reclaimed_bytes
+    if needed > free and os.environ.get(ANYWAY, "0") in ("", "0"):
+        found, expected = f"a checkpoint needs about {size(needed)}", f"at most {size(free)}, free in {run_dir}"
+        change = "free disk space, choose another trainer.run_dir"
+        raise ConfigError("disk", found, expected, f"{change}, or set {ANYWAY}=1 in the environment to go on anyway")
 
 
 def existing(path: Path) -> Path:

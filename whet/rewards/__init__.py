@@ -6,5 +6,5 @@ adapter   the forms of a score function, recognised by signature
 pool      `RewardPool`: score functions in processes with a hard deadline for each item
 gsm8k math exact_match    the shipped score functions
 
-Nothing here imports torch, except for a function that takes a DataProto: a reward process starts fast.
+Nothing here imports torch: a reward process starts fast.
 """

@@ -16,7 +16,6 @@ from whet.errors import DataError
 from whet.models.packing import LATER_MEDIA, MEDIA, ROUTED
 from whet.models.positions import position_ids, rotary_positions
 from whet.models.routing import as_column
-from whet.protocol import DataProto
 from whet.rollout.flow import by_player
 from whet.types import Failure, Group, Media, Trajectory, Turn
 
@@ -81,12 +80,12 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
     return [row for row in rows if row.turn_ids.count(NOT_SAMPLED) < len(row.turn_ids)]
 
 
-def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[str] = ()) -> DataProto:
+def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[str] = ()) -> Batch:
     """Returns the batch of scored groups: `unscored` with the columns of `with_scores`."""
     return with_scores(unscored(groups, pad_token_id=pad_token_id), groups, columns=columns)
 
 
-def unscored(groups: Sequence[Group], *, pad_token_id: int) -> DataProto:
+def unscored(groups: Sequence[Group], *, pad_token_id: int) -> Batch:
     """Returns a row for each append-only token sequence of each trajectory, groups together, in order.
 
     A trajectory that failed before its first token gives one row: its prompt and a masked padding token."""
@@ -123,7 +122,7 @@ def unscored(groups: Sequence[Group], *, pad_token_id: int) -> DataProto:
         tensors[ROUTED] = routed
     alive = torch.tensor([trajectory.failure is None for trajectory in owners])[:, None]
     tensors["response_mask"] = ((tensors["turn_ids"] != NOT_SAMPLED) & alive).long()
-    return DataProto.of(tensors, objects)
+    return Batch.of(tensors, objects)
 
 
 def _positions(rows: Sequence[Row]) -> list[torch.Tensor | None] | None:

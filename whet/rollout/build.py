@@ -28,7 +28,7 @@ from whet.config.section import entry_at
 from whet.data.chat import encode_texts, template_text
 from whet.data.media import MediaLimits, MediaReader
 from whet.environments.host import Deadlines, EnvironmentHost
-from whet.environments.tools.toolbox import toolbox_of, with_parser, with_tools
+from whet.environments.toolbox import tools_of, with_tools
 from whet.errors import ConfigError, DataError, EnvError
 from whet.models.encoders.base import keep_prepared
 from whet.models.encoders.load import encoders_of
@@ -244,7 +244,7 @@ def stage_of(stage: StageConfig) -> Stage:
         seconds=Deadlines(reset=stage.reset_seconds, step=stage.step_seconds),
         episode_seconds=stage.episode_seconds,
         max_episodes=stage.max_episodes,
-        tools=toolbox_of(stage),
+        tools=tools_of(stage),
     )
 
 
@@ -253,7 +253,7 @@ def _stage(stage: StageConfig, config: TrainConfig | EvalConfig, tokenizer: PreT
     tools = known.tools
     if tools is not None:
         template = template_text(tokenizer, data.chat_template_kwargs) if data.apply_chat_template else None
-        tools = with_parser(tools, template)
+        tools = tools.with_parser(template)
     turns = stage.max_turns
     if tools is None:
         turns = min(turns, ENVIRONMENTS[stage.name].marks.get("max_turns", turns))

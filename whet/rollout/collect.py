@@ -15,7 +15,7 @@ from whet.data.placeholders import expanded, has_parts, has_tag, place
 from whet.data.written import warn_once
 from whet.environments.host import Deadlines, EnvironmentHost, open_host
 from whet.environments.protocol import Observation
-from whet.environments.tools.toolbox import Toolbox
+from whet.environments.toolbox import Tools
 from whet.errors import DataError
 from whet.keyed import key
 from whet.registry import ENVIRONMENTS
@@ -40,7 +40,7 @@ class Stage:
     seconds: Deadlines = field(default_factory=Deadlines)  # of its calls
     episode_seconds: float = 3600.0
     max_episodes: int | None = None
-    tools: Toolbox | None = None  # with their parser
+    tools: Tools | None = None  # with their parser
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # with the tools (`with_tools`)
 
     @property
@@ -145,7 +145,7 @@ class TemplateCodec:
         *,
         apply_chat_template: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        tools: Toolbox | None = None,
+        tools: Tools | None = None,
         reader: MediaReader | None = None,
     ) -> None:
         """`tools` bring their parser, and `chat_template_kwargs` describe them to the model. `reader` reads images and

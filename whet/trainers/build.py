@@ -27,14 +27,12 @@ from whet.domains import Domains
 from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
 from whet.environments.host import EnvironmentHost
-from whet.environments.tools.toolbox import with_tools
+from whet.environments.toolbox import with_tools
 from whet.errors import RewardError
 from whet.models.load import stop_token_ids
 from whet.planning.dtypes import with_dtypes
-from whet.planning.fit import check_fits
-from whet.planning.forecast import Counts
 from whet.planning.machine import free_accelerator, stated
-from whet.planning.memory import Lengths, Setup, cache_room, sized
+from whet.planning.planner import Counts, Setup, planner
 from whet.planning.units import plural
 from whet.registry import FILTERS, VALUE_LOSSES, load_target, register_trainer
 from whet.rewards.pool import build_scorer as build_scorer, checked, is_scored, scorer_of as scorer_of, val_scorer_of
@@ -52,6 +50,7 @@ from whet.rollout.driver import BackgroundDriver, Driver
 from whet.rollout.flow import Filter, PromptSource, keep_all
 from whet.rollout.protocol import Restarts
 from whet.rollout.replicas import Replicas
+from whet.rollout.requirements import Lengths
 from whet.rollout.rollouts import Rollouts, reward_item
 from whet.trainers import workers
 from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
@@ -309,12 +308,14 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
 
 def _with_room(specs: Iterable[WorkerSpec], plan: Setup) -> Iterator[WorkerSpec]:
     """Yields the workers with sizes that fit their accelerators: tokens of a micro-batch, the rollout's cache."""
-    plan = replace(plan, device=free_accelerator(plan.config.cluster))
+    plan, planned = replace(plan, device=free_accelerator(plan.config.cluster)), planner()
     for spec in specs:
         if spec.cls is RolloutWorker:
-            yield replace(spec, kwargs={"cache_room": cache_room(plan)})
+            yield replace(spec, kwargs={"cache_room": planned.cache_room(plan)})
+        elif spec.cls is TrainWorker:
+            yield replace(spec, args=(planned.sized(spec.args[0], plan, spec.role),))
         else:
-            yield spec if spec.cls is not TrainWorker else replace(spec, args=(sized(spec.args[0], plan, spec.role),))
+            yield spec
 
 
 def _helpers(config: TrainConfig, reward: Callable[..., Any] | None, has_reward: bool) -> Iterator[WorkerSpec]:
@@ -416,6 +417,7 @@ def dry_run_elsewhere(config: TrainConfig, device_gib: float | None, host_gib: f
     `device_gib` and nodes of `host_gib`; None takes this machine's size. Loads no model, starts no worker.
 
     Raises: WhetError for everything that a user can mend."""
+    planned = planner(is_needed=True)
     if config.trainer.loop:
         load_target(config.trainer.loop)
     device, host = stated(device_gib, "an accelerator"), stated(host_gib, "a node")
@@ -425,7 +427,7 @@ def dry_run_elsewhere(config: TrainConfig, device_gib: float | None, host_gib: f
     def replan(other: TrainConfig) -> Setup:
         return setup(other, begun.lengths)
 
-    check_fits(replace(replan(config), device=device, host=host), run_folder(config.trainer), replan)
+    planned.check_fits(replace(replan(config), device=device, host=host), run_folder(config.trainer), replan, 0)
     roles = [spec.role for spec in worker_specs(config, begun.columns, begun.total_steps)]
     prompts = show_batch(config, begun.tokenizer, begun.loader, begun.total_steps, roles)
     _score(config, begun.tokenizer, prompts[:SCORED])

@@ -29,9 +29,8 @@ from whet.metrics import Metrics
 from whet.models.load import load_config
 from whet.phases import phase
 from whet.planning.dtypes import with_dtypes
-from whet.planning.fit import check_disk, check_fits
-from whet.planning.forecast import Counts, introduce
-from whet.planning.memory import Setup
+from whet.planning.machine import check_disk
+from whet.planning.planner import Counts, Setup, planner
 from whet.tracking.console import COLUMNS, ConsoleColumn, ConsoleTracker
 from whet.tracking.profile import SystemMeter, observed
 from whet.tracking.runs import write_state
@@ -342,7 +341,7 @@ def opened_for(
     with disk_errors(run_dir):
         deleted = checkpoint.over_limit(run_dir / "checkpoints", trainer.save_limit)
         reclaimed = sum(file.stat().st_size for folder in deleted for file in folder.rglob("*") if file.is_file())
-        needed = check_fits(setup(config, lengths), run_dir, lambda other: setup(other, lengths), reclaimed)
+        needed = planner().check_fits(setup(config, lengths), run_dir, lambda other: setup(other, lengths), reclaimed)
     if dry_run:
         yield RunDir(run_dir), Trackers([])
         return
@@ -363,7 +362,7 @@ def opened_for(
         services = Trackers(open_services(list(names), tracked))
         undo.callback(services.close, failed=True)
         if "console" in trainer.logger:
-            introduce(setup(config, lengths), replace(counts, first_step=opened.first_step))
+            planner().introduce(setup(config, lengths), replace(counts, first_step=opened.first_step))
         yield opened, services
         undo.pop_all()
 

@@ -18,7 +18,6 @@ from whet.config.schema import ActorConfig
 from whet.controller.worker_group import PendingCall
 from whet.keyed import key
 from whet.metrics import Metrics
-from whet.protocol import DataProto
 from whet.rollout.batch import unscored, with_scores
 from whet.trainers.batch_metrics import measure_batch, measure_environment, measure_groups, measure_part
 from whet.trainers.columns import judged
@@ -48,7 +47,7 @@ def sample(run: Run, step: int, metrics: Metrics) -> Batch:
 
     Raises: RewardError and its like where every response failed."""
     sampled = run.rollouts.start(run.config.data.train_batch_size, step=step)
-    batch: Batch = unscored(sampled.groups, pad_token_id=run.pad_token_id)
+    batch = unscored(sampled.groups, pad_token_id=run.pad_token_id)
     batch = run.columns.add(batch, run.sources(sampled.groups, step), metrics, is_scored=False)
     scored = sampled.result()
     metrics.merge(scored.metrics)
@@ -99,7 +98,7 @@ def estimate_advantages(run: Run, batch: Batch, metrics: Metrics) -> Batch:
     entry = run.estimator.entry
     supplied = {"config": run.config, "non_tensor_batch": batch.non_tensor_batch}
     if "batch" in (*entry.parameters, *entry.options):  # verl's form: a TensorDict
-        supplied["batch"] = DataProto.from_batch(batch).batch
+        supplied["batch"] = batch.tensor_dict()
     estimated = estimate(run.estimator, batch.tensors(), supplied, with_returns=with_returns)
     for name, value in estimated.metrics.items():
         metrics.mean(name if "/" in name else f"critic/{name}", value)

@@ -28,11 +28,11 @@ from whet.errors import no_exit
 from whet.metrics import Metrics
 from whet.models.packing import LATER_MEDIA
 from whet.models.positions import position_ids, rotary_positions
-from whet.planning.forecast import Counts
 from whet.planning.machine import free_accelerator
-from whet.planning.memory import Lengths, Setup, sized
+from whet.planning.planner import Counts, Setup, planner
 from whet.registry import load_target, register_trainer
 from whet.rollout.build import with_engine
+from whet.rollout.requirements import Lengths
 from whet.tracking.console import USE, ConsoleColumn
 from whet.trainers.frame import Frame, opened_for, run_folder, with_named_dtypes, with_restarts
 from whet.trainers.health import check_skipped
@@ -217,9 +217,9 @@ def _train(kind: type[R], config: Any, data: Rows, val_data: Rows, callbacks: Ca
     inputs |= {f"weights of {path}": model_digest(path, config.model.trust_remote_code) for path in sorted(read)}
     counts = Counts(len(lengths), len(val_examples), total_steps, likely=likely_steps(callbacks, total_steps))
     with opened_for(config, kind.setup, lengths, inputs, counts, dry_run=dry_run) as (opened, services):
-        plan = replace(kind.setup(config, lengths), device=free_accelerator(config.cluster))
+        plan, planned = replace(kind.setup(config, lengths), device=free_accelerator(config.cluster)), planner()
         specs = [
-            replace(each, args=tuple(sized(settings, plan, each.role) for settings in each.args))
+            replace(each, args=tuple(planned.sized(settings, plan, each.role) for settings in each.args))
             for each in kind.specs(config, total_steps)
         ]
         run = kind(

@@ -22,7 +22,7 @@ from whet.batch import Batch
 from whet.config.environment import ToolsConfig
 from whet.config.schema import DataConfig, TeacherConfig
 from whet.data.prompts import PromptFormat, Template
-from whet.environments.tools.toolbox import with_tools
+from whet.environments.toolbox import with_tools
 from whet.errors import ConfigError, DataError
 from whet.models.positions import position_ids
 from whet.options import Positive

@@ -35,8 +35,7 @@ from whet.metrics import Metrics
 from whet.models.load import context_length, load_tokenizer, reward_config
 from whet.models.lora import LoraSettings
 from whet.phases import span
-from whet.planning.outline import Outline
-from whet.planning.speed import training_flops
+from whet.planning.planner import planner
 from whet.registry import ENGINES
 from whet.tracking import profile
 from whet.trainers.reward_texts import text_reader
@@ -82,7 +81,7 @@ class TrainWorker(EngineWorker):
         self._outlets: dict[Way, Outlet] = {}
         self._base = DeltaBase()
         self._flops = 0.0  # operations of updates since they were last asked for
-        self._outline = Outline(settings) if profile.peak_flops() else None
+        self._flops_of = planner().update_flops(settings) if profile.peak_flops() else None
         self.start: dict[str, Any] | None = None
         if settings.lora is not None:
             self.start = start_of(settings, settings.lora) | {"fingerprint": with_adapter(self.engine).fingerprint()}
@@ -90,8 +89,8 @@ class TrainWorker(EngineWorker):
     @register(Dispatch.DP_COMPUTE)
     def update(self, batch: Batch, objective: Objective) -> Metrics:
         """Takes an optimizer step on the mini-batch `batch`."""
-        if self._outline is not None:  # ranks that share rows are taken to share their work evenly
-            self._flops += training_flops(self._outline, batch) * self.dp_size / self.world_size
+        if self._flops_of is not None:  # ranks that share rows are taken to share their work evenly
+            self._flops += self._flops_of(batch) * self.dp_size / self.world_size
         metrics = self.engine.forward_backward(batch, objective)
         metrics.merge(self.engine.step())
         return metrics

@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from whet.batch import Batch
 from whet.checkpoints.export import export
 from whet.config import TrainConfig
-from whet.protocol import DataProto
 from whet.trainers.build import train
 from whet.trainers.run import Run
 
@@ -61,7 +61,7 @@ def check_turns_ahead(
 ) -> None:
     """Checks episodes of three turns whose server gets weights while it samples: the log-prob of each token belongs to
     the checkpoint of its version, not to the one before or after."""
-    batches: list[DataProto] = []
+    batches: list[Batch] = []
     monkeypatch.setattr(Run, "write_tokens", lambda run, step, batch: batches.append(batch))
     ahead = {"rollout.max_staleness": 1, "algorithm.correction.weight": "importance"}
     saved = {"trainer.total_steps": STEPS, "trainer.save_freq": 1, "trainer.save_limit": STEPS}
@@ -95,7 +95,7 @@ def check_turns_ahead(
 
 
 @torch.no_grad()
-def log_probs(model: PreTrainedModel, batch: DataProto) -> torch.Tensor:
+def log_probs(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     """[B, R] of the responses, each row computed alone."""
     out, prompt = torch.zeros_like(batch["rollout_log_probs"]), batch["prompts"].shape[1]
     for row, (mask, ids) in enumerate(zip(batch["attention_mask"] != 0, batch["input_ids"], strict=True)):

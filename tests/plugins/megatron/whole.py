@@ -17,10 +17,10 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parents[2] / "engines"))
 import engine_conformance as suite
 
+from whet.batch import Batch
 from whet.controller.dispatch import register
 from whet.models.sequence_parallel import TokenShare
 from whet.plugins.megatron import core
-from whet.protocol import DataProto
 
 
 class Attention(torch.nn.Module):
@@ -59,7 +59,7 @@ class Whole(suite.Probe):
         super().__init__(*given)
 
     @register()
-    def gradients(self, batch: DataProto) -> dict[str, torch.Tensor] | None:
+    def gradients(self, batch: Batch) -> dict[str, torch.Tensor] | None:
         """Gradients of a mini-batch, of which each rank takes its rows, whole, by name; from rank 0."""
         engine: Any = self.engine
         rows = batch[list(range(engine.dp_rank, len(batch), engine.dp_size))]

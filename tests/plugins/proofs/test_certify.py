@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 
+from whet.batch import Batch
 from whet.config.algorithm import AlgorithmConfig, CorrectionConfig, FilterConfig, KLConfig, ShapingConfig
 from whet.plugins.proofs.certify import (
     GAP,
@@ -29,7 +30,6 @@ from whet.plugins.proofs.certify import (
     rows,
     rows_of,
 )
-from whet.protocol import DataProto
 from whet.registry import ADV_ESTIMATORS, KINDS, KL_FORMS, POLICY_LOSSES
 from whet.trainers.shape import Shaper
 
@@ -90,7 +90,7 @@ def test_the_step_is_the_loops_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert certify(plain(), SMALL, mode=SUMS).norm_ratio == pytest.approx(2.0)
 
 
-def _doubled(batch: DataProto) -> DataProto:
+def _doubled(batch: Batch) -> Batch:
     return batch.with_columns(token_level_rewards=2 * batch["token_level_rewards"])
 
 

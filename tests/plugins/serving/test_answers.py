@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AddedToken, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from whet.environments.tools.parsers import Call, parts_of
+from whet.environments.calls import Call, parts_of
 from whet.models.load import load_tokenizer
 from whet.plugins.serving.answers import Piece, ResponseChoice, ToolText
 from whet.plugins.serving.bodies import ApiError, ChatBody, ClientRequest, ToolsAsked

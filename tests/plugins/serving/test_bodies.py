@@ -304,6 +304,13 @@ def test_a_template_without_a_known_format_is_refused(reader: BodyReader) -> Non
     assert (error.value.status, error.value.param) == (400, "tools")
 
 
+def test_calls_need_the_plugin_of_their_parser(reader: BodyReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whet.manifests.manifests", dict)
+    with pytest.raises(ApiError, match="whet/plugins/agents") as error:
+        reader.chat({"model": "m", "messages": HI, "tools": [TOOL]})
+    assert (error.value.status, error.value.param) == (400, "tools")
+
+
 def test_an_engines_refusal_names_what_a_client_and_the_server_can_change(qwen25_folder: Path) -> None:
     engine = NativeEngine(kv_cache_bytes=2**20)
     engine.attach(load_policy(qwen25_folder), 0)

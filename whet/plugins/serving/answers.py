@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from whet.environments.tools.parsers import CONTROL, Call, parts_of
+from whet.environments.calls import CONTROL, Call, parts_of
 from whet.errors import describe
 from whet.plugins.serving.bodies import ApiError, ClientRequest, Raw, ToolsAsked
 from whet.registry import TOOL_PARSERS

@@ -22,9 +22,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from transformers import PreTrainedTokenizerBase
 
 from whet.data.chat import check_message, encode_rendered, encode_texts, render_chat
-from whet.environments.tools.parsers import parser_of
+from whet.environments.calls import parser_of
 from whet.errors import did_you_mean
 from whet.keyed import key
+from whet.manifests import absent, missing_plugin
 from whet.registry import TOOL_PARSERS
 from whet.rollout.protocol import Request, SamplingParams
 from whet.types import Message
@@ -306,6 +307,8 @@ class BodyReader:
             known = f"one of {', '.join(TOOL_PARSERS.names())}, or your own as path/file.py:function"
             why = f"the chat template shows no known format of calls; start the server with --tool-parser, {known}"
             raise unsupported("tools", [*schemas], why)
+        if plugin := missing_plugin("tool_parser", parser):
+            raise unsupported("tools", [*schemas], str(absent(f"tool parser {parser}", plugin)))
         opening, is_named = _opening(parser, [*schemas], body.tool_choice), isinstance(body.tool_choice, dict)
         return ToolsAsked(parser, schemas, None if body.parallel_tool_calls and not is_named else 1, opening)
 

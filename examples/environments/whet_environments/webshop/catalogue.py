@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
-from whet.environments.tools.shipped import BM25, words
+from whet.plugins.agents.tools.shipped import BM25, words
 from whet_environments.webshop import vocabulary as v
 
 MOST_FOUND = 50

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from difflib import SequenceMatcher
 from functools import lru_cache
 
-from whet.environments.tools.shipped import words
+from whet.plugins.agents.tools.shipped import words
 from whet_environments.webshop.catalogue import Goal, Product
 from whet_environments.webshop.vocabulary import COLOURS
 

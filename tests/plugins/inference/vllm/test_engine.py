@@ -39,7 +39,6 @@ from whet.config.schema import ModelConfig, TrainConfig
 from whet.errors import ConfigError, DataError, EngineError, LostReplicaError, WeightSyncError
 from whet.models.encoders.base import Encoders
 from whet.models.load import load_policy
-from whet.planning.memory import plan_memory
 from whet.plugins.inference.servers import engine as servers_engine
 from whet.plugins.inference.servers.environment import Interpreter, find_environment
 from whet.plugins.inference.servers.process import free_port
@@ -47,6 +46,7 @@ from whet.plugins.inference.servers.weights import in_parts, weights_file
 from whet.plugins.inference.servers.wire_protocol import end_of
 from whet.plugins.inference.vllm import engine as engine_module
 from whet.plugins.inference.vllm.engine import PACKAGE, VLLMEngine, versions_at
+from whet.plugins.planner.memory import plan_memory
 from whet.registry import ROLLOUT_ENGINES
 from whet.rollout.protocol import (
     Completion,

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner's view of a run before it starts. The planner is a plugin; without it a run starts without advice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whet.batch import Batch
+from whet.config.schema import RunConfig
+from whet.engines.protocol import Objective
+from whet.engines.role import RoleSettings
+from whet.planning.machine import FreeMemory
+from whet.registry import PLANNERS
+from whet.rollout.requirements import CacheRoom, Lengths
+
+if TYPE_CHECKING:
+    from whet.planning.doctor import Finding
+
+
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """A config, with its roles, objectives and lengths."""
+
+    config: RunConfig
+    roles: Mapping[str, RoleSettings]  # roles with a model
+    objectives: Mapping[str, Objective]  # of the trained roles
+    lengths: Lengths
+    passes: tuple[str, ...] = ()  # roles with a forward pass over the rows before the update, once for each pass
+    device: FreeMemory | None = None  # the accelerator of each process; None on the host
+    host: FreeMemory | None = None  # the memory of a node; None for what this machine has free
+    media_share: float = 0.0  # of the tokens of prompts, those of images and videos
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of a run: prompts or examples for training and validation, steps."""
+
+    train: int
+    val: int
+    steps: int
+    first_step: int = 0  # steps that an earlier start of the run has done
+    likely: int | None = None  # step at which the run is expected to stop early
+
+
+def _not_estimated(config: RunConfig) -> Iterator[Finding]:
+    from whet.planning.doctor import Finding
+
+    yield Finding("plan", "memory, disk and time are not estimated", "put whet/plugins/planner back")
+
+
+@dataclass(frozen=True)
+class Planner:
+    """The functions that a run calls before it starts; without the plugin a run has the defaults."""
+
+    # Checks memory and disk, by the setups of other configs too; of the disk, bytes become free at the start. Returns
+    # the bytes of a checkpoint; 0 where they are not estimated.  Raises: ConfigError.
+    check_fits: Callable[[Setup, Path, Callable[[Any], Setup], int], int] = lambda setup, run_dir, replan, freed: 0
+    introduce: Callable[[Setup, Counts], None] = lambda setup, counts: None  # logs the first lines of the run
+    # The settings of a role, with the tokens of its micro-batches where an accelerator's memory decides.
+    sized: Callable[[RoleSettings, Setup, str], RoleSettings] = lambda settings, setup, role: settings
+    # The room for a cache of keys and values on an accelerator; by default the cache has `KV_CACHE_BYTES`.
+    cache_room: Callable[[Setup], CacheRoom | None] = lambda setup: CacheRoom(most=0)
+    # Counts the operations of an update of a role; 0.0: unknown.
+    update_flops: Callable[[RoleSettings], Callable[[Batch], float]] = lambda settings: lambda batch: 0.0
+    findings: Callable[[RunConfig], Iterator[Finding]] = _not_estimated  # the lines of `whet doctor` about the run
+
+
+def planner(*, is_needed: bool = False) -> Planner:
+    """The planner of runs.  Raises: RegistryError where its plugin was deleted and `is_needed`."""
+    found: Planner = PLANNERS["memory"].load()() if is_needed or "memory" in PLANNERS else Planner()
+    return found
