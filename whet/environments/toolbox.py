@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of the tools around an environment. A plugin implements it; a run without tools never loads the plugin."""
+"""The protocol of the tools around an environment. A plugin implements it; a run without tools never loads it."""
 
 from __future__ import annotations
 
