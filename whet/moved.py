@@ -36,6 +36,16 @@ MOVED = {  # by the old name of a file or folder
     "whet.models.head_kernels": "whet.kernels.log_probs_triton",
     "whet.models.init": "whet.plugins.lessons.init_model",
     "whet.models.init_vision": "whet.plugins.lessons.init_model",
+    **{
+        f"whet.planning.{name}": f"whet.plugins.planner.{name}"
+        for name in ("first", "fit", "forecast", "memory", "outline", "scale", "speed")
+    },
+    "whet.models.narrow": "whet.kernels.bfloat16_copies",
+    "whet.models.varlen": "whet.kernels.varlen_attention",
+    "whet.rollout.native.kernels": "whet.kernels.paged_attention_triton",
+    "whet.rollout.native.paged_attention": "whet.kernels.paged_attention",
+    "whet.rollout.planned": "whet.rollout.requirements",
+    "whet.rollout.sampling": "whet.kernels.sampling",
     "whet.protocol": "whet.plugins.migration.protocol",
     **{f"whet.rewards.{name}": f"whet.plugins.migration.{name}" for name in ("data_proto", "managers")},
     **{f"whet.rollout.{name}": f"whet.plugins.inference.{name}" for name in ("servers", "sglang", "vllm")},

@@ -407,6 +407,8 @@ TRACKERS = Registry("tracker", "tracking", "register_tracker", ("run",))  # mark
 SANDBOXES = Registry("sandbox", "programs", "register_sandbox", ("address",))
 PLANNERS = Registry("planner", "planning", "register_planner", ())
 COMMANDS = Registry("command", "cli", "register_command")  # of plugins; marks: panel, settings, exits
+# Of plugins: `config`, `key` (advice on names of other systems), `data_proto`, `manager`, `imports` (of reward files).
+FOREIGN = Registry("foreign form", "rewards", "register_foreign", has_foreign_form=False)
 PARTS = Registry("part", "cli", "register_part")  # of plugins: functions that the core calls by name
 
 register_adv_est = ADV_ESTIMATORS.register
@@ -434,4 +436,5 @@ register_tracker = TRACKERS.register
 register_sandbox = SANDBOXES.register
 register_planner = PLANNERS.register
 register_command = COMMANDS.register
+register_foreign = FOREIGN.register
 register_part = PARTS.register

@@ -94,7 +94,7 @@ def _begin(own, sinks, heads, inside, split):
     share = tl.where(split == 0, 1.0, 0.0) + tl.zeros_like(own)
     total = share
     if sinks is not None:
-        sink = tl.load(sinks + heads, mask=inside & (split == 0), other=-2e30).to(tl.float32)
+        sink = tl.where(split == 0, tl.load(sinks + heads, mask=inside, other=-2e30).to(tl.float32), -2e30)
         larger = tl.maximum(most, sink)
         share = share * tl.exp(most - larger)
         total = share + tl.exp(sink - larger)
