@@ -16,8 +16,9 @@ from whet.batch import Batch
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.data.supervised import SupervisedExample
 from whet.models.load import load_policy
-from whet.planning import speed
-from whet.planning.speed import training_flops
+from whet.plugins.planner import forecast, speed
+from whet.plugins.planner.memory import outlines_of
+from whet.plugins.planner.speed import training_flops
 from whet.tracking import profile
 from whet.trainers.build import setup
 from whet.trainers.sft import SFTRun, to_batch, train_sft
