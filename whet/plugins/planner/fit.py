@@ -185,8 +185,7 @@ def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, object]]:
         _, prefix = section_of(config, "ref" if section == "teacher" else section)  # teachers use the engine of ref
         whole = estimate.spread_of(setup, name).shards == 1 and config.cluster.processes_of(name) > 1
         found += [
-            (whole and estimate.spread_of(setup, name, engine).shards > 1, f"{prefix}engine.name", engine)
-            for engine in ENGINES.names()
+            (whole and _shards(setup, name, engine) > 1, f"{prefix}engine.name", engine) for engine in ENGINES.names()
         ]
     for name in setup.objectives:
         role, prefix = section_of(config, name)
@@ -214,6 +213,14 @@ def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, object]]:
         for is_open, key, value in found
         if is_open
     }
+
+
+def _shards(setup: Setup, name: str, engine: str) -> int:
+    """The shards of a role's model with another engine; 0 where a package of the engine is not installed."""
+    try:
+        return estimate.spread_of(setup, name, engine).shards
+    except ModuleNotFoundError:
+        return 0
 
 
 def _too_much_memory(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> ConfigError:
