@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks.setting import Setting
 from whet.plugins.sandbox.local import LocalSandbox
+from whet.plugins.scores.code import Suite, run_tests
 from whet.programs.protocol import Job, Limits
-from whet.rewards.code import Suite, run_tests
 
 TITLE = "Programs in the sandbox"
 NOTE = """\

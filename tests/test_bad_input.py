@@ -53,9 +53,9 @@ from whet.plugins.inference.servers.environment import Interpreter
 from whet.plugins.inference.vllm.engine import PACKAGE
 from whet.plugins.planner import fit
 from whet.plugins.planner.fit import check_fits
+from whet.plugins.scores.judge.rubrics import Rubric
 from whet.programs.protocol import open_sandbox
 from whet.registry import ENVIRONMENTS
-from whet.rewards.judge.rubrics import Rubric
 from whet.rewards.pool import RewardPool
 from whet.rollout.build import check_engine, open_environments
 from whet.rollout.episode import Episode, EpisodeLimits, Rules

@@ -30,8 +30,8 @@ from whet.http import CallError, Http, fetch, insist, read, shown
 from whet.limits import REPLY_BYTES
 from whet.plugins.inference.servers import process as servers
 from whet.plugins.sandbox import http as sandbox
+from whet.plugins.scores.judge.client import Client as Judge, Settings
 from whet.programs.protocol import Program
-from whet.rewards.judge.client import Client as Judge, Settings
 
 SECRET = "hunter2"
 SECONDS = 0.6  # that a user gives a call

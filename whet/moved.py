@@ -48,6 +48,11 @@ MOVED = {  # by the old name of a file or folder
     "whet.rollout.sampling": "whet.kernels.sampling",
     "whet.protocol": "whet.plugins.migration.protocol",
     **{f"whet.rewards.{name}": f"whet.plugins.migration.{name}" for name in ("data_proto", "managers")},
+    **{f"whet.rewards.{name}": f"whet.plugins.scores.{name}" for name in ("auto", "check", "code", "ifeval", "judge")},
+    **{
+        f"whet.rewards.{name}": f"whet.plugins.scores.{name}"
+        for name in ("hostile_programs", "perception", "short_answers")
+    },
     **{f"whet.rollout.{name}": f"whet.plugins.inference.{name}" for name in ("servers", "sglang", "vllm")},
     "whet.rollout.vllm.routed": "whet.plugins.inference.vllm.plain",
     "whet.sandbox": "whet.programs",
@@ -59,6 +64,7 @@ MOVED = {  # by the old name of a file or folder
     "whet.rollout.servers.words": "whet.plugins.inference.servers.wire_protocol",
     "whet.trainers.certify": "whet.plugins.proofs.certify",
     "whet.trainers.hints": "whet.trainers.teacher",
+    "whet.trainers.judge": "whet.plugins.scores.judge.role",
     "whet.trainers.measure": "whet.trainers.batch_metrics",
     "whet.trainers.measured": "whet.trainers.telemetry",
     "whet.trainers.quickstart": "whet.plugins.lessons.quickstart",

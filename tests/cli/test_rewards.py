@@ -33,7 +33,7 @@ def test_every_function_has_one_line(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_show_prints_rule_fields_options_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, "show", "gsm8k")
-    assert "reward gsm8k\n1 where the answer is the number of the ground truth" in out
+    assert "reward gsm8k\n1 if the answer is the number of the ground truth" in out
     assert "reads                       solution_str, ground_truth, prompt_str\n" in out
     assert "reward.kwargs.method        flexible (one of flexible, strict)\n" in out
     assert "\nExamples:\n1  solution_str='5 + 2 = 7', ground_truth='#### 7'\n0  solution_str='7 or 8'" in out

@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 
 from tests.docs.pages import ROOT
+from whet.plugins.scores.auto import SOURCES
 from whet.registry import REWARDS
-from whet.rewards.auto import SOURCES
 
 PAGE = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
 CODE = re.compile(r"`([^`]+)`")

@@ -17,8 +17,8 @@ from tests.plugins.sandbox.conftest import needs_bubblewrap
 from whet.environments.protocol import Answer, Observation
 from whet.errors import ConfigError
 from whet.plugins.agents.check import Plan, check
+from whet.plugins.scores.code import Suite, run_tests
 from whet.programs.protocol import open_sandbox
-from whet.rewards.code import Suite, run_tests
 from whet.types import Message, Prompt
 
 PROMPT = Prompt("0:7", 7, (Message("user", "?"),), (1, 2), "s", None)

@@ -17,8 +17,8 @@ from tests.rewards.judge_server import Reply, judging
 from whet.config.schema import RewardConfig
 from whet.domains import Domains
 from whet.errors import WhetError
+from whet.plugins.scores.judge.rubrics import load_rubric
 from whet.programs.protocol import open_sandbox
-from whet.rewards.judge.rubrics import load_rubric
 from whet.rewards.pool import build_scorer
 from whet.rollout.reports import FailureWatch
 from whet.types import Failure, Group, Prompt, RewardItem, Trajectory

@@ -25,6 +25,7 @@ from whet.config import TrainConfig, load_config
 from whet.config.compose import find_recipe, shipped_recipes
 from whet.errors import ConfigError, DataError, EngineError, RegistryError
 from whet.metrics import Metrics
+from whet.registry import Registry
 from whet.rollout.batch import to_batch
 from whet.rollout.protocol import Completion, Request
 from whet.trainers.build import build, build_scorer, plan, train
@@ -91,6 +92,17 @@ def test_several_updates_a_step_need_the_log_probs_before_them(
 ) -> None:
     assert names(train_config(several)) == (["old_log_probs"], {"actor"})
     assert names(train_config({**several, "algorithm.policy_loss": "reinforce"})) == ([], set())
+
+
+def test_a_column_of_a_plugin_that_is_gone_is_an_error_of_the_key(
+    train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = train_config({"reward_model.rubric": "yes_no"})
+    assert "judge_scores" in [column.name for column in plan(config).providers]
+    monkeypatch.setattr("whet.manifests.manifests", dict)
+    monkeypatch.setattr("whet.trainers.columns.PROVIDERS", Registry("provider", "trainers", "register_provider"))
+    with raises(ConfigError, re.compile("reward_model.rubric=yes_no: .*judge_scores"), change=re.compile("scores")):
+        plan(config)
 
 
 def test_a_kl_term_starts_the_reference(train_config: MakeConfig) -> None:

@@ -25,7 +25,7 @@ from whet.cli.environments import environments
 from whet.cli.evaluate import compare, evaluate, generate, select
 from whet.cli.inputs import config, data
 from whet.cli.models import export
-from whet.cli.rewards import check_reward, rewards
+from whet.cli.rewards import rewards
 from whet.cli.runs import plot, runs, show
 from whet.cli.train import command_of
 from whet.errors import ConfigError, RegistryError, WhetError, did_you_mean, exit_error
@@ -55,7 +55,7 @@ PANELS: dict[str, Sequence[Callable[..., None]]] = {
     "Getting started": (),
     "Training": [*map(command_of, registry.TRAINERS.shipped.values())],
     "After training": (runs, plot, show, evaluate, generate, select, compare, export),
-    LOOK: (doctor, config, data, check_reward),
+    LOOK: (doctor, config, data),
 }
 GROUPS = {"": app, "algorithms": algorithms, "rewards": rewards, "env": environments}
 for panel, functions in PANELS.items():

@@ -68,10 +68,9 @@ def algorithm_rule(algorithm: schema.AlgorithmConfig, at: SectionPlace) -> Itera
         expected = "a teacher or a hint, without which teacher_log_probs are the policy's own"
         change = "set teacher.hint (reference, peer, own, judge) or teacher.model_paths"
         yield ConfigError("algorithm.adv_estimator", estimator.name, expected, change)
-    given = teacher.hint_options
-    if teacher.hint == "judge" and ("complete" in given) == ("endpoint" in given and "model" in given):
-        expected = "with teacher.hint=judge either complete, a function, or endpoint and model"
-        yield ConfigError("teacher.hint_options", dict(given), expected, "set one of the two")
+    hint = registry.HINTS[teacher.hint] if teacher.hint is not None and teacher.hint in registry.HINTS else None
+    if hint is not None and "options_checked_by" in hint.marks:
+        yield from hint.marked("options_checked_by")(teacher.hint_options)
     yield from _correction(algorithm)
     yield from _of_pairs(algorithm)
     entry = entry_at(registry.AGGREGATIONS, "algorithm.loss_agg_mode", aggregation(algorithm))

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.algorithms.calls import Bound
 from whet.config.algorithm import AlgorithmConfig
-from whet.config.schema import ActorConfig, GroupFilterConfig, TrainConfig
+from whet.config.schema import ActorConfig, GroupFilterConfig, LoraConfig, TrainConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
@@ -29,7 +29,7 @@ from whet.engines.role import RoleSettings
 from whet.environments.host import EnvironmentHost
 from whet.environments.toolbox import with_tools
 from whet.errors import RewardError
-from whet.models.load import stop_token_ids
+from whet.models.load import load_tokenizer, stop_token_ids
 from whet.planning.dtypes import with_dtypes
 from whet.planning.machine import free_accelerator, stated
 from whet.planning.planner import Counts, Setup, planner
@@ -42,20 +42,21 @@ from whet.rollout.build import (
     check_media,
     check_sampling,
     check_stages,
+    chosen_engine,
     open_environments,
     sampling_params,
     with_engine,
 )
+from whet.rollout.collect import Collector
 from whet.rollout.driver import BackgroundDriver, Driver
 from whet.rollout.flow import Filter, PromptSource, keep_all
-from whet.rollout.protocol import Restarts
+from whet.rollout.protocol import Restarts, SamplingParams
 from whet.rollout.replicas import Replicas
 from whet.rollout.requirements import Lengths
 from whet.rollout.rollouts import Rollouts, reward_item
 from whet.trainers import workers
 from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
 from whet.trainers.frame import opened_for, run_folder, with_named_dtypes, with_restarts
-from whet.trainers.judge import judge_of, judge_worker
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.placed import ENVIRONMENT, REWARD, EnvironmentWorker, PlacedRewards, RewardWorker, placed_hosts
 from whet.trainers.rl import fit
@@ -76,6 +77,7 @@ NOT_CHECKED = (
     "trackers; `whet train ... --dry-run` on that machine checks them"
 )
 SCORED = 4  # prompts of the first batch
+OF_POLICY = {"adapter", "port", "routed_experts", "tensor_parallel_size", "weight_delta"}  # options of its engine alone
 
 
 @register_trainer(
@@ -306,6 +308,16 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
     return [*specs, WorkerSpec("rollout", RolloutWorker, sampling)]
 
 
+def judge_worker(config: TrainConfig) -> WorkerSpec:
+    """The worker of a judge: the rollout engine with the judge's weights."""
+    own = {"path": config.reward_model.judge, "tokenizer_path": None, "lora": LoraConfig()}
+    model, engine = config.model.model_copy(update=own), config.rollout.engine
+    options = {name: value for name, value in engine.options.items() if name not in OF_POLICY}
+    plain = config.rollout.model_copy(update={"engine": engine.model_copy(update={"options": options})})
+    devices = config.cluster.pools[config.cluster.pool_of("reward_model")].num_devices
+    return WorkerSpec("reward_model", RolloutWorker, (chosen_engine(plain, model), model.path, model, devices))
+
+
 def _with_room(specs: Iterable[WorkerSpec], plan: Setup) -> Iterator[WorkerSpec]:
     """Yields the workers with sizes that fit their accelerators: tokens of a micro-batch, the rollout's cache."""
     plan, planned = replace(plan, device=free_accelerator(plan.config.cluster)), planner()
@@ -356,6 +368,17 @@ def _rollouts(
     made.val_scorer = val_scorer_of(config)
     made.judge = None if config.reward_model.judge is None else judge_of(roles["reward_model"], config)
     return made
+
+
+def judge_of(group: WorkerGroup, config: TrainConfig) -> Rollouts:
+    """The `Rollouts` through which the judge's ranks sample verdicts."""
+    path, trusted = str(config.reward_model.judge), config.model.trust_remote_code
+    tokenizer = load_tokenizer(path, trust_remote_code=trusted)
+    engine = Replicas(group, config.rollout.max_batch_size, gathers=group.here is None)
+    collector = Collector(engine, tokenizer, deadline_seconds=config.rollout.deadline_seconds)
+    stop_ids = stop_token_ids(path, tokenizer, config.data.template_options)
+    params = SamplingParams(config.data.max_response_length, stop_token_ids=stop_ids)
+    return Rollouts(None, collector, None, tokenizer, n=1, params=params)
 
 
 def _engine(config: TrainConfig, roles: Mapping[str, WorkerGroup]) -> Replicas | Direct:

@@ -24,6 +24,7 @@ from whet.columns import COLUMNS, SCORED_BY, TABLE, Column, Reader, When
 from whet.config.algorithm_checks import uses_critic
 from whet.config.compose import flatten
 from whet.config.schema import ActorConfig, TrainConfig
+from whet.config.section import entry_at
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import ConfigError, EngineError, RegistryError
 from whet.kernels.sampling import uniforms
@@ -290,6 +291,8 @@ def plan_columns(readers: Iterable[tuple[str, Reader, Iterable[str]]], fields: S
             raise ConfigError(who, f"reads the column {name}, which nothing provides", expected, change)
         for read in column.reads:
             want(f"the provider of {name}", "estimator", read)
+        if column.output is None:
+            entry_at(PROVIDERS, who, name)  # of a plugin that may not be there
         planned[name] = column
 
     for who, reader, names in readers:

@@ -19,9 +19,9 @@ from typing import Any, Literal
 from whet.environments.protocol import Answer, Observation
 from whet.errors import ConfigError, SandboxError
 from whet.options import Count, NonNegative, Positive, Share
+from whet.plugins.scores.code import Suite, extract_code, run_tests
 from whet.programs.protocol import Limits, open_sandbox
 from whet.registry import register_environment
-from whet.rewards.code import Suite, extract_code, run_tests
 from whet.types import Message, Prompt
 from whet_environments.small_functions import CALLS
 

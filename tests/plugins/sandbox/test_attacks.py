@@ -18,9 +18,9 @@ import pytest
 from tests.plugins.sandbox.attacks import ATTACKS, CHEATS, PRELUDE, SHADOWS, Attack
 from tests.plugins.sandbox.conftest import needs_bubblewrap
 from whet.plugins.sandbox.local import LocalSandbox
+from whet.plugins.scores.code import Suite, compute_score, run_tests
 from whet.programs.inside.whet_peer import NO_PYTEST
 from whet.programs.protocol import Job, Limits, Ran
-from whet.rewards.code import Suite, compute_score, run_tests
 
 LIMITS = Limits(seconds=3.0, cpu_seconds=3.0)
 PYTEST_FILE = """from solution import f

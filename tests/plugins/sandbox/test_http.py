@@ -28,8 +28,8 @@ from whet.plugins.sandbox import http, server as sandbox_service
 from whet.plugins.sandbox.http import HttpSandbox
 from whet.plugins.sandbox.local import LocalSandbox
 from whet.plugins.sandbox.server import SandboxApp
+from whet.plugins.scores.code import Suite, compute_score, run_tests
 from whet.programs.protocol import Language, Limits, Program, open_sandbox
-from whet.rewards.code import Suite, compute_score, run_tests
 
 
 @contextmanager

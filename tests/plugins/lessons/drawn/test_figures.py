@@ -14,7 +14,7 @@ from tests.raising import raises
 from whet.errors import DataError
 from whet.plugins.lessons.drawn.canvas import COLOURS, WHITE
 from whet.plugins.lessons.drawn.figures import counting, grounding, naming, reading, two_images
-from whet.rewards.perception import detection, ocr
+from whet.plugins.scores.perception import detection, ocr
 
 
 def opened(png: bytes) -> Image.Image:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from tests.plugins.sandbox.conftest import needs_bubblewrap
+from tests.plugins.scores.mutants import HUMAN_EVAL, PAGE, of_human_eval, page
 from tests.raising import raises
-from tests.rewards.mutants import HUMAN_EVAL, PAGE, of_human_eval, page
 from whet.errors import ConfigError, DataError, SandboxError
 from whet.plugins.sandbox.local import LANGUAGES
+from whet.plugins.scores.code import PEER, compute_score, extract_code, read_tests, same_output
 from whet.programs.inside.whet_peer import NO_PYTEST, frame
 from whet.registry import REWARDS
-from whet.rewards.code import PEER, compute_score, extract_code, read_tests, same_output
 
 
 def score(code: str, truth: Any, extra: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
@@ -534,7 +534,7 @@ def test_human_eval_and_its_mutants() -> None:
     assert not unpaid
     assert len(found) >= 500
     assert not [each for each in found if each.is_paid != each.passes]
-    assert PAGE.read_text(encoding="utf-8") == page(found), "run `python -m tests.rewards.mutants`"
+    assert PAGE.read_text(encoding="utf-8") == page(found), "run `python -m tests.plugins.scores.mutants`"
 
 
 @needs_bubblewrap

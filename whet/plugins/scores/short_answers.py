@@ -1,68 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short answers as text: exact match, exact match and token F1 after SQuAD's normalisation, and letters of multiple
-choice."""
+"""Short answers as text: exact match and token F1 after SQuAD's normalisation, and letters of multiple choice."""
 
 from __future__ import annotations
 
 import re
 import string
-import unicodedata
 from collections import Counter
 from collections.abc import Mapping
 from typing import Literal
 
 from whet.options import Count, Share
 from whet.registry import register_reward
+from whet.rewards.exact_match import ARTICLES, exact_match as exact_match
 from whet.rewards.result import after_thought, entries, truth_error
 
 # Punctuation, but not the minus sign of -5 nor the point of 4.2: SQuAD's own rule makes 5 and 42 of them.
 _PUNCTUATION = re.compile(rf"(?!(?<!\w)-?\.?\d|(?<=\d)\.\d)[{re.escape(string.punctuation)}]")
-_ARTICLES = re.compile(r"\b(?:a|an|the)\b", re.IGNORECASE)
-
-
-@register_reward("exact_match")
-def exact_match(
-    solution_str: str,
-    ground_truth: object,
-    *,
-    after: str | None = None,
-    before: str | None = None,
-    ignore_case: bool = False,
-    ignore_punctuation: bool = False,
-    ignore_articles: bool = False,
-) -> dict[str, float | str | None]:
-    """1 if the answer equals the ground truth, or one of a list of ground truths, else 0.
-
-    Before the comparison both are normalised to Unicode NFKC, with each run of white space as one space. If `after`
-    (`</think>`, `Answer:`) is set, the answer is the text after its last occurrence; without one the reward is 0. If
-    `before` (`</answer>`) is set too, the answer ends at its first occurrence, and the reward is 0 without one:
-    `<answer>London</answer>` has the answer London. `ignore_articles` is for English; text of only articles or
-    punctuation keeps them. `pred` is the normalised answer.  Raises: ValueError for an empty list of ground truths, and
-    if one is None."""
-    listed = entries(ground_truth)
-    truths = [ground_truth] if listed is None else listed
-    if not truths or None in truths:
-        raise truth_error(ground_truth, "a text, or a list of texts of which one is enough")
-    _, begins, answer = solution_str.rpartition(after) if after is not None else ("", "-", solution_str)
-    answer, ends, _ = answer.partition(before) if before is not None else (answer, "-", "")
-    if not (begins and ends):
-        return {"reward": 0.0, "pred": None}
-
-    def plain(text: str) -> str:
-        text = unicodedata.normalize("NFKC", text)
-        whole = left = text.casefold() if ignore_case else text
-        if ignore_punctuation:
-            left = "".join(each for each in left if not unicodedata.category(each).startswith("P"))
-        if ignore_articles:
-            left = _ARTICLES.sub(" ", left)
-        return " ".join(left.split()) or " ".join(whole.split())
-
-    pred = plain(answer)
-    return {"reward": float(any(plain(str(truth)) == pred for truth in truths)), "pred": pred}
 
 
 @register_reward(
-    "search_qa", rows_checked_by="whet.rewards.short_answers:read_truths", aliases={"search_qa_f1": {"metric": "f1"}}
+    "search_qa",
+    rows_checked_by="whet.plugins.scores.short_answers:read_truths",
+    aliases={"search_qa_f1": {"metric": "f1"}},
 )
 def search_qa(
     solution_str: str, ground_truth: object, *, metric: Literal["exact", "f1"] = "exact", needs_tag: bool = True
@@ -104,7 +63,7 @@ def extract_answer(text: str, *, needs_tag: bool) -> str | None:
 def normalise(text: str) -> str:
     """SQuAD's normalisation (Rajpurkar et al. 2016): lower case, no punctuation, no articles, single spaces. The
     minus sign and the decimal point of a number stay."""
-    return " ".join(_ARTICLES.sub(" ", _PUNCTUATION.sub("", text.lower())).split())
+    return " ".join(ARTICLES.sub(" ", _PUNCTUATION.sub("", text.lower())).split())
 
 
 def token_f1(answer: str, truth: str) -> float:
@@ -134,7 +93,7 @@ _LONE = re.compile(rf"(?<![\w'\u2019.-]){_LETTER}")
 TABLES = {"loose": (1.0, 1.0, -1.0, -1.0), "soft": (1.0, 0.5, -0.5, -1.0), "strict": (1.0, -1.0, -1.0, -1.0)}
 
 
-@register_reward("multiple_choice", rows_checked_by="whet.rewards.short_answers:read_letter")
+@register_reward("multiple_choice", rows_checked_by="whet.plugins.scores.short_answers:read_letter")
 def multiple_choice(solution_str: str, ground_truth: str, *, lone: bool = False) -> dict[str, float | str | None]:
     """1 if the answer has the same letter as the ground truth, else 0.
 
@@ -148,7 +107,7 @@ def multiple_choice(solution_str: str, ground_truth: str, *, lone: bool = False)
     return {"reward": float(letter == read_letter(ground_truth)), "pred": letter}
 
 
-@register_reward("crossthinkqa", rows_checked_by="whet.rewards.short_answers:read_letter")
+@register_reward("crossthinkqa", rows_checked_by="whet.plugins.scores.short_answers:read_letter")
 def crossthinkqa(
     solution_str: str,
     ground_truth: str,

@@ -32,7 +32,7 @@ SLOW_SECONDS = 0.3  # a long response below this is not slow
 PART = 0.5  # of the reward of a right response: more is too much for a response without an answer
 QUADRATIC = 3.0 * FACTOR  # times the seconds: more than linear, with room for noise
 
-_TABLE = shipped_yaml("rewards/probes.yaml")
+_TABLE = shipped_yaml("plugins/scores/probes.yaml")
 FORMS: Mapping[str, str] = _TABLE["forms"]
 
 
@@ -69,7 +69,7 @@ class CheckedPrompt:
     @cached_property
     def programs(self) -> Sequence[str]:
         """Responses with programs that solve nothing, if the ground truth has tests."""
-        from whet.rewards.hostile_programs import programs
+        from whet.plugins.scores.hostile_programs import programs
 
         return tuple(programs(self.truth, self.extra))
 

@@ -9,48 +9,17 @@ from dataclasses import replace
 import torch
 
 from whet.batch import Batch
-from whet.config.schema import DataConfig, LoraConfig, TrainConfig
-from whet.controller.worker import WorkerSpec
-from whet.controller.worker_group import WorkerGroup
+from whet.config.schema import DataConfig
 from whet.data.prompts import PromptFormat
-from whet.models.load import load_tokenizer, stop_token_ids
-from whet.rewards.judge.rubrics import Rubric, load_rubric
-from whet.rollout.build import chosen_engine
-from whet.rollout.collect import Collector
-from whet.rollout.protocol import SamplingParams
-from whet.rollout.replicas import Replicas
-from whet.rollout.rollouts import Rollouts
+from whet.plugins.scores.judge.rubrics import Rubric, load_rubric
 from whet.trainers.columns import Sources, last_rows, register_provider
-from whet.trainers.rollout_worker import RolloutWorker
 from whet.trainers.teacher import text
 from whet.types import Failure, Message, Prompt, Trajectory
 
-OF_POLICY = {"adapter", "port", "routed_experts", "tensor_parallel_size", "weight_delta"}  # options of its engine alone
 UNREADABLE = (
     "the judge's verdict has no score where the rubric {rubric} wants one; it ends with {said!r}: use a stronger "
     "model, another rubric, or llm_judge with an endpoint"
 )
-
-
-def judge_worker(config: TrainConfig) -> WorkerSpec:
-    """The worker of a judge: the rollout engine with the judge's weights."""
-    own = {"path": config.reward_model.judge, "tokenizer_path": None, "lora": LoraConfig()}
-    model, engine = config.model.model_copy(update=own), config.rollout.engine
-    options = {name: value for name, value in engine.options.items() if name not in OF_POLICY}
-    plain = config.rollout.model_copy(update={"engine": engine.model_copy(update={"options": options})})
-    devices = config.cluster.pools[config.cluster.pool_of("reward_model")].num_devices
-    return WorkerSpec("reward_model", RolloutWorker, (chosen_engine(plain, model), model.path, model, devices))
-
-
-def judge_of(group: WorkerGroup, config: TrainConfig) -> Rollouts:
-    """The `Rollouts` through which the judge's ranks sample verdicts."""
-    path, trusted = str(config.reward_model.judge), config.model.trust_remote_code
-    tokenizer = load_tokenizer(path, trust_remote_code=trusted)
-    engine = Replicas(group, config.rollout.max_batch_size, gathers=group.here is None)
-    collector = Collector(engine, tokenizer, deadline_seconds=config.rollout.deadline_seconds)
-    stop_ids = stop_token_ids(path, tokenizer, config.data.template_options)
-    params = SamplingParams(config.data.max_response_length, stop_token_ids=stop_ids)
-    return Rollouts(None, collector, None, tokenizer, n=1, params=params)
 
 
 @register_provider("judge_scores", shape="B", phase="reward_model")

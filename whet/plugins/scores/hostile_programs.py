@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator, Mapping
 
 from whet.files import shipped_yaml
-from whet.rewards.code import Suite, called_names, parsed, read_tests
+from whet.plugins.scores.code import Suite, called_names, parsed, read_tests
 
 WRONG = -987654321  # returned where a function is tested
-PROGRAMS = shipped_yaml("rewards/probes.yaml")["programs"]
+PROGRAMS = shipped_yaml("plugins/scores/probes.yaml")["programs"]
 
 
 def _tests(truth: object, extra: Mapping[str, object]) -> Suite | None:

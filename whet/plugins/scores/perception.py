@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from whet.errors import ConfigError
 from whet.options import Number, Share
+from whet.plugins.scores.short_answers import extract_answer
 from whet.registry import register_reward
 from whet.rewards.gsm8k import last_number
 from whet.rewards.result import after_thought, number_text, truth_error
-from whet.rewards.short_answers import extract_answer
 
 _ROUGE_WORD = re.compile(r"(?<!\w)-\d+|[a-z0-9]+")
 _LIST = re.compile(r"\[\s*[{\]]")
@@ -22,7 +22,7 @@ _CORNERS = re.compile(r"[\[(]" + r"\s*,".join([r"\s*(-?\d{1,9}(?:\.\d{1,9})?)"] 
 Box = tuple[str, Sequence[float], float]  # label, corners (x1, y1, x2, y2), score
 
 
-@register_reward("detection", rows_checked_by="whet.rewards.perception:read_boxes")
+@register_reward("detection", rows_checked_by="whet.plugins.scores.perception:read_boxes")
 def detection(
     solution_str: str,
     ground_truth: Any,

@@ -16,7 +16,7 @@ import pytest
 
 from tests.raising import raises
 from whet.errors import DataError
-from whet.rewards.ifeval import CHECKS, compute_score, count_capital_words, count_sentences
+from whet.plugins.scores.ifeval import CHECKS, compute_score, count_capital_words, count_sentences
 
 
 class FakeLanguages(ModuleType):

@@ -70,7 +70,9 @@ class Suite:
     defines: str = ""  # the function or class of the prompt
 
 
-@register_reward("code", checked_by="whet.rewards.code:check_options", rows_checked_by="whet.rewards.code:check_row")
+@register_reward(
+    "code", checked_by="whet.plugins.scores.code:check_options", rows_checked_by="whet.plugins.scores.code:check_row"
+)
 def compute_score(
     solution_str: str,
     ground_truth: object,

@@ -6,9 +6,9 @@ import pytest
 from tests.raising import check_fields, raises
 from whet.config.schema import RewardConfig
 from whet.errors import RewardError
+from whet.plugins.scores import code
+from whet.plugins.scores.auto import SOURCES, find
 from whet.registry import REWARDS
-from whet.rewards import code
-from whet.rewards.auto import SOURCES, find
 from whet.rewards.pool import build_scorer
 from whet.types import Failure, RewardItem
 
@@ -46,7 +46,8 @@ def test_every_function_of_the_table_exists_and_takes_its_options():
 
 def test_programs_of_verls_sources_have_its_tolerance(monkeypatch):
     monkeypatch.setattr(
-        "whet.rewards.code.compute_score.__kwdefaults__", {**code.compute_score.__kwdefaults__, "sandbox": "unisolated"}
+        "whet.plugins.scores.code.compute_score.__kwdefaults__",
+        {**code.compute_score.__kwdefaults__, "sandbox": "unisolated"},
     )
     truth = {"inputs": [""], "outputs": ["0.33333"]}
     outcomes = scored(

@@ -6,7 +6,7 @@ import pytest
 
 from tests.raising import raises
 from whet.errors import DataError
-from whet.rewards.short_answers import crossthinkqa, extract_letter, multiple_choice
+from whet.plugins.scores.short_answers import crossthinkqa, extract_letter, multiple_choice
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 from whet.errors import RewardError
 from whet.options import Count, NonNegative, Number, Positive, Share
+from whet.plugins.scores.judge.client import Client, JudgeReply, Settings, used
+from whet.plugins.scores.judge.rubrics import load_rubric
 from whet.registry import register_reward
-from whet.rewards.judge.client import Client, JudgeReply, Settings, used
-from whet.rewards.judge.rubrics import load_rubric
 
 
-@register_reward("llm_judge", checked_by="whet.rewards.judge.score:check_options")
+@register_reward("llm_judge", checked_by="whet.plugins.scores.judge.score:check_options")
 async def compute_score(
     solution_str: str,
     ground_truth: Any = None,

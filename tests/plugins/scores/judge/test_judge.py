@@ -8,7 +8,6 @@ import email.utils
 import gzip
 import json
 import re
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,20 +16,18 @@ from typing import Any
 import pytest
 
 from tests.raising import check_fields, raises
+from tests.rewards.judge_server import Reply, judging
 from whet import http
 from whet.cli.rewards import examples_of
 from whet.errors import ConfigError, RewardError
 from whet.limits import REPLY_BYTES
 from whet.metrics import Metrics
+from whet.plugins.scores.judge.client import Cache, Client, JudgeReply, Settings
+from whet.plugins.scores.judge.rubrics import RUBRICS, Rubric, load_rubric
 from whet.registry import REWARDS
-from whet.rewards.judge.client import Cache, Client, JudgeReply, Settings
-from whet.rewards.judge.rubrics import RUBRICS, Rubric, load_rubric
 from whet.rewards.pool import RewardPool
 from whet.rollout.reports import count_failures
 from whet.types import Failure, Group, Outcome, Prompt, RewardItem, RewardResult, Trajectory
-
-sys.path.insert(0, str(Path(__file__).parent))
-from judge_server import Reply, judging
 
 ASKED = [{"role": "user", "content": "Is it?"}]
 UNREACHABLE = "http://127.0.0.1:9/v1"

@@ -205,5 +205,5 @@ def load_rubric(reference: str) -> Rubric:
     return Rubric(**given)
 
 
-for _name, _fields in shipped_yaml("rewards/judge/rubrics.yaml").items():
+for _name, _fields in shipped_yaml("plugins/scores/judge/rubrics.yaml").items():
     register_rubric(Rubric(_name, **_fields))

@@ -22,11 +22,11 @@ from whet.config import SFTConfig, TrainConfig, load_config
 from whet.errors import ConfigError, RewardError
 from whet.models.load import load_policy, load_tokenizer
 from whet.plugins.lessons.init_model import init_model
-from whet.rewards.judge.rubrics import load_rubric
+from whet.plugins.scores.judge.role import UNREADABLE
+from whet.plugins.scores.judge.rubrics import load_rubric
 from whet.rollout.collect import Collector
 from whet.trainers.build import train
 from whet.trainers.columns import ColumnPlan
-from whet.trainers.judge import UNREADABLE
 from whet.trainers.sft import train_sft
 from whet.types import Failure, Message, Prompt, Trajectory
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.rewards.broken_graders import FAULTS, right
+from tests.plugins.scores.broken_graders import FAULTS, right
 from whet.cli.app import main
+from whet.plugins.scores.check import ROWS, CheckedPrompt, check, shorten
 from whet.registry import REQUIRED, REWARDS, Entry
-from whet.rewards.check import ROWS, CheckedPrompt, check, shorten
 from whet.rewards.pool import RewardPool
 
-ROOT = Path(__file__).resolve().parents[2]
-BROKEN = "tests/rewards/broken_graders.py"
+ROOT = Path(__file__).resolve().parents[3]
+BROKEN = "tests/plugins/scores/broken_graders.py"
 
 
 def found_in(function: str, reads_truth: bool = True) -> set[str]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from whet.rewards.check import CheckedPrompt, check
-from whet.rewards.code import compute_score
-from whet.rewards.hostile_programs import programs
+from whet.plugins.scores.check import CheckedPrompt, check
+from whet.plugins.scores.code import compute_score
+from whet.plugins.scores.hostile_programs import programs
 from whet.rewards.pool import RewardPool
 
 SQUARE = "```python\ndef f(x):\n    return x * x\n```"

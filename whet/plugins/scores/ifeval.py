@@ -40,7 +40,7 @@ _BETWEEN_WORDS = re.compile(
 )
 
 
-@register_reward("ifeval", rows_checked_by="whet.rewards.ifeval:check_row")
+@register_reward("ifeval", rows_checked_by="whet.plugins.scores.ifeval:check_row")
 def compute_score(
     solution_str: str,
     ground_truth: Any,

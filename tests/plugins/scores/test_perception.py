@@ -7,7 +7,7 @@ import pytest
 
 from tests.raising import raises
 from whet.errors import ConfigError, DataError
-from whet.rewards.perception import counting, detection, grounding, ocr, relative_error, rouge_l
+from whet.plugins.scores.perception import counting, detection, grounding, ocr, relative_error, rouge_l
 
 
 def box(*corners, label="cat", **more):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changed programs; `python -m tests.rewards.mutants` writes docs/mutants.md, the list of HumanEval's mutants that
+"""Changed programs; `python -m tests.plugins.scores.mutants` writes docs/mutants.md, the mutants of HumanEval that
 pass.
 
 It needs HumanEval beside the repository (shared/data) and bubblewrap, and takes a few minutes."""
@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from whet.plugins.scores.code import compute_score
 from whet.programs.protocol import open_sandbox
-from whet.rewards.code import compute_score
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HUMAN_EVAL = ROOT.parent / "shared/data/humaneval/HumanEval.jsonl.gz"
 PAGE = ROOT / "docs/mutants.md"
 
@@ -145,7 +145,7 @@ def page(found: list[Mutant]) -> str:
     rows = "\n".join(f"| {each.task} | {each.change} |" for each in paid)
     return f"""# Mutants of HumanEval
 
-<!-- `python -m tests.rewards.mutants` writes this page; `pytest -m slow tests/rewards/test_code.py` compares it. -->
+<!-- `python -m tests.plugins.scores.mutants` writes this page; `tests/plugins/scores/test_code.py` compares it. -->
 
 The canonical solutions of HumanEval with one expression of the tested function changed, at most four of a task:
 {len(found)} programs. `code`

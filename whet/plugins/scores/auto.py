@@ -14,11 +14,11 @@ from whet.registry import REWARDS, Entry, register_reward
 
 # Function and options by data source.
 SOURCES: dict[str, tuple[str, Mapping[str, Any]]] = {
-    source: next(iter(found.items())) for source, found in shipped_yaml("rewards/sources.yaml").items()
+    source: next(iter(found.items())) for source, found in shipped_yaml("plugins/scores/sources.yaml").items()
 }
 
 
-@register_reward("auto", rows_checked_by="whet.rewards.auto:check_row")
+@register_reward("auto", rows_checked_by="whet.plugins.scores.auto:check_row")
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any], prompt_str: str
 ) -> Any:
@@ -59,7 +59,7 @@ def find(data_source: str) -> tuple[Entry, Mapping[str, Any]]:
     return REWARDS[name], options
 
 
-@register_reward("math_or_code", checked_by="whet.rewards.code:check_options")
+@register_reward("math_or_code", checked_by="whet.plugins.scores.code:check_options")
 def score_math_or_code(
     data_source: str,
     solution_str: str,
@@ -81,7 +81,7 @@ def score_math_or_code(
 
 
 def _has_tests(truth: Any, extra_info: Mapping[str, Any]) -> bool:
-    from whet.rewards.code import read_tests
+    from whet.plugins.scores.code import read_tests
 
     try:
         return isinstance(truth, str | Mapping) and bool(read_tests(truth, extra_info).cases)
