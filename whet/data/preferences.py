@@ -72,7 +72,7 @@ class Comparison(Example):
         return self.prompt_ids, self.responses, self.scores
 
     def texts(self) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Returns prompt and response, by the name of the response."""
+        """Returns token ids and mask of the prompt with each response, by the name of the response."""
         named = {0: ", chosen", 1: ", rejected"} if len(self.responses) == 2 else {}
         shared = (0,) * len(self.prompt_ids)
         return {

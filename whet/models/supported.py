@@ -53,7 +53,7 @@ class Support:
 
     @property
     def is_own(self) -> bool:
-        """True for whet's own way, False for the general one."""
+        """True if whet's attention on packed rows runs the model, False if transformers' own forward runs it."""
         return not self.lacks
 
 
