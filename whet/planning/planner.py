@@ -53,7 +53,7 @@ def _not_estimated(config: RunConfig) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Planner:
-    """The functions that a run calls before it starts; the defaults are those without the plugin."""
+    """The functions that a run calls before it starts; the defaults serve a run without the plugin."""
 
     # Checks memory and disk, by the setups of other configs too; of the disk, bytes become free at the start. Returns
     # the bytes of a checkpoint; 0 where they are not estimated.  Raises: ConfigError.
