@@ -97,7 +97,7 @@ class OldNames:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Does nothing: `create_module` has already imported the module."""
+        """Does nothing, as `create_module` has already imported the module."""
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
 

@@ -69,7 +69,7 @@ class Mesh:
 
 
 def of_former(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Options with `mesh` in place of three former options, of which `shard_size` counted ranks that share tokens.
+    """Converts three former options to `mesh`; the former `shard_size` also counted the ranks that share tokens.
 
     Raises: ConfigError for earlier sizes without a counterpart."""
     options, sizes = dict(given), dict(given.get("mesh") or {})

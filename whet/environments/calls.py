@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsers of tool calls, one registered function a format: they split the text of a turn into calls and other text.
+"""Parsers of tool calls, one registered function for each format; they split a turn's text into calls and other text.
 
 A parser yields the text in parts: a `Call` with its text, or other text. It never raises. A part that was meant as a
 call but is malformed becomes a `Call` with an `error`, which the model reads as its result: no text is dropped.

@@ -304,7 +304,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a class, found once: its methods are called for every turn."""
+    """The calling convention of an environment's class, found once, as its methods are called for every turn."""
 
     resets: Callable[..., Any] | None  # called with the environment, the prompt and the seed
     reads: Callable[[Answer], object]  # the argument of `step`

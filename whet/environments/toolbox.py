@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tools around an environment, by a protocol: a plugin has them, and a run without tools never asks for it."""
+"""The protocol of the tools around an environment. A plugin implements it; a run without tools never loads it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Tools(Protocol):
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """The arguments of the chat template that tell the model its tools."""
+        """The arguments of the chat template that describe the tools to the model."""
 
     def with_parser(self, template: str | None) -> Tools:
         """Returns the tools with the parser for a chat template; None stands for text without a template.

@@ -166,7 +166,7 @@ class BlockIndex:
     def of(
         cls, tables: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, spare: int, longest: int, context: int
     ) -> BlockIndex:
-        """Makes it from `paged_attention`'s arguments: `longest` is the number of tokens of the longest sequence here,
+        """Makes an index from `paged_attention`'s arguments: `longest` is the number of tokens of the longest sequence,
         `context` the largest position + 1, `spare` an unused block."""
         width = min(tables.shape[1], -(-context // (BLOCK_SIZE * WIDTH_STEP)) * WIDTH_STEP)
         real, row, tables = rows >= 0, rows.clamp(min=0).long(), tables.long()

@@ -24,7 +24,7 @@ class Pages:
 
     @property
     def stored(self) -> tuple[int, int, int]:
-        """The cache's heads, numbers of a key, and numbers of a value beyond its key."""
+        """Sizes of the cache: heads, numbers of a key, and numbers of a value (0 if keys and values share numbers)."""
         return (self.heads, self.key_size, self.value_size) if self.latent is None else (1, sum(self.latent), 0)
 
     @property

@@ -156,8 +156,8 @@ class Layout(Grid):
         return torch.unique_consecutive(self.places // self.shape[1], return_counts=True)[1]
 
     def at_ends(self, pad_token_id: int | None) -> Layout:
-        """The rows with one place each, at the last sampled token; its state is the one after the row's last token, in
-        transformers the last that is not `pad_token_id`."""
+        """Keeps one place of each row: the last sampled token, with the state after the row's last token (as in
+        transformers, the last token that is not `pad_token_id`)."""
         index = torch.arange(len(self.input_ids), device=self.input_ids.device)
         if pad_token_id is not None:
             index = torch.where(self.input_ids == pad_token_id, -1, index)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run before it starts, and its planner: a plugin, without which a run starts without advice."""
+"""The planner's view of a run before it starts. The planner is a plugin; without it a run starts without advice."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _not_estimated(config: RunConfig) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Planner:
-    """The functions that a run calls before it starts; the defaults serve a run without the plugin."""
+    """The functions that a run calls before it starts; without the plugin a run has the defaults."""
 
     # Checks memory and disk, by the setups of other configs too; of the disk, bytes become free at the start. Returns
     # the bytes of a checkpoint; 0 where they are not estimated.  Raises: ConfigError.

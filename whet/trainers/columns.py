@@ -173,7 +173,7 @@ def _judged(groups: Sequence[Group], batch: Batch, scores: list[float] | None) -
 
 
 def with_truth(scored: Group, judged: Group) -> Group:
-    """The judged group; a trajectory whose verdict failed keeps its former score, with the reason in `logged`."""
+    """The judged group; a trajectory that could not be judged keeps its former score, with the reason in `logged`."""
 
     def of(own: Trajectory, each: Trajectory) -> Trajectory:
         if each.failure is None or own.failure is not None:

@@ -311,8 +311,8 @@ def reward_gap(history: Sequence[Mapping[str, float]]) -> tuple[float, float]:
 
 
 def largest_jumps(before: Sequence[Record], after: Sequence[Record]) -> list[dict[str, Any]]:
-    """The responses whose reward grew most between two validations, the largest jump first, at equal jumps wrong ones
-    first; records are `readable`."""
+    """The responses whose reward grew most between two validations, the largest jump first, at equal jumps wrong
+    responses first. The records come from `readable`."""
     earlier = {row["uid"]: row for row in before}
     jumps = [
         {

@@ -312,7 +312,7 @@ class CollectiveInlet(Inlet):
 
 
 def spans(device: torch.device) -> bool:
-    """True if a broadcast between two such devices does not pass through host memory."""
+    """True if a broadcast between two devices of this type does not pass through host memory."""
     return dist.Backend.default_device_backend_map.get(device.type) == "nccl"
 
 

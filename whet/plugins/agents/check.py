@@ -76,7 +76,7 @@ class Offers(Protocol):
     """An environment that lists its valid answers, for tools that play it."""
 
     def choices(self) -> Sequence[str]:
-        """Returns the answers that its state allows."""
+        """Returns the answers that the environment's current state allows."""
         ...
 
 

@@ -100,7 +100,7 @@ def ratio(of: Conversion, key: Key) -> Unit:
 
 
 def one_word(of: Conversion, key: Key) -> Unit:
-    """A value that is one of the row's words, alone or in a list."""
+    """Translates a value, alone or in a list, by the row's table of words."""
     [word] = key.value if isinstance(key.value, list) else [key.value]
     yield key.ours[0], key.row.values[word]
 
@@ -252,7 +252,7 @@ def function_path(of: Conversion, key: Key) -> Unit:
 
 
 def functions(of: Conversion, key: Key) -> Unit:
-    """The functions of the script; the report asks for functions defined elsewhere."""
+    """Names with a colon, which lead to code of the script; the report asks the user to set the others."""
     names = [key.value] if isinstance(key.value, str) else [str(each) for each in key.value]
     if others := [name for name in names if ":" not in name]:
         of.result.check.append(f"{key.name}={', '.join(others)}: set {key.ours[0]} ({key.row.remark})")

@@ -343,7 +343,7 @@ class Certified:
 
 
 def plain(**changed: Any) -> AlgorithmConfig:
-    """The algorithm that follows the objective's gradient exactly, with some values changed."""
+    """RLOO with the REINFORCE loss, which follows the objective's gradient exactly; `changed` replaces values."""
     return AlgorithmConfig(**{"adv_estimator": "rloo", "policy_loss": "reinforce", **changed})
 
 

@@ -208,7 +208,7 @@ class VLLMEngine(ServerEngine):
         super().check(request)
 
     def end(self, names: list[str]) -> None:
-        """Aborts requests by the server's ids; plain ones are answered with success, without effect."""
+        """Aborts requests by the server's ids. In plain mode the server reports success but aborts nothing."""
         self.call("POST", "/abort_requests", {"request_ids": [f"generate-tokens-{name}" for name in names]})
 
     def hold(self, *, keep_cache: bool) -> None:

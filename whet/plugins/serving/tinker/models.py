@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clients' models on one base: trained, saved and loaded, and as modules to sample from."""
+"""The clients' models, all on one base model: trains, saves and loads them, and gives their modules to the sampler."""
 
 from __future__ import annotations
 

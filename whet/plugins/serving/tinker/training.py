@@ -56,7 +56,7 @@ class Base:
 
 @dataclass(frozen=True)
 class SharedRole(RoleSettings):
-    """The settings of one of several models. The module of an adapter is a copy of `base` that shares its weights."""
+    """Settings of one of several models in a process. An adapter's module copies `base` but shares its weights."""
 
     base: Base | None = None
 
