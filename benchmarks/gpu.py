@@ -34,7 +34,7 @@ SECONDS = 480.0  # for all parts without a name
 SHOWN_LINES = 20  # of the end of what a part wrote
 SUITES = ("tests/engines/test_conformance.py", "tests/rollout/test_engines.py")
 NEED_ACCELERATOR = (
-    "tests/plugins/inference/servers/test_parts.py::test_another_process_reads_them_on_an_accelerator",
+    "tests/plugins/inference/servers/test_weight_parts.py::test_another_process_reads_them_on_an_accelerator",
     "tests/plugins/migration/test_protocol.py::test_on_a_device",
     "tests/test_metrics.py::test_recording_does_not_wait_for_the_device",
 )

@@ -20,9 +20,10 @@ from whet.config import TrainConfig
 from whet.config.compose import advice
 from whet.errors import RegistryError
 from whet.manifests import NAMES, PLUGINS, manifests, missing_plugin, targets
-from whet.moved import MOVED, today
+from whet.moved import MOVED, RENAMED, today
 from whet.rewards.adapter import adapt, stand_ins
 from whet.rewards.worker import ScorerSpec
+from whet.targets import load_target
 
 HERE = sorted(path.parent.name for path in PLUGINS.glob("*/plugin.toml"))
 KINDS = {
@@ -87,15 +88,15 @@ def test_without_migration_its_forms_are_errors_and_its_advice_is_left_out(monke
 
     monkeypatch.setattr("whet.manifests.manifests", dict)
     for module in ("config.compose", "rewards.adapter", "rewards.worker"):
-        gone = registry.Registry("foreign form", "rewards", "register_foreign")
-        monkeypatch.setattr(f"whet.{module}.FOREIGN", gone)
+        gone = registry.Registry("part", None, "register_part")
+        monkeypatch.setattr(f"whet.{module}.PARTS", gone)
     assert advice("key", TrainConfig, "actor_rollout_ref.rollout.n") is advice("config", "ppo_trainer") is None
     with stand_ins():
         assert "verl" not in sys.modules
     missing = {"expected": re.compile("migration"), "change": re.compile("whet/plugins/migration")}
-    with raises(RegistryError, "foreign form data_proto", **missing):
+    with raises(RegistryError, "part data_proto", **missing):
         adapt(of_a_batch, kwargs={}, correct_threshold=1.0)
-    with raises(RegistryError, "foreign form manager", **missing):
+    with raises(RegistryError, "part reward_manager", **missing):
         ScorerSpec(SimpleNamespace, {}, 1.0).load()
 
 
@@ -130,3 +131,12 @@ def test_modules_inside_an_old_folder_are_those_of_today() -> None:
     assert import_module("whet.viewer.records") is today
     assert import_module("whet.viewer.server").Site is server.Site
     assert server.__spec__ is not None and server.__spec__.name == "whet.plugins.viewer.server"
+
+
+@pytest.mark.parametrize(("module", "old"), [(module, old) for module, names in RENAMED.items() for old in names])
+def test_a_function_or_class_is_found_under_its_old_name(module: str, old: str) -> None:
+    new = RENAMED[module][old]
+    found = load_target(f"{module}:{old}", is_called=False)
+    assert found is load_target(new, is_called=False)
+    assert today(f"{module}:{old}") == new
+    assert not hasattr(import_module(module), "no_name_of_any_version")

@@ -8,7 +8,7 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
@@ -72,13 +72,44 @@ MOVED = {  # by the old name of a file or folder
     "whet.trainers.quickstart_pretrained": "whet.plugins.lessons.quickstart_pretrained",
     "whet.viewer": "whet.plugins.viewer",
 }
+RENAMED = {  # by the module of today and the old name in it: the place of today
+    "whet.config.load": {"Loaded": "whet.config.load:LoadedConfig"},
+    "whet.controller.worker": {"Layout": "whet.controller.worker:RankLayout"},
+    "whet.evaluation.estimators": {
+        "Comparison": "whet.evaluation.estimators:ScoreComparison",
+        "Estimate": "whet.evaluation.estimators:MeanEstimate",
+    },
+    "whet.kernels.sampling": {
+        "LastStops": "whet.rollout.stop_strings:LastStops",
+        "StopStrings": "whet.rollout.stop_strings:StopStrings",
+        "bad_word_ids": "whet.rollout.build:bad_word_ids",
+    },
+    "whet.plugins.agents.tools.toolbox": {"with_tools": "whet.environments.toolbox:with_tools"},
+    "whet.plugins.planner.fit": {"check_disk": "whet.planning.machine:check_disk"},
+    "whet.plugins.serving.app": {"Settings": "whet.plugins.serving.app:ServeSettings"},
+    "whet.plugins.inference.servers.process": {
+        "Client": "whet.plugins.inference.servers.process:ServerClient",
+        "Span": "whet.rollout.protocol:Span",
+    },
+    "whet.rewards.worker": {"WorkerSpec": "whet.rewards.worker:ScorerSpec"},
+    "whet.rollout.episode": {
+        "Context": "whet.rollout.episode:Conversation",
+        "Limits": "whet.rollout.episode:EpisodeLimits",
+    },
+    "whet.tracking.console": {"Column": "whet.tracking.console:ConsoleColumn"},
+    "whet.trainers.objectives": {"Objective": "whet.trainers.objectives:LossObjective"},
+    "whet.trainers.teacher": {"judge": "whet.plugins.scores.judge.hint:judge"},
+}
 
 
 class OldNames:
-    """Finds modules by their old names."""
+    """Finds modules by their old names, and modules whose functions or classes have old names."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Returns the spec of a module that moved; None for any other module."""
+        """Returns the spec of a module that moved, or has old names; None for any other module."""
+        if name in RENAMED and (spec := PathFinder.find_spec(name, path)) is not None:
+            spec.loader = WithOldNames(name, str(spec.origin))
+            return spec
         if not name.startswith("whet.") or (new := new_name(name)) == name:
             return None
         try:
@@ -102,6 +133,23 @@ class OldNames:
         module.__spec__ = module.__spec__.loader_state
 
 
+class WithOldNames(SourceFileLoader):
+    """Loads a module of `RENAMED`, whose old names are the objects of today, with a warning."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Runs the module's code; an attribute that it lacks is looked up among the old names."""
+
+        def renamed(name: str) -> Any:
+            if (new := RENAMED[module.__name__].get(name)) is None:
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            log.warning("%s:%s is now %s: the next version will not know the old name", module.__name__, name, new)
+            owner, _, today = new.partition(":")
+            return getattr(importlib.import_module(owner), today)
+
+        super().exec_module(module)
+        module.__dict__["__getattr__"] = renamed
+
+
 def new_name(name: str) -> str:
     """Returns the new name of a module; most names have not changed."""
     parts = name.split(".")
@@ -115,7 +163,8 @@ def today(value: Any) -> Any:
     """Returns a value of a config with new names for modules in it (`package.module:name`)."""
     if isinstance(value, str) and value.startswith("whet."):
         module, colon, name = value.partition(":")
-        return f"{new_name(module)}{colon}{name}"
+        module = new_name(module)
+        return RENAMED.get(module, {}).get(name, f"{module}{colon}{name}")
     if isinstance(value, Mapping):
         return {key: today(each) for key, each in value.items()}
     return [today(each) for each in value] if isinstance(value, list) else value

@@ -160,13 +160,14 @@ class Registry:
     def __init__(
         self,
         kind: str,
-        folder: str,
+        folder: str | None,
         decorator: str,
         supplied: Sequence[str] | None = None,
         *,
         has_foreign_form: bool = True,
     ) -> None:
-        """`supplied` are the allowed parameters before `*`; None allows columns of a batch, or any."""
+        """`folder` is the one with the functions of the core; None: plugins alone have some. `supplied` are the allowed
+        parameters before `*`; None allows columns of a batch, or any."""
         self.kind, self.folder, self.decorator, self.supplied = kind, folder, decorator, supplied
         self.has_foreign_form = has_foreign_form
         self._live: dict[str, Entry] = {}
@@ -320,7 +321,7 @@ def _read_shipped(registry: Registry) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     offered = [_module_file(target) for target in targets(registry.decorator.removeprefix("register_"))]
     for module, node, use, decorator in [
-        *_decorated(registry.folder),
+        *([] if registry.folder is None else _decorated(registry.folder)),
         *chain(*map(_decorated_in, dict.fromkeys(offered))),
     ]:
         if decorator == registry.decorator:
@@ -405,11 +406,10 @@ TRAINERS = Registry("trainer", "trainers", "register_trainer", ("config",))  # m
 PROVIDERS = Registry("provider of a column", "trainers", "register_provider", ("batch", "sources"))  # names: columns
 TRACKERS = Registry("tracker", "tracking", "register_tracker", ("run",))  # marks: package
 SANDBOXES = Registry("sandbox", "programs", "register_sandbox", ("address",))
-PLANNERS = Registry("planner", "planning", "register_planner", ())
 COMMANDS = Registry("command", "cli", "register_command")  # of plugins; marks: panel, settings, exits
-# Of plugins: `config`, `key` (advice on names of other systems), `data_proto`, `manager`, `imports` (of reward files).
-FOREIGN = Registry("foreign form", "rewards", "register_foreign", has_foreign_form=False)
-PARTS = Registry("part", "cli", "register_part")  # of plugins: functions that the core calls by name
+# Functions of plugins that the core calls by name: planner, tools, foreign_config, foreign_key, foreign_imports,
+# data_proto, reward_manager.
+PARTS = Registry("part", None, "register_part", has_foreign_form=False)
 
 register_adv_est = ADV_ESTIMATORS.register
 register_policy_loss = POLICY_LOSSES.register
@@ -434,7 +434,5 @@ register_encoder = ENCODERS.register
 register_trainer = TRAINERS.register
 register_tracker = TRACKERS.register
 register_sandbox = SANDBOXES.register
-register_planner = PLANNERS.register
 register_command = COMMANDS.register
-register_foreign = FOREIGN.register
 register_part = PARTS.register

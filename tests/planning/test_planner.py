@@ -16,15 +16,15 @@ from whet.config import TrainConfig
 from whet.config.schema import KV_CACHE_BYTES
 from whet.errors import RegistryError
 from whet.planning.planner import Counts, planner
-from whet.registry import PLANNERS
+from whet.registry import PARTS
 from whet.trainers import build
 
 
 @pytest.fixture(autouse=True)
 def deleted(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "memory" in PLANNERS
-    monkeypatch.setitem(vars(PLANNERS), "shipped", {})
-    monkeypatch.setitem(vars(PLANNERS), "_live", {})
+    assert "planner" in PARTS
+    monkeypatch.setitem(vars(PARTS), "shipped", {})
+    monkeypatch.setitem(vars(PARTS), "_live", {})
     monkeypatch.setattr("whet.manifests.manifests", dict)
 
 
@@ -45,5 +45,5 @@ def test_a_run_starts_without_advice_and_with_fixed_sizes(
 
 
 def test_what_needs_a_plan_names_the_plugin(train_config: Callable[..., TrainConfig]) -> None:
-    with raises(RegistryError, "planner memory", expected=re.compile("planner"), change=re.compile("plugins/planner")):
+    with raises(RegistryError, "part planner", expected=re.compile("planner"), change=re.compile("plugins/planner")):
         build.dry_run_elsewhere(train_config(), 80.0, None)

@@ -24,7 +24,7 @@ from whet.config.section import Section, Values, is_known, is_section, nearest_k
 from whet.errors import ConfigError, did_you_mean
 from whet.limits import bounded, cause
 from whet.manifests import absent, missing_plugin, recipes
-from whet.registry import FOREIGN
+from whet.registry import PARTS
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -195,7 +195,7 @@ def unknown_key(schema: type[Section], key: str, source: str) -> ConfigError:
 
 def advice(kind: str, *given: object) -> str | None:
     """Advice on a name of another system, a `config` or a `key`; None where no plugin knows it."""
-    found = FOREIGN.shipped.get(kind)
+    found = PARTS.shipped.get(f"foreign_{kind}")
     text: str | None = found.load()(*given) if found is not None else None
     return text
 

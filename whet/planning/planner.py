@@ -13,7 +13,7 @@ from whet.config.schema import RunConfig
 from whet.engines.protocol import Objective
 from whet.engines.role import RoleSettings
 from whet.planning.machine import FreeMemory
-from whet.registry import PLANNERS
+from whet.registry import PARTS
 from whet.rollout.requirements import CacheRoom, Lengths
 
 if TYPE_CHECKING:
@@ -70,5 +70,5 @@ class Planner:
 
 def planner(*, is_needed: bool = False) -> Planner:
     """The planner of runs.  Raises: RegistryError where its plugin was deleted and `is_needed`."""
-    found: Planner = PLANNERS["memory"].load()() if is_needed or "memory" in PLANNERS else Planner()
+    found: Planner = PARTS["planner"].load()() if is_needed or "planner" in PARTS else Planner()
     return found

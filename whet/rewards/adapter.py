@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.errors import RewardError, SandboxError, describe, last_line
-from whet.registry import FOREIGN
+from whet.registry import PARTS
 from whet.rewards.result import NOT_SCORED, as_number, failure, finite, read_result, split_rows
 from whet.types import Failure, Outcome, RewardItem
 
@@ -170,7 +170,7 @@ def adapt(
 
 def stand_ins() -> AbstractContextManager[None]:
     """Makes modules of other systems importable in the block, for files of rewards, where a plugin offers `imports`."""
-    offered = FOREIGN.shipped.get("imports")
+    offered = PARTS.shipped.get("foreign_imports")
     return nullcontext() if offered is None else offered.load()()
 
 
@@ -280,7 +280,7 @@ def _recognise_whole(name: str, annotation: str, names: Collection[str]) -> _For
     """The form of a function whose first parameter holds all values: a dict, a list of dicts, or a DataProto."""
     form = next((usual for usual, pattern in _WHOLE.items() if pattern.match(annotation)), name)
     if form == "data":
-        make_batch, split_batch_rows = FOREIGN["data_proto"].load()()
+        make_batch, split_batch_rows = PARTS["data_proto"].load()()
         asks = {"return_dict": lambda items: True} if "return_dict" in names else {}  # of verl's managers
         return _Form({}, True, {name: make_batch, **asks}, split_batch_rows)
     return _Form({name: _as_dict}, form == "reward_inputs") if form in ("reward_input", "reward_inputs") else None

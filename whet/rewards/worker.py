@@ -22,7 +22,7 @@ from typing import Any
 from whet.errors import RewardError, WhetError, describe
 from whet.processes.template import Caller, Serve, sendable, serve_tasks
 from whet.processes.user_code import pin
-from whet.registry import FOREIGN, REWARDS, load_target
+from whet.registry import PARTS, REWARDS, load_target
 from whet.rewards.adapter import RewardFunction, adapt, stand_ins
 from whet.rewards.result import failure
 from whet.types import Failure, Outcome, RewardItem
@@ -58,7 +58,7 @@ class ScorerSpec:
                 load_target(entry.marks["checked_by"])(**self.kwargs)
         kwargs, runner = self.kwargs, None
         if inspect.isclass(function):
-            (function, runner), kwargs = FOREIGN["manager"].load()(function, self.kwargs, self.tokenizer), {}
+            (function, runner), kwargs = PARTS["reward_manager"].load()(function, self.kwargs, self.tokenizer), {}
         return adapt(
             function, kwargs=kwargs, correct_threshold=self.correct_threshold, manager=self.manager, runner=runner
         )

@@ -9,14 +9,14 @@ import torch
 
 from whet.errors import RewardError
 from whet.plugins.migration.protocol import DataProto
-from whet.registry import register_foreign
+from whet.registry import register_part
 from whet.rewards.result import RESULT, split_rows
 from whet.types import RewardItem
 
 SCORE_COLUMNS = ("token_level_scores", "rm_scores")
 
 
-@register_foreign("data_proto")
+@register_part("data_proto")
 def data_proto_form() -> tuple[Callable[[Sequence[RewardItem]], RewardBatch], Callable[[object, int], list[object]]]:
     """Returns `make_batch` and `split_batch_rows`: the argument of a call, and its result as rows."""
     return make_batch, split_batch_rows

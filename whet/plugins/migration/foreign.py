@@ -16,7 +16,7 @@ import yaml
 
 from whet.config.section import Section, is_known
 from whet.errors import ConfigError
-from whet.registry import register_foreign
+from whet.registry import register_part
 
 TABLES = sorted(Path(__file__).parent.glob("foreign_keys*.yaml"))
 UNSET = object()  # the default of a key that has none in the table
@@ -125,7 +125,7 @@ def foreign_keys() -> tuple[tuple[str, str, tuple[str, ...], str], ...]:
     )
 
 
-@register_foreign("config")
+@register_part("foreign_config")
 def foreign_config(name: str) -> str | None:
     """Advice for a name that is the name of another framework's published config."""
     found = [(table.system, table.configs[name]) for table in tables() if name in table.configs]
@@ -134,7 +134,7 @@ def foreign_config(name: str) -> str | None:
     return f"{told}, or convert your script: {convert}" if found else None
 
 
-@register_foreign("key")
+@register_part("foreign_key")
 def foreign_key(schema: type[Section], key: str) -> str | None:
     """Returns the keys to write instead of another framework's key (or a key below it); None for an unknown key."""
     found = [

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from whet.errors import RewardError, describe
-from whet.registry import REWARDS, load_target, register_foreign
+from whet.registry import REWARDS, load_target, register_part
 from whet.rewards.adapter import ONE_OF_THESE, check_options, show
 from whet.rewards.result import read_result
 from whet.types import Failure
@@ -30,7 +30,7 @@ VERL_ARGUMENTS = {"tokenizer", "num_examine", "compute_score", "reward_fn_key"}
 EASYR1_CONFIG = {"skip_special_tokens": True}
 
 
-@register_foreign("manager")
+@register_part("reward_manager")
 def open_manager(
     cls: type[Any], kwargs: Mapping[str, Any], tokenizer: tuple[str, bool] | None
 ) -> tuple[Callable[..., Any], asyncio.Runner | None]:
@@ -127,7 +127,7 @@ class _Module(ModuleType):
         raise AttributeError(name) if name.startswith("__") else ModuleNotFoundError(f"no {whole}", name=whole)
 
 
-@register_foreign("imports")
+@register_part("foreign_imports")
 @contextmanager
 def stand_ins() -> Iterator[None]:
     """Makes the names in `OFFERED` importable inside the block, unless verl is installed."""

@@ -34,7 +34,7 @@ from whet.plugins.planner.fit import Change, Room, changes, check_fits, rooms
 from whet.plugins.planner.memory import Memory, cache_room, has_server, outlines_of, plan_memory, sized
 from whet.plugins.planner.outline import Outline
 from whet.plugins.planner.speed import Speed, measure, plan_speed, training_flops
-from whet.registry import register_planner, trainer_of
+from whet.registry import register_part, trainer_of
 from whet.rollout.build import with_engine
 from whet.tracking.runs import CONFIG, read_steps
 from whet.trainers.frame import run_folder
@@ -47,8 +47,8 @@ SLOW, HOPELESS = 300.0, 3600.0  # seconds of a step
 QUICK_SECONDS = 0.02  # to measure each rate at the start of a run
 
 
-@register_planner("memory")
-def memory() -> Planner:
+@register_part("planner")
+def planner() -> Planner:
     """Plans by outlines of the models of a run, and by formulas."""
     return Planner(
         check_fits, introduce, sized, cache_room, lambda each: partial(training_flops, Outline(each)), findings
