@@ -138,7 +138,7 @@ def test_concrete_engines_are_named_only_where_a_run_is_built() -> None:
         )
     )
     builders = {
-        f"whet/trainers/{name}.py" for name in ("build", "workers", "rollout_worker")
+        f"whet/{name}.py" for name in ("trainers/build", "roles/workers", "roles/rollout_worker")
     }  # a worker makes its engine in its own process
     named = [
         f"{_shown(file)}:{line} names {module}"

@@ -57,13 +57,13 @@ from whet.plugins.scores.judge.rubrics import Rubric
 from whet.programs.protocol import open_sandbox
 from whet.registry import ENVIRONMENTS
 from whet.rewards.pool import RewardPool
+from whet.roles.workers import check_reward_model
 from whet.rollout.build import check_engine, open_environments
 from whet.rollout.episode import Episode, EpisodeLimits, Rules
 from whet.rollout.protocol import Completion, SamplingParams
 from whet.rollout.reports import FailureWatch
 from whet.trainers.build import setup
 from whet.trainers.run_dir import open_run_dir
-from whet.trainers.workers import check_reward_model
 from whet.types import Failure, Group, Message, Prompt, RewardItem, Trajectory, Turn
 
 sys.path.insert(0, str(Path(__file__).parent / "rewards"))

@@ -62,11 +62,15 @@ MOVED = {  # by the old name of a file or folder
     "whet.serving": "whet.plugins.serving",
     "whet.serving.sandbox": "whet.plugins.sandbox.server",
     "whet.rollout.servers.words": "whet.plugins.inference.servers.wire_protocol",
+    **{
+        f"whet.trainers.{name}": f"whet.roles.{name}"
+        for name in ("placed", "reward_texts", "rollout_worker", "served_teacher", "telemetry", "workers")
+    },
     "whet.trainers.certify": "whet.plugins.proofs.certify",
     "whet.trainers.hints": "whet.trainers.teacher",
     "whet.trainers.judge": "whet.plugins.scores.judge.role",
     "whet.trainers.measure": "whet.trainers.batch_metrics",
-    "whet.trainers.measured": "whet.trainers.telemetry",
+    "whet.trainers.measured": "whet.roles.telemetry",
     "whet.trainers.quickstart": "whet.plugins.lessons.quickstart",
     "whet.trainers.quickstart_images": "whet.plugins.lessons.quickstart_images",
     "whet.trainers.quickstart_pretrained": "whet.plugins.lessons.quickstart_pretrained",

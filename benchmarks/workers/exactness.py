@@ -18,11 +18,11 @@ from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.engines.role import RoleSettings
 from whet.keyed import key
 from whet.models.load import load_policy
+from whet.roles.workers import TrainWorker
 from whet.rollout.batch import to_batch
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Completion, Request, SamplingParams, generate
 from whet.trainers.objectives import PolicyObjective
-from whet.trainers.workers import TrainWorker
 from whet.types import Group, Prompt, Trajectory, Turn
 
 PADDED_WHOLE = ("padded", 10**9, 1)  # what every other split is compared with

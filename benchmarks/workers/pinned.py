@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from whet.controller.worker import Placement
-from whet.trainers.workers import TrainWorker
+from whet.roles.workers import TrainWorker
 
 
 class PinnedActor(TrainWorker):

@@ -14,9 +14,9 @@ from benchmarks.workers.right_answers import Exam
 from benchmarks.workers.turns import Turns
 from whet.config import load_config
 from whet.config.preference import PreferenceConfig
+from whet.roles.workers import TrainWorker
 from whet.trainers.preference import PreferenceRun
 from whet.trainers.sft import train_on_examples
-from whet.trainers.workers import TrainWorker
 
 
 def main() -> None:

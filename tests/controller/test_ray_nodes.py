@@ -67,7 +67,7 @@ from whet.config.schema import ModelConfig, RewardConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
 from whet.errors import WhetError
-from whet.trainers.placed import PlacedRewards, RewardWorker
+from whet.roles.placed import PlacedRewards, RewardWorker
 from whet.types import RewardItem
 
 def say(**values):
@@ -113,7 +113,7 @@ from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
 from whet.environments.protocol import Answer
 from whet.errors import WhetError
-from whet.trainers.placed import EnvironmentWorker, placed_hosts
+from whet.roles.placed import EnvironmentWorker, placed_hosts
 from whet.types import Message, Prompt
 
 def say(**values):

@@ -28,8 +28,8 @@ from whet.controller.worker_group import WorkerGroup
 from whet.engines.protocol import Columns, Objective, TrainEngine
 from whet.engines.role import RoleSettings
 from whet.metrics import Metrics
+from whet.roles.workers import TrainWorker
 from whet.trainers.objectives import ImitationObjective, PolicyObjective
-from whet.trainers.workers import TrainWorker
 
 BOUND = 1e-5  # relative norm over all weights, float32
 STEPS = 20

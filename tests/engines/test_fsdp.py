@@ -28,8 +28,8 @@ from whet.engines.fsdp import sharding
 from whet.engines.role import RoleSettings
 from whet.errors import ConfigError
 from whet.models.load import load_policy
+from whet.roles.workers import AdapterOffWorker
 from whet.trainers.objectives import ValueObjective
-from whet.trainers.workers import AdapterOffWorker
 
 FSDP = EngineConfig(name="fsdp", logits_chunk_tokens=16)
 

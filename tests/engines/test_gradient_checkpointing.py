@@ -16,7 +16,7 @@ import engine_conformance as suite
 from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
 from whet.controller.worker import Placement
 from whet.engines.role import RoleSettings
-from whet.trainers.workers import TrainWorker
+from whet.roles.workers import TrainWorker
 
 
 def gradient(folder: Path, *, checkpointing: bool, packing: bool, lora: bool) -> tuple[torch.Tensor, int]:

@@ -21,8 +21,8 @@ from whet.engines.protocol import TrainEngine
 from whet.engines.role import RoleSettings
 from whet.errors import ConfigError, EngineError
 from whet.registry import ENGINES
+from whet.roles.workers import check_media, with_adapter
 from whet.trainers import build
-from whet.trainers.workers import check_media, with_adapter
 from whet.types import Media
 
 STAGES = f"{Path(__file__).parent / 'toy_stages.py'}:Stages"

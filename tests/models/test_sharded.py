@@ -19,7 +19,7 @@ from whet.engines.role import RoleSettings
 from whet.errors import ConfigError, ModelError
 from whet.models.load import load_policy
 from whet.models.sequence_parallel import heads_ranks
-from whet.trainers.workers import TrainWorker
+from whet.roles.workers import TrainWorker
 
 
 def worker(folder: Path, name: str = "fsdp", **changes: object) -> TrainWorker:

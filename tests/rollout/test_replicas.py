@@ -26,11 +26,11 @@ from whet.controller.worker import Placement, ResourcePool, Worker, WorkerSpec
 from whet.controller.worker_group import PendingCall, WorkerGroup
 from whet.errors import EngineError, LostReplicaError, WhetError
 from whet.models.load import load_policy
+from whet.roles.rollout_worker import RolloutWorker
 from whet.rollout.fleet import Done, Fleet, FleetTask, assign, blocks_of
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Event, Finished, Request, RolloutEngine, SamplingParams, Status, generate, late
 from whet.rollout.replicas import RankDriver as Driver, Replicas
-from whet.trainers.rollout_worker import RolloutWorker
 
 
 def requests_of(*prompts: tuple[int, int, int]) -> list[Request]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tests.simulation import actors
 from whet.environments.protocol import Answer
+from whet.roles.placed import PlacedHost
 from whet.rollout.fleet import Done, Fleet, FleetTask, Give
-from whet.trainers.placed import PlacedHost
 from whet.types import Prompt
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ import torch
 from whet.metrics import Metrics
 from whet.processes.children import Children, Reply
 from whet.processes.template import short_name
+from whet.roles import telemetry
 from whet.tracking import profile
 from whet.tracking.profile import SystemMeter, observed
-from whet.trainers import telemetry
 
 MEBIBYTE = 2**20
 

@@ -14,10 +14,10 @@ import torch
 from whet.config.schema import ModelConfig
 from whet.controller.dispatch import register
 from whet.models.load import load_policy
+from whet.roles.rollout_worker import RolloutWorker
+from whet.roles.workers import TrainWorker
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Span, Weights
-from whet.trainers.rollout_worker import RolloutWorker
-from whet.trainers.workers import TrainWorker
 
 SECONDS = 0.2  # that moving off a device takes
 

@@ -17,10 +17,10 @@ from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement
 from whet.engines.role import RoleSettings
 from whet.models.outputs import ForwardSettings, model_outputs
+from whet.roles.rollout_worker import RolloutWorker
+from whet.roles.workers import TrainWorker
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Event, Request
-from whet.trainers.rollout_worker import RolloutWorker
-from whet.trainers.workers import TrainWorker
 from whet.weight_sync.buckets import HEADER_BYTES, Outlet
 from whet.weight_sync.routes import RankSite, Route, Way
 

@@ -15,10 +15,10 @@ from whet.controller.worker import Placement, WorkerSpec
 from whet.planning.dtypes import with_dtypes
 from whet.planning.machine import FreeMemory
 from whet.plugins.planner.memory import cache_room, micro_batch_tokens
+from whet.roles.rollout_worker import RolloutWorker
 from whet.rollout.requirements import CacheRoom
 from whet.trainers import build, sft
 from whet.trainers.columns import plan
-from whet.trainers.rollout_worker import RolloutWorker
 
 MakeConfig = Callable[..., TrainConfig]
 DEVICE = FreeMemory(2**36, "each accelerator")

@@ -27,8 +27,8 @@ from whet.data.supervised import SupervisedExample
 from whet.errors import ConfigError, EngineError
 from whet.models.load import load_tokenizer, stop_token_ids
 from whet.plugins.lessons.init_model import init_model
+from whet.roles.served_teacher import ServedTeacher
 from whet.trainers.distill import DistillRun, distill, prompt_of
-from whet.trainers.served_teacher import ServedTeacher
 
 MakeConfig = Callable[..., DistillConfig]
 ALPHABET = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz<>"

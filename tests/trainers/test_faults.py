@@ -2,7 +2,7 @@
 """Effects on a run of several processes when a part breaks: docs/cluster.md has the table.
 
 Nodes, networks and heads that are lost: tests/controller/test_ray_nodes.py. Weights that are damaged on their way:
-tests/trainers/test_rollout_worker.py.
+tests/roles/test_rollout_worker.py.
 """
 
 from __future__ import annotations

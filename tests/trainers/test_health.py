@@ -25,11 +25,11 @@ from whet.config import TrainConfig
 from whet.engines.single import SingleEngine
 from whet.errors import EngineError, WeightSyncError
 from whet.metrics import Metrics
+from whet.roles.rollout_worker import Direct
 from whet.rollout.batch import to_batch
 from whet.trainers.build import build, build_scorer, train
 from whet.trainers.health import Health, sampler_gap
 from whet.trainers.rl import add_advantages, fit, sample, update
-from whet.trainers.rollout_worker import Direct
 from whet.weight_sync import buckets
 
 MakeConfig = Callable[..., TrainConfig]

@@ -13,10 +13,10 @@ from whet.config import TrainConfig
 from whet.controller.launch import launch
 from whet.controller.worker import ResourcePool, Worker
 from whet.errors import RewardError
+from whet.roles.rollout_worker import Modes, RolloutWorker
+from whet.roles.workers import TrainWorker
 from whet.trainers.build import build, build_scorer
 from whet.trainers.rl import fit
-from whet.trainers.rollout_worker import Modes, RolloutWorker
-from whet.trainers.workers import TrainWorker
 
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]

@@ -22,11 +22,11 @@ from whet.controller.worker import Host, Placement, ResourcePool, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import ConfigError
 from whet.models.load import load_policy
+from whet.roles.rollout_worker import Lent, Modes, RolloutWorker
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Span, generate
 from whet.rollout.replicas import Replicas
 from whet.trainers.build import plan, worker_specs
-from whet.trainers.rollout_worker import Lent, Modes, RolloutWorker
 from whet.weight_sync.routes import weight_sync
 
 MakeConfig = Callable[..., TrainConfig]

@@ -32,6 +32,7 @@ from whet.metrics import Metrics
 from whet.plugins.lessons.drawn.figures import counting
 from whet.plugins.lessons.init_model import init_model
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES, Registry
+from whet.roles.rollout_worker import Direct
 from whet.rollout.reports import count_failures
 from whet.tracking import profile
 from whet.tracking.profile import SystemMeter
@@ -39,7 +40,6 @@ from whet.trainers.batch_metrics import measure_environment, measure_groups
 from whet.trainers.columns import ColumnPlan
 from whet.trainers.distill import distill
 from whet.trainers.preference import train_preference
-from whet.trainers.rollout_worker import Direct
 from whet.trainers.sft import train_sft
 from whet.trainers.train_reward import train_reward
 from whet.types import Failure, Group, Prompt, Trajectory

@@ -23,10 +23,10 @@ from whet.errors import ConfigError, EngineError, ModelError
 from whet.metrics import Metrics
 from whet.models.load import load_reward_model, load_tokenizer
 from whet.plugins.lessons.init_model import init_model
+from whet.roles.reward_texts import TextReader
 from whet.trainers import rl
 from whet.trainers.build import build, build_scorer, setup, train
 from whet.trainers.columns import plan
-from whet.trainers.reward_texts import TextReader
 from whet.trainers.run import Run
 from whet.types import Group, Media, Message, Prompt, Trajectory
 

@@ -21,8 +21,8 @@ from whet.controller.dispatch import register
 from whet.controller.launch import launch_roles
 from whet.controller.worker import Worker, WorkerSpec
 from whet.errors import LostWorkerError, RewardError
+from whet.roles.placed import PlacedRewards, RewardWorker
 from whet.trainers.build import train
-from whet.trainers.placed import PlacedRewards, RewardWorker
 from whet.types import RewardItem, RewardResult
 
 MakeConfig = Callable[..., TrainConfig]

@@ -36,6 +36,10 @@ from whet.planning.planner import Counts, Setup, planner
 from whet.planning.units import plural
 from whet.registry import FILTERS, VALUE_LOSSES, load_target, register_trainer
 from whet.rewards.pool import build_scorer as build_scorer, checked, is_scored, scorer_of as scorer_of, val_scorer_of
+from whet.roles import workers
+from whet.roles.placed import ENVIRONMENT, REWARD, EnvironmentWorker, PlacedRewards, RewardWorker, placed_hosts
+from whet.roles.rollout_worker import Direct, Modes, RolloutWorker
+from whet.roles.workers import TrainWorker
 from whet.rollout.build import (
     build_collector,
     check_engine,
@@ -54,19 +58,15 @@ from whet.rollout.protocol import Restarts, SamplingParams
 from whet.rollout.replicas import Replicas
 from whet.rollout.requirements import Lengths
 from whet.rollout.rollouts import Rollouts, reward_item
-from whet.trainers import workers
 from whet.trainers.columns import ColumnPlan, plan, unread, updates_per_step
 from whet.trainers.frame import opened_for, run_folder, with_named_dtypes, with_restarts
 from whet.trainers.objectives import PolicyObjective, ValueObjective
-from whet.trainers.placed import ENVIRONMENT, REWARD, EnvironmentWorker, PlacedRewards, RewardWorker, placed_hosts
 from whet.trainers.rl import fit
-from whet.trainers.rollout_worker import Direct, Modes, RolloutWorker
 from whet.trainers.run import Run
 from whet.trainers.run_dir import MEDIA, digests
 from whet.trainers.shape import AdaptiveEntropy, Correction, Fixed, Shaper, estimator
 from whet.trainers.stop import likely_steps
 from whet.trainers.teacher import teacher_role
-from whet.trainers.workers import TrainWorker
 from whet.types import Failure, Prompt, Scorer
 from whet.weight_sync.routes import weight_sync
 

@@ -31,9 +31,9 @@ from whet.kernels.sampling import uniforms
 from whet.keyed import key
 from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, PROVIDERS, REJECTIONS, VALUE_LOSSES, WEIGHTS
+from whet.roles.reward_texts import text_batch, text_reader
 from whet.rollout.batch import with_failures
 from whet.rollout.rollouts import Rollouts
-from whet.trainers.reward_texts import text_batch, text_reader
 from whet.types import Failure, Group, Trajectory
 
 Values = torch.Tensor | Callable[[], torch.Tensor]

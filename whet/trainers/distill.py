@@ -25,14 +25,14 @@ from whet.metrics import Metrics
 from whet.models.load import load_config, load_tokenizer, stop_token_ids, torch_dtype
 from whet.models.lora import adapted_layers
 from whet.registry import DIVERGENCES, register_trainer
+from whet.roles.served_teacher import TEXTS, ServedTeacher
+from whet.roles.workers import TrainWorker, check_vocabulary, path_of, settings_of, tokenizer_of
 from whet.rollout.build import chosen_engine, rollout_engine
 from whet.rollout.protocol import Completion, Request, SamplingParams, generate
 from whet.tracking.console import USE, ConsoleColumn
 from whet.trainers.objectives import TokenObjective
 from whet.trainers.preference import to_batch
-from whet.trainers.served_teacher import TEXTS, ServedTeacher
 from whet.trainers.sft import Callbacks, ExamplesRun, Rows, train_on_examples, weights_of
-from whet.trainers.workers import TrainWorker, check_vocabulary, path_of, settings_of, tokenizer_of
 from whet.weight_sync import buckets
 
 CHUNK_TOKENS = 4096  # whose distributions over a vocabulary are on the host at once

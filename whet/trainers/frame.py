@@ -31,6 +31,7 @@ from whet.phases import phase
 from whet.planning.dtypes import with_dtypes
 from whet.planning.machine import check_disk
 from whet.planning.planner import Counts, Setup, planner
+from whet.roles.telemetry import asked_of_trained, recorded, shares_of_peak, use_of_ranks
 from whet.tracking.console import COLUMNS, ConsoleColumn, ConsoleTracker
 from whet.tracking.profile import SystemMeter, observed
 from whet.tracking.runs import write_state
@@ -38,7 +39,6 @@ from whet.tracking.service import TrackedRun, open_services
 from whet.tracking.tracker import METRIC_FILES, JsonlTracker, Trackers
 from whet.trainers.run_dir import RunDir, noted, open_run_dir
 from whet.trainers.stop import Stopped, StopSignals, likely_steps
-from whet.trainers.telemetry import asked_of_trained, recorded, shares_of_peak, use_of_ranks
 
 log = logging.getLogger(__name__)
 SAVE_SECONDS = 600.0  # between two checkpoints of trainer.save_freq=auto

@@ -29,11 +29,11 @@ from whet.models.packing import MEDIA
 from whet.models.positions import rotary_positions
 from whet.phases import phase
 from whet.registry import register_trainer
+from whet.roles.workers import AdapterOffWorker, TrainWorker, actor_beside, settings_of
 from whet.tracking.console import USE, ConsoleColumn
 from whet.trainers.objectives import ComparisonObjective
 from whet.trainers.reference_cache import ReferenceCache, digest_of_all
 from whet.trainers.sft import Callbacks, ExamplesRun, Rows, padded, train_on_examples
-from whet.trainers.workers import AdapterOffWorker, TrainWorker, actor_beside, settings_of
 
 log = logging.getLogger(__name__)
 COLUMNS = (

@@ -21,6 +21,7 @@ from whet.batch import Batch
 from whet.config.schema import TrainConfig
 from whet.evaluation.answers import readable
 from whet.metrics import Metrics
+from whet.roles.rollout_worker import Direct
 from whet.rollout.batch import to_batch
 from whet.rollout.flow import by_player
 from whet.rollout.protocol import SamplingParams
@@ -33,7 +34,6 @@ from whet.trainers.columns import ColumnPlan, Sources, judged, with_truth
 from whet.trainers.frame import OWN_TRACKERS, Frame
 from whet.trainers.health import Health
 from whet.trainers.objectives import PolicyObjective, ValueObjective
-from whet.trainers.rollout_worker import Direct
 from whet.trainers.run_dir import MEDIA
 from whet.trainers.shape import AdaptiveEntropy, Correction, Fixed, Shaper
 from whet.types import Group, Prompt

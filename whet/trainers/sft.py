@@ -31,6 +31,7 @@ from whet.models.positions import position_ids, rotary_positions
 from whet.planning.machine import free_accelerator
 from whet.planning.planner import Counts, Setup, planner
 from whet.registry import load_target, register_trainer
+from whet.roles.workers import TrainWorker, check_media, settings_trained, tokenizer_of
 from whet.rollout.build import with_engine
 from whet.rollout.requirements import Lengths
 from whet.tracking.console import USE, ConsoleColumn
@@ -40,7 +41,6 @@ from whet.trainers.objectives import ImitationObjective
 from whet.trainers.run_dir import MEDIA, digests
 from whet.trainers.schedule import Schedule
 from whet.trainers.stop import likely_steps
-from whet.trainers.workers import TrainWorker, check_media, settings_trained, tokenizer_of
 
 log = logging.getLogger(__name__)
 COLUMNS = (

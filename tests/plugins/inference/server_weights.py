@@ -25,7 +25,7 @@ from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.plugins.inference.servers import engine as engine_module
 from whet.plugins.inference.servers.engine import ServerEngine
 from whet.plugins.inference.servers.weights import in_parts
-from whet.trainers.rollout_worker import RolloutWorker
+from whet.roles.rollout_worker import RolloutWorker
 from whet.weight_sync.routes import BetweenPools
 
 SECONDS = 300.0

@@ -17,7 +17,7 @@ from whet.models.load import load_policy, load_value_model
 from whet.models.outputs import model_outputs
 from whet.plugins.lessons.init_model import init_model
 from whet.plugins.planner.outline import Outline, RowLength, TensorBytes, columns
-from whet.trainers.workers import TrainWorker
+from whet.roles.workers import TrainWorker
 
 ROWS = [RowLength(prompt, 20 + prompt, 30) for prompt in (1, 2) for _ in range(3)]
 

@@ -27,7 +27,7 @@ from whet.models.load import context_length, load_tokenizer, reward_config
 from whet.plugins.serving.app import BODY_SECONDS, ServeSettings
 from whet.plugins.serving.bodies import ApiError
 from whet.registry import ENGINES
-from whet.trainers.reward_texts import rows_of
+from whet.roles.reward_texts import rows_of
 from whet.types import Message
 
 FORMS: dict[str, tuple[str, dict[str, object]]] = {  # name of the scores, and fields beside them

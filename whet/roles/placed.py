@@ -19,13 +19,13 @@ from whet.controller.worker_group import WorkerGroup
 from whet.environments.host import EnvironmentHost, Result
 from whet.environments.protocol import Answer
 from whet.rewards.pool import build_scorer
+from whet.roles.telemetry import MeasuredWorker
 from whet.rollout.build import open_environments
 from whet.rollout.driver import SHORT_SECONDS
 from whet.rollout.episode import MAIN
 from whet.rollout.fleet import Done, Fleet, FleetTask
 from whet.rollout.protocol import POLL_SECONDS
 from whet.rollout.replicas import RankDriver
-from whet.trainers.telemetry import MeasuredWorker
 from whet.types import Outcome, Prompt, RewardItem
 
 ENVIRONMENT, REWARD = "environment", "reward"  # roles

@@ -22,10 +22,10 @@ from whet.config.cluster import ClusterConfig, PoolConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import Placement, WorkerSpec
 from whet.errors import LostReplicaError
+from whet.roles import telemetry
+from whet.roles.telemetry import MeasuredWorker, asked_of_trained, shares_of_peak, use_of_ranks
 from whet.tracking import profile
-from whet.trainers import telemetry
 from whet.trainers.sft import train_sft
-from whet.trainers.telemetry import MeasuredWorker, asked_of_trained, shares_of_peak, use_of_ranks
 
 POOLS = {"train": PoolConfig(processes=2, roles=["actor"]), "sample": PoolConfig(processes=1, roles=["rollout"])}
 

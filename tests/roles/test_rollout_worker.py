@@ -17,7 +17,7 @@ import torch
 
 from tests.raising import check_fields, raises
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "trainers"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 import rollout_conformance as suite
 from sync_workers import Rollout, Trainer, log_probs
@@ -29,12 +29,12 @@ from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import WeightSyncError, WorkerError
 from whet.models.load import cast_weights, load_policy
+from whet.roles.rollout_worker import Direct, RolloutWorker
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Completion, Finished, Request, generate
 from whet.rollout.replicas import Replicas
 from whet.trainers.build import build, build_scorer, plan, worker_specs
 from whet.trainers.rl import fit
-from whet.trainers.rollout_worker import Direct, RolloutWorker
 from whet.weight_sync.routes import BetweenPools, weight_sync
 
 MakeConfig = Callable[..., TrainConfig]

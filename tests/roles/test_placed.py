@@ -21,8 +21,8 @@ from whet.controller.launch import launch
 from whet.controller.worker import ResourcePool, WorkerSpec
 from whet.environments.protocol import Answer, Observation
 from whet.errors import LostWorkerError
+from whet.roles.placed import ENVIRONMENT, EnvironmentWorker, PlacedHost, placed_hosts
 from whet.trainers.build import train
-from whet.trainers.placed import ENVIRONMENT, EnvironmentWorker, PlacedHost, placed_hosts
 from whet.types import Failure, Message, Prompt
 
 MakeConfig = Callable[..., TrainConfig]

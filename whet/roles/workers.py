@@ -37,9 +37,9 @@ from whet.models.lora import LoraSettings
 from whet.phases import span
 from whet.planning.planner import planner
 from whet.registry import ENGINES
+from whet.roles.reward_texts import text_reader
+from whet.roles.telemetry import MeasuredWorker
 from whet.tracking import profile
-from whet.trainers.reward_texts import text_reader
-from whet.trainers.telemetry import MeasuredWorker
 from whet.types import Media
 from whet.weight_sync.buckets import Broken, Digest, LinkClosedError, Outlet, send
 from whet.weight_sync.delta import DeltaBase

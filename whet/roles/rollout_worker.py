@@ -25,6 +25,8 @@ from whet.errors import DeadlineError, LostReplicaError, WhetError
 from whet.models.load import load_tokenizer, torch_dtype
 from whet.models.lora import adapted_layers
 from whet.phases import span
+from whet.roles.telemetry import MeasuredWorker
+from whet.roles.workers import TrainWorker, actor_beside, with_adapter
 from whet.rollout.build import load_model, rollout_engine
 from whet.rollout.protocol import (
     Event,
@@ -41,8 +43,6 @@ from whet.rollout.protocol import (
     Weights,
 )
 from whet.rollout.requirements import CacheRoom
-from whet.trainers.telemetry import MeasuredWorker
-from whet.trainers.workers import TrainWorker, actor_beside, with_adapter
 from whet.weight_sync import buckets
 from whet.weight_sync.buckets import Broken, Digest, Inlet, LinkClosedError, receive
 from whet.weight_sync.delta import DeltaBase
