@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -147,6 +148,16 @@ def test_concrete_engines_are_named_only_where_a_run_is_built() -> None:
         if module.startswith(concrete) and target != _part(file) and _shown(file) not in builders
     ]
     assert not named, "\n".join(named)
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """A reader who meets the name of a class finds one class."""
+    found = Counter(node.name for file in FILES for node in tree(file).body if isinstance(node, ast.ClassDef))
+    assert [name for name, times in found.items() if times > 1] == []
+
+
+def test_trainers_are_the_loop_and_a_file_for_each() -> None:
+    assert len([*(PACKAGE / "trainers").glob("*.py")]) <= 20
 
 
 def test_layer_one_imports_no_torch_and_algorithms_no_distributed() -> None:

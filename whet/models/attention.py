@@ -19,7 +19,7 @@ from whet.kernels.attention import Scores, causal, widened
 from whet.kernels.varlen_attention import Stretches, has_kernel, varlen_attention
 from whet.models.caches import head_size
 from whet.models.latent import absorbed, take_latents
-from whet.models.linear_attention import Flow
+from whet.models.linear_attention import TokenFlow
 from whet.models.packing import Layout, SpreadTokens
 from whet.models.sequence_parallel import TokenShare
 
@@ -50,7 +50,7 @@ def fits_one_call(config: Any, dtype: torch.dtype) -> bool:
 class PagedContext(Protocol):
     """The argument `paged=` that a rollout engine passes."""
 
-    flow: Flow | None  # of models with linear attention
+    flow: TokenFlow | None  # of models with linear attention
 
     @property
     def compiles(self) -> bool:

@@ -2,7 +2,8 @@
 """Linear attention (the gated delta rule, https://arxiv.org/abs/2412.06464) over packed rows and over requests.
 
 transformers' module computes everything but the two operations that mix tokens, a short causal convolution and the
-delta rule. A `Flow` computes these two: it knows each token's predecessor, and the state at the start of each sequence.
+delta rule. A `TokenFlow` computes these two: it knows each token's predecessor, and the state at the start of each
+sequence.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ CONVOLUTION, RULE, STEPS = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "
 OURS = set[Any]()  # classes of modules that follow a flow
 
 
-class Flow(Protocol):
+class TokenFlow(Protocol):
     """Sequences of T tokens, stored one after the other."""
 
     def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from whet_environments.devices.chromium import NAMES as NAMES_OF_CHROMIUM
 
 from tests.environments.broken_environments import FAULTS
 from whet.environments.protocol import Observation
-from whet.plugins.agents.check import Finding, Plan, _difference, _parts, check
+from whet.plugins.agents.check import EnvironmentFinding, Plan, _difference, _parts, check
 from whet.registry import ENVIRONMENTS
 from whet.types import Media, Message, Prompt
 
@@ -46,11 +46,11 @@ ELSEWHERE = {  # checked in files of their own
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def found(environment: str, seconds: float = 2.0, **options: Any) -> dict[str, Finding]:
+def found(environment: str, seconds: float = 2.0, **options: Any) -> dict[str, EnvironmentFinding]:
     return {finding.name: finding for finding in check(environment, options, Plan(PROMPT, seconds=seconds))}
 
 
-def failed(findings: dict[str, Finding]) -> set[str]:
+def failed(findings: dict[str, EnvironmentFinding]) -> set[str]:
     return {name for name, finding in findings.items() if finding.is_ok is False}
 
 

@@ -50,7 +50,7 @@ STRANGE: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class EnvironmentFinding:
     """A check, its result (None: it does not apply), and the reason."""
 
     name: str
@@ -80,7 +80,7 @@ class Offers(Protocol):
         ...
 
 
-def check(environment: str, options: Mapping[str, object], plan: Plan) -> Iterator[Finding]:
+def check(environment: str, options: Mapping[str, object], plan: Plan) -> Iterator[EnvironmentFinding]:
     """Yields the results, in a fixed order, each as soon as it is known.
 
     Raises: RegistryError, ConfigError for an option that the environment does not have, any error of the import."""
@@ -89,7 +89,7 @@ def check(environment: str, options: Mapping[str, object], plan: Plan) -> Iterat
     target = environment if ":" in environment else entry.function or environment
     code = pickle_code(EnvironmentSpec(target, resolved), target)
     with _Children(code, plan) as first, _Children(code, plan) as second:
-        yield from _Check(plan, first, second).run()
+        yield from _EnvironmentCheck(plan, first, second).run()
 
 
 class _Children:
@@ -125,18 +125,18 @@ class _Children:
         return self._children.start()
 
 
-class _Check:
+class _EnvironmentCheck:
     def __init__(self, plan: Plan, first: _Children, second: _Children) -> None:
         self.plan, self.first, self.second = plan, first, second
 
-    def run(self) -> Iterator[Finding]:
+    def run(self) -> Iterator[EnvironmentFinding]:
         """Yields the results. If the environment does not finish an episode, it is not checked further."""
         seed = self.plan.seed
         alone = self.first.ask(_play, [seed])
         if "ended" in alone:
             hangs = "for an episode: reset, a step or close hangs; --seconds allows more"
             name, what = ("deadline", f"{alone['ended']} {hangs}") if alone["is_late"] else ("starts", alone["ended"])
-            yield Finding(name, False, what)
+            yield EnvironmentFinding(name, False, what)
             return
         faults: dict[str, str] = alone["faults"]
         turns = f"{alone['turns']} turn{'s' * (alone['turns'] != 1)}"
@@ -144,9 +144,9 @@ class _Check:
         if "starts" in faults:
             return
         if not alone["rewards"]:  # what reset gave cannot be used
-            yield from (Finding(name, False, what) for name, what in faults.items())
+            yield from (EnvironmentFinding(name, False, what) for name, what in faults.items())
             return
-        yield Finding("deadline", True, f"an episode took {alone['seconds']:.2g} s")
+        yield EnvironmentFinding("deadline", True, f"an episode took {alone['seconds']:.2g} s")
         yield self._of("observations", faults, f"up to {alone['characters']:,} characters")
         yield self._of("rewards", faults, f"{min(alone['rewards']):g} to {max(alone['rewards']):g}")
         yield self._size(alone["characters"], alone["media_bytes"])
@@ -155,48 +155,52 @@ class _Check:
         yield self._same("beside another", alone, beside, "while another one runs: it shares state or a generator")
         yield self._other_seeds()
         changed = alone["is_prompt_changed"]
-        yield Finding("prompt", not changed, "it changes its prompt; copy it" if changed else "unchanged")
+        yield EnvironmentFinding("prompt", not changed, "it changes its prompt; copy it" if changed else "unchanged")
         for name, probe in {"after the end": _after_the_end, "restores": _restores, "close": _close}.items():
             yield self._simple(name, probe)
         yield self._answers()
         yield self._simple("speed", _speed)
 
-    def _of(self, name: str, faults: Mapping[str, str], good: str) -> Finding:
-        return Finding(name, name not in faults, faults.get(name, good))
+    def _of(self, name: str, faults: Mapping[str, str], good: str) -> EnvironmentFinding:
+        return EnvironmentFinding(name, name not in faults, faults.get(name, good))
 
-    def _size(self, characters: int, media_bytes: int) -> Finding:
+    def _size(self, characters: int, media_bytes: int) -> EnvironmentFinding:
         most, most_bytes = self.plan.max_characters, MAX_MEDIA_BYTES
         expected, found = f"at most {most:,} characters", f"{characters:,} characters"
         if media_bytes:
             expected = f"{expected}, and {most_bytes:,} bytes of media"
             found = f"{found}, and {media_bytes:,} bytes of media"
         is_ok = characters <= most and media_bytes <= most_bytes
-        return Finding("observation size", is_ok, expected if is_ok else f"{found}; expected {expected}")
+        return EnvironmentFinding("observation size", is_ok, expected if is_ok else f"{found}; expected {expected}")
 
-    def _same(self, name: str, alone: Found, other: Found, where: str) -> Finding:
+    def _same(self, name: str, alone: Found, other: Found, where: str) -> EnvironmentFinding:
         if "ended" in other:
-            return Finding(name, False, other["ended"])
+            return EnvironmentFinding(name, False, other["ended"])
         one, two = alone["transcripts"][0], other["transcripts"][0]
         if one == two:
-            return Finding(name, True, f"the same {len(one)} observations")
-        return Finding(name, False, _difference(one, two, f"differs {where}"))
+            return EnvironmentFinding(name, True, f"the same {len(one)} observations")
+        return EnvironmentFinding(name, False, _difference(one, two, f"differs {where}"))
 
-    def _other_seeds(self) -> Finding:
+    def _other_seeds(self) -> EnvironmentFinding:
         firsts = set()
         for seed in range(self.plan.seed, self.plan.seed + NUM_SEEDS):
             found = self.first.ask(_play, [seed])
             if why := found.get("ended") or found["faults"].get("starts"):
-                return Finding("another seed", False, f"seed {seed}: {why}")
+                return EnvironmentFinding("another seed", False, f"seed {seed}: {why}")
             firsts.add(repr(found["transcripts"][0]))
         if len(firsts) == 1:
-            return Finding("another seed", None, f"{NUM_SEEDS} seeds give the same episode: it is not random")
-        return Finding("another seed", True, f"{len(firsts)} different episodes of {NUM_SEEDS} seeds")
+            return EnvironmentFinding(
+                "another seed", None, f"{NUM_SEEDS} seeds give the same episode: it is not random"
+            )
+        return EnvironmentFinding("another seed", True, f"{len(firsts)} different episodes of {NUM_SEEDS} seeds")
 
-    def _simple(self, name: str, probe: Probe) -> Finding:
+    def _simple(self, name: str, probe: Probe) -> EnvironmentFinding:
         found = self.first.ask(probe)
-        return Finding(name, False, found["ended"]) if "ended" in found else Finding(name, **found)
+        return (
+            EnvironmentFinding(name, False, found["ended"]) if "ended" in found else EnvironmentFinding(name, **found)
+        )
 
-    def _answers(self) -> Finding:
+    def _answers(self) -> EnvironmentFinding:
         child, bad = self.first.start(), []
         for name, text in STRANGE.items():
             found = self.first.ask(_answer, text, child=child)
@@ -205,7 +209,7 @@ class _Check:
             if what := found.get("ended") or found["fault"]:
                 bad.append(f"{name}: {what}")
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-        return Finding("answers", not bad, f"{bad[0]}{more}" if bad else f"{len(STRANGE)} strange ones")
+        return EnvironmentFinding("answers", not bad, f"{bad[0]}{more}" if bad else f"{len(STRANGE)} strange ones")
 
 
 def _difference(one: Sequence[Parts], two: Sequence[Parts], what: str) -> str:

@@ -20,7 +20,7 @@ from whet.plugins.migration.foreign_shell_language import (
     MAX_TURNS,
     OTHER,
     UNKNOWN,
-    Node,
+    ShellNode,
     Words,
     is_known,
     parse,
@@ -89,7 +89,7 @@ def is_argument(word: str) -> bool:
     return _ARGUMENT.fullmatch(word) is not None
 
 
-def _programs(nodes: Iterable[Node]) -> Iterator[tuple[str, ...]]:
+def _programs(nodes: Iterable[ShellNode]) -> Iterator[tuple[str, ...]]:
     """Yields the simple commands that may start a training, assign or leave."""
     for node in nodes:
         if node.kind == "simple" and node.words[0] not in _QUIET:
@@ -98,7 +98,7 @@ def _programs(nodes: Iterable[Node]) -> Iterator[tuple[str, ...]]:
             yield from _programs(part)
 
 
-def _shown(nodes: Iterable[Node]) -> str:
+def _shown(nodes: Iterable[ShellNode]) -> str:
     """The words of conditions, shown to the user to name the branch."""
     inner = (node.words if node.kind == "simple" else [_shown(part) for part in node.parts if part] for node in nodes)
     return " ".join(word for words in inner for word in words)
@@ -110,7 +110,7 @@ def _assigned(document: re.Match[str]) -> str:
     return f'{document[1]}="{escaped}"'
 
 
-def _exits(nodes: Iterable[Node]) -> bool:
+def _exits(nodes: Iterable[ShellNode]) -> bool:
     return next(iter(_programs(nodes)), ("",))[0] == "exit"
 
 
@@ -122,7 +122,7 @@ class Shell:
         self.sources = dict[str, None]()  # files of the script's own that are not read
         self._words = Words(fixed, assumed, self._output)
         self._words.values |= {"0": {"0": script}, "BASH_SOURCE": {"0": script}} if script else {}
-        self._functions = dict[str, Node]()
+        self._functions = dict[str, ShellNode]()
         self._turns, self._num_turns, self._num_calls = tuple[tuple[str, int], ...](), 0, 0
         self._printed: list[str] | None = None  # of the command whose output is read
         self._open: tuple[str, tuple[str, ...]] | None = None  # what a condition depends on, with its candidates
@@ -132,7 +132,7 @@ class Shell:
         with suppress(_Leave):
             self._run(parse(_READ_DOCUMENT.sub(_assigned, text)))
 
-    def _run(self, body: Iterable[Node]) -> bool | None:
+    def _run(self, body: Iterable[ShellNode]) -> bool | None:
         """Runs commands; tells whether the last one succeeds, None if that is unknown."""
         status: bool | None = True
         for node in body:
@@ -143,7 +143,7 @@ class Shell:
                 status = self._run(node.parts[0]) if node.kind == "group" else getattr(self, f"_{node.kind}")(node)
         return status
 
-    def _chain(self, node: Node) -> bool | None:
+    def _chain(self, node: ShellNode) -> bool | None:
         status: bool | None = True
         shown = ""
         for sign, part in zip(node.words, node.parts, strict=True):
@@ -159,19 +159,19 @@ class Shell:
             shown = _shown(part)
         return status
 
-    def _pipe(self, node: Node) -> bool | None:
+    def _pipe(self, node: ShellNode) -> bool | None:
         if self._printed is not None and len(node.parts) > 1:
             raise _NotKnown
         status = [self._run(part) for part in node.parts][-1]
         return None if status is None or len(node.parts) > 1 else status != bool(node.words)
 
-    def _if(self, node: Node) -> bool | None:
+    def _if(self, node: ShellNode) -> bool | None:
         condition, then, otherwise = node.parts
         self._open = None
         holds = self._holds(self._run(condition), (then, otherwise), _shown(condition))
         return self._run(then if holds else otherwise)
 
-    def _holds(self, status: bool | None, branches: tuple[Sequence[Node], ...], shown: str) -> bool:
+    def _holds(self, status: bool | None, branches: tuple[Sequence[ShellNode], ...], shown: str) -> bool:
         """Tells whether a condition holds. If that is unknown, a branch that only ends the script is not taken, and the
         choice is free between branches that change nothing.  Raises: Undecided."""
         then, otherwise = branches
@@ -184,7 +184,7 @@ class Shell:
             return self._words.given[name] == "true"
         raise _NotKnown if self._printed is not None else Undecided(name, candidates)
 
-    def _case(self, node: Node) -> bool | None:
+    def _case(self, node: ShellNode) -> bool | None:
         branches = [(list(map(self._words.text, patterns.split("\n"))), body)
                     for patterns, body in zip(node.words[1:], node.parts, strict=True)]  # fmt: skip
         name, text = self._value(node.words[0])
@@ -208,7 +208,7 @@ class Shell:
         name = variable[1] if variable else ((unset_variables(text) or [unknown[1]])[0] if unknown else word)
         return name, self._words.given.get(name, text) if UNKNOWN.search(text) else text
 
-    def _for(self, node: Node) -> bool | None:
+    def _for(self, node: ShellNode) -> bool | None:
         values = [each for word in node.words[1:] for each in self._words.expand(word)]
         if node.words[0].startswith("((") or not all(is_known(each) and not {*"*?["} & {*each} for each in values):
             return self._once(node.parts[0], " ".join(["for", node.words[0], "in", *node.words[1:]][:4]))
@@ -221,21 +221,21 @@ class Shell:
         self._turns = around
         return True
 
-    def _while(self, node: Node) -> bool | None:
+    def _while(self, node: ShellNode) -> bool | None:
         while (holds := self._run(node.parts[0])) is (node.words[0] == "while") and self._turn(node.parts[1]):
             pass
         if holds is not None:
             return True
         return self._once(node.parts[1], f"{node.words[0]} {_shown(node.parts[0])}")
 
-    def _once(self, body: Sequence[Node], head: str) -> bool:
+    def _once(self, body: Sequence[ShellNode], head: str) -> bool:
         """Runs the body of a loop once, if its values are unknown and the body changes anything."""
         if any(_programs(body)):
             self.loops[head] = None
             self._turn(body)
         return True
 
-    def _turn(self, body: Sequence[Node]) -> bool:
+    def _turn(self, body: Sequence[ShellNode]) -> bool:
         """Runs one turn of a loop; False after a `break`."""
         self._num_turns += 1
         if self._num_turns > MAX_TURNS:
@@ -248,7 +248,7 @@ class Shell:
             return str(left) == "continue"
         return True
 
-    def _simple(self, node: Node) -> bool | None:
+    def _simple(self, node: ShellNode) -> bool | None:
         """Runs assignments, or a program with its words."""
         place, words, declares = 0, node.words, node.words[0] in _DECLARES
         given = list[re.Match[str]]()

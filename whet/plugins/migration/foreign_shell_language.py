@@ -36,7 +36,7 @@ MAX_CHANGED = 1_000  # characters of a text of which a part is cut by a pattern
 Token = tuple[Literal["word", "op"], str]
 
 
-class Node(NamedTuple):
+class ShellNode(NamedTuple):
     """A command, with its words and parts:
 
     simple    the words, of an array `NAME=(`, its words and `)`
@@ -51,7 +51,7 @@ class Node(NamedTuple):
 
     kind: Literal["simple", "chain", "pipe", "if", "case", "for", "while", "function", "group"]
     words: tuple[str, ...] = ()
-    parts: tuple[tuple[Node, ...], ...] = ()
+    parts: tuple[tuple[ShellNode, ...], ...] = ()
 
 
 def piece_end(text: str, start: int, depth: int = 0) -> int:
@@ -120,12 +120,12 @@ def _word_end(text: str, place: int) -> int:
 
 
 @lru_cache(256)
-def parse(text: str) -> tuple[Node, ...]:
+def parse(text: str) -> tuple[ShellNode, ...]:
     """The commands of a script.  Raises: SyntaxError."""
-    return _Parser([*_tokens_of(text), ("op", "\n")]).body("")
+    return _ShellParser([*_tokens_of(text), ("op", "\n")]).body("")
 
 
-class _Parser:
+class _ShellParser:
     """Reads tokens by recursive descent."""
 
     def __init__(self, tokens: list[Token]) -> None:
@@ -149,9 +149,9 @@ class _Parser:
             self._place += 1
         return self._place > before
 
-    def body(self, *ends: str) -> tuple[Node, ...]:
+    def body(self, *ends: str) -> tuple[ShellNode, ...]:
         """Reads commands up to one of the words `ends`, and that word."""
-        nodes, self._depth = list[Node](), self._depth + 1
+        nodes, self._depth = list[ShellNode](), self._depth + 1
         if self._depth > MAX_DEPTH:
             raise SyntaxError(f"its commands are nested more than {MAX_DEPTH} levels deep")
         self._skip("\n", ";", "&")
@@ -162,51 +162,51 @@ class _Parser:
         self._end = self._take() if self._word else ""
         return tuple(nodes)
 
-    def _chain(self) -> Node:
+    def _chain(self) -> ShellNode:
         signs, parts = [""], [(self._pipe(),)]
         while self._word in ("&&", "||"):
             signs.append(self._take())
             self._skip("\n")
             parts.append((self._pipe(),))
-        return parts[0][0] if len(parts) == 1 else Node("chain", tuple(signs), tuple(parts))
+        return parts[0][0] if len(parts) == 1 else ShellNode("chain", tuple(signs), tuple(parts))
 
-    def _pipe(self) -> Node:
+    def _pipe(self) -> ShellNode:
         negated, parts = self._skip("!"), [(self._command(),)]
         while self._skip("|", "|&"):
             self._skip("\n")
             parts.append((self._command(),))
-        return parts[0][0] if len(parts) == 1 and not negated else Node("pipe", ("!",) * negated, tuple(parts))
+        return parts[0][0] if len(parts) == 1 and not negated else ShellNode("pipe", ("!",) * negated, tuple(parts))
 
-    def _command(self) -> Node:
+    def _command(self) -> ShellNode:
         after = [word for _, word in self._tokens[self._place + 1 : self._place + 3]]
         if self._skip("function") or after == ["(", ")"]:
             name = self._take()
             self._skip("(", ")", "\n")
-            return Node("function", (name,), ((self._command(),),))
+            return ShellNode("function", (name,), ((self._command(),),))
         if self._word == "case":
             return self._case()
         if self._word not in ("(", "{", "while", "until", "for", "if"):
             return self._simple()
         word = self._take()
         if word in ("(", "{"):
-            return Node("group", (), (self.body(")" if word == "(" else "}"),))
+            return ShellNode("group", (), (self.body(")" if word == "(" else "}"),))
         if word in ("while", "until"):
-            return Node("while", (word,), (self.body("do"), self.body("done")))
+            return ShellNode("while", (word,), (self.body("do"), self.body("done")))
         if word == "for":
             words = [self._take()]
             while (each := self._take()) != "do":
                 words += [each] if each not in ("\n", ";") else []
-            return Node("for", (words[0], *(words[2:] or ['"$@"'])), (self.body("done"),))
+            return ShellNode("for", (words[0], *(words[2:] or ['"$@"'])), (self.body("done"),))
         return self._if()
 
-    def _if(self) -> Node:
+    def _if(self) -> ShellNode:
         condition, then = self.body("then"), self.body("elif", "else", "fi")
         otherwise = (self._if(),) if self._end == "elif" else self.body("fi") if self._end == "else" else ()
-        return Node("if", (), (condition, then, otherwise))
+        return ShellNode("if", (), (condition, then, otherwise))
 
-    def _case(self) -> Node:
+    def _case(self) -> ShellNode:
         self._take()
-        words, parts, self._end = [self._take()], list[tuple[Node, ...]](), ""
+        words, parts, self._end = [self._take()], list[tuple[ShellNode, ...]](), ""
         self._skip("\n", "in")
         while self._end != "esac" and not self._skip("esac"):
             self._skip("(", "\n")
@@ -216,20 +216,20 @@ class _Parser:
             words.append("\n".join(patterns))
             parts.append(self.body(";;", ";&", ";;&", "esac"))
             self._skip("\n")
-        return Node("case", tuple(words), tuple(parts))
+        return ShellNode("case", tuple(words), tuple(parts))
 
-    def _simple(self) -> Node:
+    def _simple(self) -> ShellNode:
         words, is_test, in_array = list[str](), self._word == "[[", False
         while self._place < len(self._tokens) and (self._tokens[self._place][0] == "word" or is_test or in_array):
             words += [word] if (word := self._take()) != "\n" else []
             in_array = not is_test and (word.endswith("=(") or (in_array and word != ")"))
             if is_test and word == "]]":
-                return Node("simple", tuple(words))
+                return ShellNode("simple", tuple(words))
         if is_test or in_array:
             raise SyntaxError(f"a quote or bracket is not closed, in {' '.join(words)[:60]!r}")
         if not words:
             raise SyntaxError(f"{self._word or 'the end'!r} begins no command")
-        return Node("simple", tuple(words))
+        return ShellNode("simple", tuple(words))
 
 
 def is_known(text: str) -> bool:

@@ -81,7 +81,7 @@ class CheckedPrompt:
 
 
 @dataclass(frozen=True)
-class Finding:
+class RewardFinding:
     """A fault of a reward function: its name, a sentence, and a response that shows it."""
 
     name: str
@@ -93,7 +93,7 @@ class Finding:
 class Report:
     """The faults of a reward function, and its measured behaviour."""
 
-    findings: Sequence[Finding]
+    findings: Sequence[RewardFinding]
     forms: Sequence[str]  # ways of writing the ground truth that are paid
     responses: int
     seconds: float  # median of a short response
@@ -107,15 +107,15 @@ ROWS = tuple(CheckedPrompt(prompt, truth) for prompt, truth in _TABLE["rows"])
 def check(pool: RewardPool, rows: Sequence[CheckedPrompt], *, reads_truth: bool) -> Report:
     """Runs all probes on a reward function. `reads_truth`: the function gets the ground truth, without which no
     response can be wrong."""
-    return _Check(pool, rows).run(reads_truth=reads_truth)
+    return _RewardCheck(pool, rows).run(reads_truth=reads_truth)
 
 
-class _Check:
+class _RewardCheck:
     """A check of one function: its rows, findings and measured times."""
 
     def __init__(self, pool: RewardPool, rows: Sequence[CheckedPrompt]) -> None:
         self.pool, self.rows = pool, rows
-        self.findings: dict[str, Finding] = {}
+        self.findings: dict[str, RewardFinding] = {}
         self.full: dict[int, tuple[float, float]] = {}  # rewards of no answer and of a right one, by id of the row
         self.rewards: list[float] = []
         self.seconds: list[float] = []
@@ -244,7 +244,7 @@ class _Check:
                 self._find("slow", what, unit * 9)
 
     def _find(self, name: str, what: str, response: str = "") -> None:
-        self.findings.setdefault(name, Finding(name, what, shorten(response)))
+        self.findings.setdefault(name, RewardFinding(name, what, shorten(response)))
 
 
 def shorten(text: str) -> str:

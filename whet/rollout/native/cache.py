@@ -16,7 +16,7 @@ from whet.errors import EngineError
 from whet.kernels.attention import Scores
 from whet.kernels.paged_attention import BLOCK_SIZE, BlockIndex, paged_attention
 from whet.models.caches import Pages, layer_caches, token_bytes
-from whet.models.linear_attention import Flow
+from whet.models.linear_attention import TokenFlow
 from whet.rollout.native.states import DecodeFlow, States
 from whet.rollout.protocol import Identity
 
@@ -187,7 +187,7 @@ class PagedBatch:
         positions: torch.Tensor,
         longest: int | None = None,
         context: int | None = None,
-        flow: Flow | None = None,
+        flow: TokenFlow | None = None,
     ) -> None:
         self.keys, self.values, self._place = cache.keys, cache.values, cache.place
         self.flow = DecodeFlow.of(cache.states, rows) if flow is None and cache.states is not None else flow

@@ -17,7 +17,7 @@ from whet.devices import HOST, moved, runs_triton
 from whet.kernels.attention import Scores
 from whet.kernels.paged_attention import BLOCK_SIZE
 from whet.kernels.sampling import SamplingState, sample
-from whet.models.linear_attention import Flow
+from whet.models.linear_attention import TokenFlow
 from whet.rollout.native.cache import BlockCache, PagedBatch
 
 MIN_ROWS = 16
@@ -134,7 +134,7 @@ class DeviceBatch:
     in_tiles: bool
 
     compiles = True
-    flow: Flow | None = None
+    flow: TokenFlow | None = None
 
     def layer(self, number: int) -> DeviceBatch:
         """The batch for one layer, so that one compiled layer serves all layers."""
@@ -338,7 +338,7 @@ def padded(
     tables: torch.Tensor,
     longest: int | None = None,
     context: int | None = None,
-    flow: Flow | None = None,
+    flow: TokenFlow | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, PagedBatch]:
     """Inputs of the engine's forward pass, padded to one of few sizes: with many rows, at most an eighth more. The last
     three arguments belong to `PagedBatch`."""

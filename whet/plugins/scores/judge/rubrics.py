@@ -105,7 +105,7 @@ class Rubric:
 
 
 @dataclass(frozen=True)
-class _Parser:
+class _VerdictParser:
     asks: tuple[str, ...]  # what a template must contain
     read: Callable[[Rubric, str], float | None]  # of the last line, or of the whole text
 
@@ -164,10 +164,10 @@ def _share(rubric: Rubric, value: float) -> float | None:
 
 _ENVIRONMENT = jinja2.Environment(undefined=jinja2.StrictUndefined)
 _PARSERS = {
-    "yes_no": _Parser(("Verdict:", "yes", "no"), _choice("Verdict", {"yes": 1.0, "no": 0.0})),
-    "scale": _Parser(("Score:", "{low:g}", "{high:g}"), _scale),
-    "json": _Parser(('"{field}"',), _json_fields),
-    "pairwise": _Parser(
+    "yes_no": _VerdictParser(("Verdict:", "yes", "no"), _choice("Verdict", {"yes": 1.0, "no": 0.0})),
+    "scale": _VerdictParser(("Score:", "{low:g}", "{high:g}"), _scale),
+    "json": _VerdictParser(('"{field}"',), _json_fields),
+    "pairwise": _VerdictParser(
         ("Better:", "{{{{ ground_truth }}}}", "A", "B", "tie"), _choice("Better", {"a": 1.0, "b": 0.0, "tie": 0.5})
     ),
 }
