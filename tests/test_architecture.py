@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -28,10 +29,12 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 LAYERS = layers(PAGE)
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS, start=1) for part in parts}
 
+NO_CODE = {tokenize.ENCODING, tokenize.COMMENT, tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT}
 MAX_FILE_LINES = limit("lines of a file", PAGE)
 MAX_FUNCTION_LINES = limit("lines of a function", PAGE)
 MAX_ALGORITHM_LINES = limit("lines of code of a registered algorithm", PAGE)
 MAX_CORE_LINES = limit("lines of Python in the core", PAGE)
+MAX_CORE_CHARACTERS = limit("characters of code in the core", PAGE)
 MAX_KERNEL_LINES = limit("lines of the kernels", PAGE)
 MAX_KEYS = limit("keys of the config", PAGE)
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "misc", "experimental", "third_party", "v1"}
@@ -220,7 +223,20 @@ def test_files_functions_and_package_stay_small() -> None:
     assert not too_long, "\n".join(too_long)
     kernels = [file for file in (PACKAGE / "kernels").iterdir() if file.suffix in (".py", ".cpp")]
     assert sum(_lines(file) for file in kernels) <= MAX_KERNEL_LINES
-    assert sum(_lines(file) for file in CORE if file not in kernels) <= MAX_CORE_LINES
+    core = [file for file in CORE if file not in kernels]
+    assert sum(map(_lines, core)) <= MAX_CORE_LINES
+    assert sum(map(_characters, core)) <= MAX_CORE_CHARACTERS
+
+
+def _characters(file: Path) -> int:
+    """The characters of a file's code: its tokens without comments, docstrings and white space."""
+    documented = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    nodes = [each for each in ast.walk(tree(file)) if isinstance(each, documented) and ast.get_docstring(each)]
+    docstrings = {node.body[0].lineno for node in nodes}
+    with file.open("rb") as code:
+        tokens = [each for each in tokenize.tokenize(code.readline) if each.type not in NO_CODE]
+    own = (each for each in tokens if each.type != tokenize.STRING or each.start[0] not in docstrings)
+    return sum(len(each.string) for each in own)
 
 
 def test_the_config_stays_small_and_every_key_says_what_it_is() -> None:
