@@ -100,8 +100,9 @@ def data(
     thumbnails: Annotated[Path | None, typer.Option(help="folder for a thumbnail of each image and video")] = None,
     command: For = None,
 ) -> None:
-    """Show data rows as the model reads them: text, tokens, images. `convert FILE [OUTPUT]` writes a pickle's rows as
-    JSON lines, without running its code."""
+    """Show data rows as the model reads them: text, tokens, images.
+
+    `convert FILE [OUTPUT]` writes a pickle's rows as JSON lines, without running its code."""
     if words and words[0] == "convert":
         _convert_rows(words[1:])
         return
