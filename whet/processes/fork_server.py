@@ -23,7 +23,7 @@ CLOSE_SECONDS = 5.0  # for all children to end
 
 
 class Child:
-    """A process, and the owner's end of the connection to it."""
+    """A child process, and the owner's end of the connection to it."""
 
     def __init__(self, number: int, connection: socket.socket) -> None:
         self.number, self.connection = number, connection
@@ -64,7 +64,7 @@ class ForkServer:
         self._start()
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable when a child has ended."""
+        """Returns the file descriptor that becomes readable when a child has ended."""
         return self._control.fileno()
 
     @property
@@ -73,7 +73,7 @@ class ForkServer:
         return bool(self._ending)
 
     def spawn(self, kind: type[C]) -> C:
-        """Starts a child and returns it; replaces a template that has died."""
+        """Starts a child and returns it. If the template has died, starts a new one first."""
         ours, theirs = socket.socketpair()
         with self._lock, theirs:
             child = kind(self._next, ours)
@@ -89,9 +89,9 @@ class ForkServer:
         return child
 
     def kill(self, child: Child) -> None:
-        """Ends a child and all processes that it started, without waiting; its exit code stays unset. `read` closes its
-        connection after it has ended: a child that sees the connection close begins a normal exit, which takes longer
-        than its start."""
+        """Ends a child and all processes that it started, without waiting. Its exit code stays unset. `read` closes its
+        connection only after it has ended: a child that sees the connection close would begin a normal exit, which
+        takes longer than its start."""
         with self._lock, contextlib.suppress(OSError):
             if self._running.pop(child.number, None) is None:
                 child.connection.close()

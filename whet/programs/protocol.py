@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Untrusted programs, the limits of a run and the ways in which it ends; the contract of sandboxes, and sandboxes by
-name, one of each in a process."""
+"""The contract of sandboxes: untrusted programs, the limits of a run and how it ends; and the sandboxes of this process
+by name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COMPILING = Limits(seconds=30.0, cpu_seconds=30.0, memory_bytes=2**30, file_byte
 
 @dataclass(frozen=True)
 class Job:
-    """A program: a command line, or Python code that runs in an interpreter which has common modules loaded."""
+    """A job to run: a command line, or Python code for an interpreter that has common modules loaded."""
 
     argv: Sequence[str] = ()
     code: str = ""
@@ -53,7 +53,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Ran:
-    """The end of a run. `end` is "ok" for exit code 0, "failed" for another code, "compile" if the program does not
+    """The result of a run. `end` is "ok" for exit code 0, "failed" for another code, "compile" if the program does not
     compile, else the limit that ended it."""
 
     end: End
@@ -116,7 +116,7 @@ class Sandbox(Protocol):
 
 @cache
 def open_sandbox(name: str, python: str | None = None, languages: str = "{}", paths: tuple[str, ...] = ()) -> Sandbox:
-    """The sandbox `bubblewrap`, `unisolated`, a service at http://HOST:PORT, or another registered one.
+    """Opens the sandbox `bubblewrap`, `unisolated`, a service at http://HOST:PORT, or another registered one.
 
     `python` is the interpreter of programs on this machine; `languages` has further languages as JSON: `{"lua":
     {"file": "a.lua", "run": ["lua", "a.lua"]}}`; `paths` are folders of toolchains on this machine.  Raises:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The console: a tracker that prints one line a step with the main metrics, and the progress of phases that take long.
+"""The console: a tracker that prints a line with the main metrics for each step, and the progress of long phases.
 
-On a terminal the lines have columns, and progress is a bar; elsewhere (a log file, CI) each number has its name, and
+On a terminal the lines have columns, and progress is a bar. Elsewhere (a log file, CI) each number has its name, and
 progress is lines."""
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ REFRESH_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class ConsoleColumn:
-    """A column of the step lines: its title, and its metrics: the first that the step has; for a pattern the `reduce`
-    of all matches. It is hidden until its number differs from `unless`: a number, or another column's title."""
+    """A column of the step lines. It shows the first of `metrics` that the step has; for a pattern, the `reduce` of all
+    matches. It is hidden until its number differs from `unless`: a number, or another column's title."""
 
     title: str
     metrics: tuple[str, ...]
@@ -43,7 +43,7 @@ class ConsoleColumn:
     width: int = 8  # on a terminal, at least; 13 columns fit 120 characters
 
     def number(self, metrics: Mapping[str, float]) -> float | None:
-        """The number of a step in this column."""
+        """Returns the number of a step in this column."""
         for pattern in self.metrics:
             if found := [value for name, value in metrics.items() if fnmatchcase(name, pattern)]:
                 return self.reduce(found)
@@ -77,10 +77,10 @@ VALIDATION = "val/"  # prefix of the metrics of a validation, which have a line 
 
 
 class ConsoleTracker:
-    """Prints a line a step: the step, the columns that are not hidden, and the remaining time.
+    """Prints a line for each step: the step, the columns that are not hidden, and the remaining time.
 
-    The remaining time assumes the mean pace of this process, with the time between steps, up to `likely_steps`, where
-    a run is expected to stop early; from there on up to `total_steps`."""
+    The remaining time assumes the mean pace of this process, including the time between steps. It counts up to
+    `likely_steps`, at which a run is expected to stop early; after that, up to `total_steps`."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class ConsoleTracker:
         self._notes = dict(NOTES)  # not told yet
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
-        """Prints the line of a step, and one for a validation; ignores tables."""
+        """Prints the line of a step, and a line for its validation, if any. Ignores tables."""
         numbers = {column.title: column.number(metrics) for column in self._columns}
         if any(number is not None for number in numbers.values()):
             self._print_step(step, numbers)
