@@ -188,7 +188,7 @@ def _run_folder(made: Any) -> Path:
 
 @contextmanager
 def _argument(name: str, kind: type[WhetError] | tuple[()] = DataError) -> Iterator[None]:
-    """Adds the name of the argument to errors of a kind."""
+    """Adds the name of the argument to errors of the class `kind`."""
     try:
         yield
     except kind as error:
@@ -209,7 +209,7 @@ def _config(schema: Any, recipe: Recipe, overrides: Mapping[str, Any], **objects
 
 @contextmanager
 def _lines(config: Any = None) -> Iterator[None]:
-    """Prints the lines of a command: log records and, for a training, progress and the table at the end."""
+    """Prints log records like a command; for a training also its progress, and the table at its end."""
     from whet.cli.app import CONSOLE
     from whet.cli.train import shown
 

@@ -78,7 +78,7 @@ class Bunch(Grid):
 
     @cached_property
     def hidden(self) -> torch.Tensor:
-        """[num_rows or 1, width, prefix_width + width]: True where a query must not attend to a key."""
+        """Returns the mask [num_rows or 1, width, prefix_width + width], True for a key hidden from a query."""
         at = torch.arange(self.prefix_width + self.width, device=self.slots.device)
         later = at > at[self.prefix_width :, None]
         absent = self.prefix_width - self.prefix_lengths
@@ -284,7 +284,7 @@ def _in_ring(
 
 
 def _media(batch: Mapping[str, Any], rows: Sequence[int], has_prompt: Sequence[bool]) -> Iterator[Media]:
-    """Yields the media of rows in order; media of a prompt only if the row has the prompt's tokens."""
+    """Yields the media of rows in order, without a prompt's media if the row does not have the prompt's tokens."""
     for row, has_own in zip(rows, has_prompt, strict=True):
         if has_own and MEDIA in batch:
             yield from batch[MEDIA][row]

@@ -39,14 +39,14 @@ def recording(model: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 def as_bytes(chosen: list[torch.Tensor], keep: torch.Tensor | None) -> list[bytes]:
-    """Returns the choices of `recording` for each token (of `keep`, if given): int16 k, then [layers, k] experts."""
+    """Encodes the experts from `recording` as bytes for each token (of `keep`, if given): int16 k, [layers, k]."""
     table = torch.stack(chosen, 1)
     table = (table if keep is None else table[keep]).flatten(1)
     return [row.tobytes() for row in F.pad(table, (1, 0), value=chosen[0].shape[1]).to(DTYPE).numpy()]
 
 
 def as_column(rows: Sequence[Sequence[bytes]], width: int) -> torch.Tensor | None:
-    """[B, width, layers, k] from rows of `as_bytes`, -1 where a token has no choices; None if no token has any."""
+    """Builds [B, width, layers, k] from rows of `as_bytes`, -1 for tokens without experts; None if all lack them."""
     some = next((np.frombuffer(each, np.int16) for row in rows for each in row if each), None)
     if some is None:
         return None

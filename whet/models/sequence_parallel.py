@@ -79,7 +79,7 @@ class TokenShare:
         return gathered.flatten(0, 1)
 
     def to_heads(self, states: torch.Tensor) -> torch.Tensor:
-        """[1, H, T / size, D] -> [1, H / heads, T / rings, D]; fewer heads than ranks are repeated first."""
+        """Exchanges tokens for heads: [1, H, T / size, D] -> [1, H / heads, T / rings, D]; repeats too few heads."""
         heads = dist.get_world_size(self.heads_group)
         if (count := states.shape[1]) < heads:
             states = states.repeat_interleave(heads // count, dim=1)
@@ -111,8 +111,8 @@ class TokenShare:
 
 
 def heads_ranks(config: Any, size: int, tensor: int = 1) -> int:
-    """The largest number of `size` ranks that can share a model's heads, of which each of `tensor` ranks has a part.
-    Raises: ConfigError for layers that mix tokens outside of attention."""
+    """Returns the largest number of ranks, a divisor of `size`, that can share a model's heads, which `tensor` ranks
+    have split before.  Raises: ConfigError for layers that mix tokens outside of attention."""
     heads, kv_heads = config.num_attention_heads // tensor, config.num_key_value_heads // tensor
     if others := sorted(set(getattr(config, "layer_types", None) or ()) - SUPPORTED):
         expected = f"layers in which only attention mixes tokens, and this model has {', '.join(others)}"
@@ -122,7 +122,7 @@ def heads_ranks(config: Any, size: int, tensor: int = 1) -> int:
 
 
 def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Exchanges [size, ...] by all-to-all: part r goes to rank r, and index r holds rank r's part; differentiable."""
+    """Exchanges [size, ...] by all-to-all: sends part r to rank r, receives rank r's part at r; differentiable."""
     exchanged: torch.Tensor = _Exchange.apply(parts, group)
     return exchanged
 

@@ -46,12 +46,12 @@ def exit_text(code: int) -> str:
 
 
 class ForkServer:
-    """Starts child processes. `target` is a function as "package.module:function" that returns their main function.
+    """Starts child processes. `target`, as "package.module:function", returns the main function of the children.
 
-    `target` is called once, in a new interpreter (the template), with `argument`: children share everything that it
-    loads. Each child has a process group of its own, and its standard output is `stdout` (default: standard error). It
-    ends with all processes that it started, at the latest when this process ends, even by kill -9. `ps` shows template
-    and children as "whet NAME". Any thread may call; a forked copy of this process ends no child."""
+    `target` is called once with `argument` in a new interpreter, the template; children share everything that it loads.
+    Each child has its own process group, and its standard output is `stdout` (default: standard error). It ends with
+    all processes that it started, at the latest when this process ends, even by kill -9. `ps` shows template and
+    children as "whet NAME". Any thread may call; a forked copy of this process ends no child."""
 
     def __init__(self, target: str, argument: bytes = b"", *, stdout: int | None = 2, name: str = "child") -> None:
         self._target, self._argument, self._stdout, self._name = target, argument, stdout, name

@@ -66,7 +66,7 @@ class Ran:
 
 
 def until_late(run: Callable[[bytes], Ran], inputs: Sequence[bytes]) -> list[Ran]:
-    """Runs a program for each input. After one that took too long it is not run again: the others get the same end."""
+    """Runs a program for each input. After a timeout it is not run again: the other inputs get the same end."""
     runs: list[Ran] = []
     for given in inputs:
         runs.append(runs[-1] if runs and runs[-1].end == "timeout" else run(given))
@@ -75,7 +75,7 @@ def until_late(run: Callable[[bytes], Ran], inputs: Sequence[bytes]) -> list[Ran
 
 @dataclass(frozen=True)
 class Language:
-    """A language: the file name of its source, the command that compiles it, and the command that runs it."""
+    """A programming language: the file name of a source, and the commands that compile it and run it."""
 
     file: str
     run: Sequence[str]

@@ -163,7 +163,7 @@ def _validated(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def clock_time(seconds: float) -> str:
-    """A duration as h:mm:ss, or m:ss below an hour."""
+    """Formats a duration as h:mm:ss, or as m:ss below an hour."""
     minutes, second = divmod(round(seconds), 60)
     hour, minute = divmod(minutes, 60)
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
@@ -171,7 +171,7 @@ def clock_time(seconds: float) -> str:
 
 @cache
 def shared_console() -> Console:
-    """The console of the process. Lines and progress bars must use the same object, or they overwrite each other."""
+    """Returns the console of this process. Lines and progress bars must share it, or they overwrite each other."""
     return Console(highlight=False)
 
 
@@ -195,7 +195,7 @@ class _Phase:
 
 @contextmanager
 def long_phase(name: str) -> Iterator[None]:
-    """Shows the block, a whole command's work, as a phase after it has run long: on a terminal, else on stderr."""
+    """Shows the block, the work of a whole command, as a phase if it runs long: on a terminal, else on stderr."""
     console = shared_console()
     shown = LongPhases(console if console.is_terminal else Console(stderr=True, highlight=False))
     with shown.watch(), phase(name):
@@ -203,11 +203,10 @@ def long_phase(name: str) -> Iterator[None]:
 
 
 class LongPhases:
-    """Shows the current phase of a run after it has run for long: a progress bar on a terminal, elsewhere lines, each
-    after twice the time of the line before.
+    """Shows the current phase of a run after it has run for long. On a terminal it is a progress bar. Elsewhere it is
+    lines, each after twice the time of the line before.
 
-    The counts from `phases.counted` are shown with the phase, and without a terminal also at its end.
-    """
+    The counts from `phases.counted` are shown with the phase, and without a terminal also at its end."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console or shared_console(), clock
@@ -236,7 +235,7 @@ class LongPhases:
                 self._end(opened)
 
     def count(self, done: int, total: int, note: str) -> None:
-        """Sets the progress of the innermost phase, unless that is a step. A smaller number starts another round."""
+        """Sets the progress of the innermost phase, unless it is a step. A smaller number starts another round."""
         if self._open and self._open[-1].name != STEP:
             phase = self._open[-1]
             if done < phase.done:
@@ -291,7 +290,7 @@ class LongPhases:
         return ", ".join(phase.name for phase in phases if phase.name != STEP)
 
     def _state(self, phases: list[_Phase], seconds: float) -> str:
-        """The progress of the last phase, the time so far, and the remaining time at this pace."""
+        """Formats the progress of the last phase, the time so far, and the remaining time at this pace."""
         last = phases[-1]
         parts = [clock_time(seconds)]
         if last.total:

@@ -97,7 +97,7 @@ class Reader(pickle.Unpickler):
         return (lambda *values: kind(*values)) if kind in CHANGEABLE else kind
 
     def persistent_load(self, pid: tuple[str, int]) -> object:
-        """The object of a name: one of the other process, or one of this process that comes back."""
+        """Returns the object of a name: a `Remote` for the other process's object, or an own object."""
         kind, number = pid
         return Remote(self.peer, number) if kind == "mine" else self.peer.objects[number]
 
@@ -121,7 +121,7 @@ class Printed(io.BytesIO):
 
 
 class Peer:
-    """One end of the connection between tester and candidate. `trusted` objects may be used without limits."""
+    """An end of the connection between tester and candidate. `trusted` objects may be used without limits."""
 
     def __init__(self, connection: socket.socket, *, trusted: bool) -> None:
         self.connection, self.trusted = connection, trusted

@@ -67,7 +67,7 @@ class Tester:
         return results
 
     def run_code(self, case: str) -> None:
-        """Runs statements with assertions over the names of the code; calls `check` if they define it."""
+        """Runs statements with assertions, which see the names of the code; calls `check` if they define it."""
         space = types.ModuleType(TESTS)
         vars(space).update({name: self.names[name] for name in self._offered()})
         execute(self.tests["setup"] + "\n" + case, space)
@@ -84,7 +84,7 @@ class Tester:
 
     def run_pytest(self, case: str) -> None:
         """Runs a file of tests, which import the code as the module `solution`. The code may write to the scratch
-        folder, so pytest reads no file of it: tests are in memory; it loads no configuration, conftest.py or plugin."""
+        folder, so pytest reads nothing there: tests are in memory, without configuration, conftest.py or plugins."""
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         try:
             import pytest
