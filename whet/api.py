@@ -58,9 +58,9 @@ def train(
     val_data: Iterable[Mapping[str, Any] | Prompt] | None = None,
     **overrides: Any,
 ) -> Run:
-    """Trains as `whet train` does and returns the finished run.
+    """Trains as `whet train` does, and returns the finished run.
 
-    `reward`, `data` and `val_data` (rows or prompts) stand in for `reward.function`, `data.train_files` and
+    `reward`, `data` and `val_data` (rows or prompts) replace `reward.function`, `data.train_files` and
     `data.val_files`."""
     made: Run = run("train", recipe, reward=reward, data=data, val_data=val_data, **overrides)
     return made
@@ -93,7 +93,7 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates a model as `whet eval` does, prints its tables, and returns the metrics and the scored responses.
 
-    `reward` and `data` stand in for `reward.function` and `data.val_files`."""
+    `reward` and `data` replace `reward.function` and `data.val_files`."""
     from whet.cli.evaluate import evaluated
     from whet.config import EvalConfig
 
@@ -104,9 +104,9 @@ def evaluate(
 
 @no_exit()
 def generate(recipe: Recipe = None, *, data: Rows | None = None, **overrides: Any) -> list[dict[str, Any]]:
-    """Samples responses as `whet generate` does and returns the lines of its file, in the order of the prompts.
+    """Samples responses as `whet generate` does, and returns the lines of its file, in the order of the prompts.
 
-    `data` stands in for `input`. Without `output` no file is kept."""
+    `data` replaces `input`. Without `output` no file is kept."""
     from whet.cli.evaluate import generated
     from whet.config import GenerateConfig
 

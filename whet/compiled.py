@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""C++ kernels: compiled once for the instruction set of this machine, and cached in the user's cache folder.
+"""C++ kernels, which are compiled once for the instruction set of this machine, and cached in the user's cache folder.
 
-Each kernel has an equivalent in plain torch, which is used without a working compiler.
-"""
+Each kernel has an equivalent in plain torch, which is used without a working compiler."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Metrics:
 
 @dataclass
 class _Series:
-    """The numbers under one name, as (value, weight)."""
+    """The numbers under one name, as pairs (value, weight)."""
 
     reduction: Reduction
     numbers: list[tuple[Scalar, Scalar]] = field(default_factory=list)

@@ -44,7 +44,7 @@ def spinning() -> str:
 
 
 class Contention:
-    """Lets waiting threads release the processor almost at once while other programs want it, and reports slow steps
+    """Lets waiting threads release the processor almost at once while other programs need it. Reports slow steps
     (`python -m benchmarks beside`)."""
 
     def __init__(self) -> None:

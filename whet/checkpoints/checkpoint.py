@@ -107,7 +107,7 @@ def save(
 
 
 def step_of(folder: Path) -> int:
-    """The step of the complete checkpoint in `folder`.  Raises: CheckpointError."""
+    """Returns the step of the complete checkpoint in `folder`.  Raises: CheckpointError."""
     if (step := _saved_step(folder)) < 0:
         change = "go on from another checkpoint"
         raise CheckpointError(f"{folder}: trainer.json", "is damaged: it names no step", "", change)
@@ -194,7 +194,7 @@ def delete_oldest(checkpoints: Path, limit: int | None) -> None:
 
 
 def over_limit(checkpoints: Path, limit: int | None) -> list[Path]:
-    """The checkpoints to delete: all but the newest `limit` (None: no limit), the best, and the newest good one."""
+    """Lists the checkpoints to delete: all but the newest `limit` (None: all), the best, and the newest good one."""
     if limit is None:
         return []
     protected = best(checkpoints), newest(checkpoints.parent, good=True)
@@ -247,7 +247,7 @@ def verify(folder: Path) -> None:
 
 
 def saved(folder: Path) -> dict[str, Any]:
-    """The content of trainer.json; empty if it cannot be read."""
+    """Reads the content of trainer.json; empty if it cannot be read."""
     try:
         content = json.loads((folder / "trainer.json").read_text())
     except (OSError, ValueError, RecursionError):

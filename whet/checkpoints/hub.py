@@ -18,7 +18,7 @@ CLOSE_SECONDS = 1800.0  # for which the end of a run waits for uploads
 
 
 def address(repo: str) -> str:
-    """The web page of a repository."""
+    """Returns the address of a repository's web page."""
     return f"{constants.ENDPOINT}/{repo}"
 
 

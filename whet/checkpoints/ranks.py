@@ -128,7 +128,7 @@ class _RefusedGlobalError(Exception):
 
 
 class _Inert:
-    """A stand-in for any object of `torch.distributed`: has its saved attributes, and runs none of its code."""
+    """Replaces any object of `torch.distributed`. Has the object's saved attributes, and runs none of its code."""
 
     def __init__(self, *_: Any) -> None:
         self.shape: Sequence[int] = ()

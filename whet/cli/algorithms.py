@@ -166,7 +166,7 @@ def verdict(kind: str, name: str, numbers: Sequence[str]) -> str:
 
 
 def facts(entry: Entry) -> list[tuple[str, str]]:
-    """Pairs of title and text about a function: key, columns, code, options, names elsewhere."""
+    """Returns facts about a function as pairs of title and text: key, columns, code, options, names elsewhere."""
     key, options_key = chosen_by()[entry.kind]
     kind = next(kind for kind in KINDS if kind.kind == entry.kind)
     reads = entry.columns if kind not in (WRAPPERS, TOOLS) and kind.supplied is None else ()
@@ -191,7 +191,7 @@ def elsewhere(entry: Entry) -> str:
 
 
 def notation(kind: str) -> str:
-    """The symbols that formulas of a kind use; "" for a kind without formulas."""
+    """Returns the symbols that formulas of a kind use; "" for a kind without formulas."""
     return _texts()["notation"].get(kind, "")
 
 

@@ -22,7 +22,7 @@ from whet.registry import COMMANDS, TRAINERS, Entry
 
 
 class _Plain:
-    """Mixin: help shows no type for a flag, the type of elements for a list, and choices separately."""
+    """Changes help (a mixin): flags show no type, lists show the type of an element, choices are shown separately."""
 
     def get_params(self, ctx: object) -> Any:
         """Returns the parameters, after adjusting how help shows their types."""

@@ -130,7 +130,7 @@ def compare(
 def generate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -> None:
     """Sample completions for a file of prompts, as JSON lines.
 
-    The same command continues an interrupted run."""
+    After an interruption, the same command continues."""
     from whet.config import GenerateConfig, load_config
 
     generated(load_config(GenerateConfig, *split_recipe(words, config_name)).config)
@@ -163,7 +163,7 @@ def select(
 ) -> None:
     """Keep the best of sampled responses, as rows for whet sft.
 
-    The words are those of whet eval: model.path and data.* as for whet generate, and reward.*, which scores."""
+    Arguments are keys of whet eval: model.path and data.* as for whet generate, and reward.*, which scores."""
     from whet.config import EvalConfig, load_config
     from whet.evaluation.select import select as run
 

@@ -30,7 +30,7 @@ def learning_rate(settings: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def optimizer_for(model: nn.Module, settings: OptimConfig, seed: int = 0) -> Optimizer:
-    """Builds the configured optimizer over the trainable parameters; `seed` is for stochastic rounding."""
+    """Builds the configured optimizer for the trainable parameters. `seed` is for stochastic rounding."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if settings.name == "adamw":
         return adamw(trainable, settings, seed)

@@ -66,7 +66,7 @@ def _fused(
 
 
 def widened(value: torch.Tensor, size: int) -> torch.Tensor:
-    """Pads the values with zeros to the head size of the keys, as torch's kernels need."""
+    """Pads the values with zeros to the head size of the keys, because torch's kernels need equal sizes."""
     return value if value.shape[-1] == size else F.pad(value, (0, size - value.shape[-1]))
 
 

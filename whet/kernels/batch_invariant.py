@@ -21,7 +21,7 @@ class FixedLinear(NarrowLinear):
     """A linear layer whose matrix product uses tiles of a fixed shape."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # torch's name
-        """[..., in] -> [..., out]."""
+        """Computes the layer: [..., in] -> [..., out]."""
         weight, bias = (self.weight, self.bias) if self.narrow is None else self.narrow
         typed_bias = None if bias is None else bias.to(DTYPE)
         out: torch.Tensor = _Product.apply(input.to(DTYPE), weight.to(DTYPE), typed_bias)
@@ -32,7 +32,7 @@ class FixedRMSNorm(RMSNorm):
     """RMSNorm that processes rows in tiles of a fixed shape."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., H] -> [..., H]."""
+        """Computes the norm: [..., H] -> [..., H]."""
         out: torch.Tensor = _Norm.apply(x, self.weight, self.eps)
         return out
 

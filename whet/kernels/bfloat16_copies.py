@@ -24,7 +24,7 @@ class NarrowLinear(nn.Linear):
     narrow: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # torch's name
-        """[..., in] -> [..., out]."""
+        """Computes the layer: [..., in] -> [..., out]."""
         weight, bias = (self.weight, self.bias) if self.narrow is None else self.narrow
         return F.linear(input, weight, bias)
 

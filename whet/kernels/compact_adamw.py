@@ -146,7 +146,7 @@ class CompactAdamW(torch.optim.Optimizer):
 
 
 class Work(NamedTuple):
-    """The step of one weight, or of this rank's part of it."""
+    """The data for one step of a weight, or of this rank's part of it."""
 
     weight: torch.Tensor  # [rows, all else]
     grad: torch.Tensor

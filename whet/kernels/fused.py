@@ -26,14 +26,14 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class GatedMLP(nn.Module):
-    """The layer down(silu(gate(x)) * up(x))."""
+    """A gated MLP: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, gate_proj: nn.Linear, up_proj: nn.Linear, down_proj: nn.Linear) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., H] -> [..., H]."""
+        """Computes the MLP: [..., H] -> [..., H]."""
         gate, up = self.gate_proj(x), self.up_proj(x)
         gated = _SiluGate.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)
         out: torch.Tensor = self.down_proj(gated)
@@ -41,7 +41,7 @@ class GatedMLP(nn.Module):
 
 
 def fuse(model: nn.Module) -> int:
-    """Replaces the suitable modules of `model`.  Returns their number."""
+    """Replaces modules of `model` by counterparts that save memory.  Returns their number."""
     replaced = 0
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
@@ -92,7 +92,7 @@ def _small_linear(name: str, part: nn.Module | None) -> nn.Module | None:
 
 
 class _SiluGate(torch.autograd.Function):
-    """silu(gate) up; saves gate and up, but not silu(gate)."""
+    """Computes silu(gate) up. Saves gate and up for the backward pass, but not silu(gate)."""
 
     @staticmethod
     def forward(ctx, gate: torch.Tensor, up: torch.Tensor):  # type: ignore[no-untyped-def]
@@ -121,7 +121,7 @@ class RMSNorm(nn.Module):
 
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the normalised states [..., H], and 1 / sqrt(mean(x^2) + eps) [..., 1]."""
+    """Normalises states [..., H].  Returns them, and 1 / sqrt(mean(x^2) + eps) [..., 1]."""
     dtype = x.dtype if x.dtype == weight.dtype else torch.promote_types(x.dtype, weight.dtype)
     if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)

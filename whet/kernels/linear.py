@@ -24,7 +24,7 @@ class FastLinear(nn.Linear):
     """nn.Linear with the C++ kernel, if the kernel can run."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # its name in torch
-        """[..., K] -> [..., N]."""
+        """Computes the layer: [..., K] -> [..., N]."""
         weight, bias = self.weight, self.bias
         if not _suits(input, weight) or not (bias is None or (type(bias) in PLAIN and bias.dtype == torch.float32)):
             return F.linear(input, weight, bias)

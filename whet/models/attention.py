@@ -48,7 +48,7 @@ def fits_one_call(config: Any, dtype: torch.dtype) -> bool:
 
 
 class PagedContext(Protocol):
-    """The argument `paged=` that a rollout engine passes."""
+    """The interface of the argument `paged=`, which a rollout engine passes."""
 
     flow: TokenFlow | None  # of models with linear attention
 

@@ -333,7 +333,7 @@ def _remove_noise(model: PreTrainedModel) -> None:
 
 
 def _stay(mode: bool = True) -> None:
-    """Replaces a module's `train`, and does nothing."""
+    """Replaces the method `train` of a module, and does nothing."""
 
 
 def _value_model(model: PreTrainedModel) -> ValueModel:

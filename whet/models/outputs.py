@@ -44,7 +44,7 @@ PromptLogProbs = tuple[list[float], list[list[tuple[int, float]]]]
 
 @dataclass(frozen=True)
 class ForwardSettings:
-    """Settings of a forward pass; they change its results only by rounding."""
+    """The settings of a forward pass. They change its results only by rounding."""
 
     packing: bool = True
     share_prompts: bool = True  # with packing, a prompt that several rows have is computed once

@@ -85,7 +85,7 @@ class Language:
 
 @dataclass(frozen=True)
 class Program:
-    """A program in one of the sandbox's `languages`."""
+    """A program in one of the sandbox's `languages`, with its limits and files."""
 
     language: str
     source: str
@@ -108,7 +108,7 @@ class Sandbox(Protocol):
         """The languages of programs; a service has its own names for them."""
 
     def run(self, program: Program, inputs: Sequence[bytes]) -> list[Ran]:
-        """Compiles a program, and runs it for each standard input.  Raises: SandboxError if the sandbox fails."""
+        """Compiles a program, and runs it once for each standard input.  Raises: SandboxError if the sandbox fails."""
 
     def close(self) -> None:
         """Ends the running programs."""

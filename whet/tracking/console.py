@@ -146,8 +146,8 @@ class ConsoleTracker:
 
 
 def _validated(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics of a validation to show: without zero failures, a reward that equals the accuracy, and, with
-    only one data source, metrics by source."""
+    """Returns the metrics of a validation to show. Left out are failures of 0, a reward that equals the accuracy, and,
+    with only one data source, metrics by source."""
     found = {name.removeprefix(VALIDATION): value for name, value in metrics.items() if name.startswith(VALIDATION)}
     if found.get("failures") == 0:
         del found["failures"]

@@ -108,7 +108,7 @@ class StepProfile:
 
 @contextmanager
 def in_range(name: str) -> Iterator[None]:
-    """Makes the block a range of the trace, and of NVTX on a GPU."""
+    """Makes the block a range of the trace, and on a GPU an NVTX range."""
     short = name.removeprefix("time/")
     with record_function(short), torch.cuda.nvtx.range(short) if has_nvtx() else nullcontext():
         yield
@@ -127,7 +127,7 @@ def recorder() -> profile:
 
 @dataclass
 class Timeline:
-    """Memory over the seconds of a step."""
+    """The memory of this process over the seconds of a step."""
 
     samples: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, resident bytes, bytes on the GPU
     tensors: list[tuple[float, int]] = field(default_factory=list)  # seconds, bytes of tensors made in this step

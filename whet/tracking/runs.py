@@ -196,7 +196,7 @@ def unknown(what: str, name: str, known: Iterable[str], near: Sequence[str]) -> 
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Finds up to three names that resemble a name, or contain it."""
+    """Finds up to three known names that resemble `name` or contain it."""
     names = list(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     return list(dict.fromkeys([*close, *(each for each in names if name.lower() in each.lower())]))[:3]

@@ -359,7 +359,7 @@ class LinkEnd(ABC):
 
 
 class Outlet(LinkEnd):
-    """The sender's end."""
+    """The sender's end of a link."""
 
     address: str  # to which receivers connect
 
@@ -374,7 +374,7 @@ class Outlet(LinkEnd):
 
 
 class Inlet(LinkEnd):
-    """A receiver's end."""
+    """A receiver's end of a link."""
 
     @abstractmethod
     def bucket(self) -> torch.Tensor:

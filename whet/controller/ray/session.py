@@ -48,7 +48,7 @@ CHECK_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster."""
+    """A node of the Ray cluster: its id, address and resources."""
 
     id: str
     address: str
@@ -63,7 +63,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Reservation:
-    """The nodes reserved for a launch: a bundle of the group for each."""
+    """The nodes reserved for a launch. Each bundle of the placement group reserves one node."""
 
     name: str  # unique to the launch
     group: PlacementGroup

@@ -83,7 +83,7 @@ def replaced(module: nn.Module, table: Mapping[int, nn.Module]) -> nn.Module:
 
 
 class _Stage(nn.Module):
-    """A stage in the form that torch's schedules call. (FSDP is inside, so gradients are summed after each
+    """Wraps a stage in the form that torch's schedules call. (FSDP is inside, so gradients are summed after each
     micro-batch.)"""
 
     def __init__(self, run: Run, is_first: bool) -> None:

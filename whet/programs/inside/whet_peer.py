@@ -172,7 +172,7 @@ class Peer:
         return OPERATIONS[name](*values)
 
     def send(self, *message: object) -> None:
-        """Sends a message."""
+        """Sends a message to the other process."""
         data = self.pack(message)
         try:
             self.connection.sendall(LENGTH.pack(len(data)) + data)
