@@ -39,8 +39,8 @@ class RefusedError(Exception):
 
 
 def check_client(headers: Mapping[str, str], own: str, api_key: str | None) -> None:
-    """Checks that a request has the API key. If the server has no key, checks that it does not come from another site's
-    web page, under its own name or a name that resolves to this machine.  Raises: RefusedError."""
+    """Checks that a request has the API key. If the server has no key, refuses requests from web pages of other sites,
+    even if the site's name resolves to this machine.  Raises: RefusedError."""
     if api_key:
         given = headers.get("authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {api_key}".encode()):

@@ -210,8 +210,8 @@ class Group:
 @dataclass(frozen=True)
 class RewardItem:
     """A response to score, with the arguments of the reward function. The ids are the tokens that the model read and
-    sampled. `trajectory` is an episode of an environment in the form for reward functions; with one turn it may be
-    empty. `messages` belong to the prompt; they are empty if the prompt is text."""
+    sampled. `trajectory` is the dict of an environment's trajectory; with one turn it may be empty. `messages` belong
+    to the prompt; they are empty if the prompt is text."""
 
     data_source: str
     solution_str: str

@@ -2,8 +2,7 @@
 """Batch-invariant modules: a token's results do not depend on the other tokens of the batch. Matrix products, norms and
 embeddings use kernels with a fixed tile shape, bfloat16 weights and a float32 residual stream.
 
-torch computes only elementwise operations. They are not compiled, because fusion would change where values are
-rounded."""
+torch computes only elementwise operations. They are not compiled: fusion would change where values are rounded."""
 
 from __future__ import annotations
 

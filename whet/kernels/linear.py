@@ -71,7 +71,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _suits(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Tells whether the kernel can run. It must not if a tool watches torch's operators, which would miss the call."""
+    """Tells whether the kernel can run: not under tools that watch torch's operators, which would miss the call."""
     return (
         x.dtype == weight.dtype == torch.float32
         and type(x) in PLAIN

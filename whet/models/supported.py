@@ -125,7 +125,7 @@ class _EnoughError(Exception):
 
 
 def _unsupported_calls(decoder: Any, config: Any) -> Iterator[str]:
-    """Runs a token through the model, as shapes without values. Yields each misfit of attention and a cache."""
+    """Runs a token through the model, as shapes without values. Yields reasons why attention does not fit a cache."""
     calls, is_counted = list[tuple[int, torch.Size, torch.Size, torch.Size]](), False
 
     def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Scores) -> torch.Tensor:

@@ -40,8 +40,8 @@ def send(
     """Sends all weights, floating-point ones in `dtype`. If the receivers have the version of `base`, sends deltas;
     `base` then becomes this version.  Returns the digest of the weights.
 
-    Every rank iterates over all weights, because gathering them may need all ranks. A rank without outlets does so too,
-    and returns None; so does a rank whose link broke.
+    Every rank iterates over all weights, because gathering them may need all ranks. This includes a rank without
+    outlets, which returns None, and a rank whose link broke.
 
     Raises: DeadlineError, LinkClosedError."""
     digest, before = Digest(), None if base is None else base.begin()
