@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m whet` is `whet`."""
+"""Runs `python -m whet` as `whet`."""
 
 from whet.cli.app import main
 

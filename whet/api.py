@@ -58,9 +58,9 @@ def train(
     val_data: Iterable[Mapping[str, Any] | Prompt] | None = None,
     **overrides: Any,
 ) -> Run:
-    """Trains as `whet train` does and returns the finished run.
+    """Trains as `whet train` does, and returns the finished run.
 
-    `reward`, `data` and `val_data` (rows or prompts) stand in for `reward.function`, `data.train_files` and
+    `reward`, `data` and `val_data` (rows or prompts) replace `reward.function`, `data.train_files` and
     `data.val_files`."""
     made: Run = run("train", recipe, reward=reward, data=data, val_data=val_data, **overrides)
     return made
@@ -93,7 +93,7 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates a model as `whet eval` does, prints its tables, and returns the metrics and the scored responses.
 
-    `reward` and `data` stand in for `reward.function` and `data.val_files`."""
+    `reward` and `data` replace `reward.function` and `data.val_files`."""
     from whet.cli.evaluate import evaluated
     from whet.config import EvalConfig
 
@@ -104,9 +104,9 @@ def evaluate(
 
 @no_exit()
 def generate(recipe: Recipe = None, *, data: Rows | None = None, **overrides: Any) -> list[dict[str, Any]]:
-    """Samples responses as `whet generate` does and returns the lines of its file, in the order of the prompts.
+    """Samples responses as `whet generate` does, and returns the lines of its file, in the order of the prompts.
 
-    `data` stands in for `input`. Without `output` no file is kept."""
+    `data` replaces `input`. Without `output` no file is kept."""
     from whet.cli.evaluate import generated
     from whet.config import GenerateConfig
 
@@ -188,7 +188,7 @@ def _run_folder(made: Any) -> Path:
 
 @contextmanager
 def _argument(name: str, kind: type[WhetError] | tuple[()] = DataError) -> Iterator[None]:
-    """Adds the name of the argument to errors of a kind."""
+    """Adds the name of the argument to errors of the class `kind`."""
     try:
         yield
     except kind as error:
@@ -209,7 +209,7 @@ def _config(schema: Any, recipe: Recipe, overrides: Mapping[str, Any], **objects
 
 @contextmanager
 def _lines(config: Any = None) -> Iterator[None]:
-    """Prints the lines of a command: log records and, for a training, progress and the table at the end."""
+    """Prints log records like a command; for a training also its progress, and the table at its end."""
     from whet.cli.app import CONSOLE
     from whet.cli.train import shown
 

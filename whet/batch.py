@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # importing it takes 2.5 CPU seconds
 
 
 def blocks_of(column: torch.Tensor) -> list[list[int]]:
-    """Row numbers grouped by the value in a column [B], in the order of first rows."""
+    """Groups row numbers by the value in a column [B], in the order of first rows."""
     found: dict[int, list[int]] = {}
     for row, value in enumerate(column.tolist()):
         found.setdefault(value, []).append(row)
@@ -26,13 +26,13 @@ def blocks_of(column: torch.Tensor) -> list[list[int]]:
 
 
 class Batch:
-    """B rows as named columns: tensors [B, ...], and arrays of B objects; `meta_info` describes the whole batch.
+    """A batch of B rows: named columns, which are tensors [B, ...] or arrays of B objects. `meta_info` describes the
+    batch.
 
     Every operation returns a new batch with its own containers. Columns share storage with the old ones if a view is
     possible (for a slice, not for a list of rows). So adding a column does not change the other batch, and columns must
     not be written in place: after Ray they may be in read-only memory.
-    Raises: DataError with the names and sizes of columns.
-    """
+    Raises: DataError with the names and sizes of columns."""
 
     _tensors: Mapping[str, torch.Tensor]
     non_tensor_batch: dict[str, ObjectArray]
@@ -46,7 +46,7 @@ class Batch:
         objects: Mapping[str, ObjectArray | Sequence[Any]] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Makes a batch from tensors [B, ...] and from arrays or lists of B objects; a nested list is one object."""
+        """Builds a batch from tensors [B, ...] and from arrays or lists of B objects. A nested list is one object."""
         arrays = {name: rules.object_array(name, values) for name, values in (objects or {}).items()}
         rows = rules.check_columns(tensors or {}, arrays)
         return cls._assemble({**(tensors or {}), **arrays}, meta_info or {}, rows)
@@ -76,19 +76,19 @@ class Batch:
         return self._rows
 
     def keys(self) -> list[str]:
-        """The names of all columns, tensors first."""
+        """Lists the names of all columns, tensors first."""
         return list(self.columns())
 
     def columns(self) -> dict[str, Column]:
-        """The columns by name, tensors first."""
+        """Returns the columns by name, tensors first."""
         return {**self.tensors(), **self.non_tensor_batch}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensor columns by name."""
+        """Returns the tensor columns by name."""
         return dict(self._tensors.items())
 
     def tensor_dict(self) -> TensorDict:
-        """The tensor columns as a TensorDict with batch size [B]."""
+        """Returns the tensor columns as a TensorDict with batch size [B]."""
         from tensordict import TensorDict
 
         return TensorDict(self.tensors(), batch_size=[len(self)])
@@ -97,9 +97,9 @@ class Batch:
         return name in self._tensors.keys() or name in self.non_tensor_batch  # noqa: SIM118  # a TensorDict has no `in`
 
     def __getitem__(self, index: Any) -> Any:
-        """A column by name; a batch by slice, row numbers or a mask [B]; one row by its number.
+        """Returns a column by name, a batch by slice, row numbers or a mask [B], or one row by its number.
 
-        A batch of one row is `data[i : i + 1]`.  Raises: IndexError for a row that is not there."""
+        A batch of one row is `data[i : i + 1]`.  Raises: IndexError for a row that does not exist."""
         if isinstance(index, str):
             if index not in self:
                 expected = f"one of {self.keys()}"
@@ -114,7 +114,7 @@ class Batch:
         return self.rows([row])
 
     def rows(self, index: RowIndex) -> Self:
-        """The rows of a slice, of row numbers or of a mask [B].  Raises: IndexError for a row that is not there."""
+        """Selects rows by slice, row numbers or a mask [B].  Raises: IndexError for a row that does not exist."""
         rows = rules.row_numbers(index, len(self))
         if isinstance(rows, slice):
             return self._map(lambda column: column[rows], len(range(len(self))[rows]))
@@ -136,7 +136,7 @@ class Batch:
         return self._assemble({**kept, **added}, self.meta_info, rows)
 
     def to(self, device: torch.device | str) -> Self:
-        """Tensor columns on `device`; tensors inside object columns stay where they are."""
+        """Moves tensor columns to `device`. Tensors inside object columns are not moved."""
         return self._map(lambda column: column.to(device) if torch.is_tensor(column) else column, len(self))
 
     def __repr__(self) -> str:
@@ -153,7 +153,7 @@ class Batch:
         return self._from_parts, tuple(map(serialization.OutOfBand, self._parts().values()))
 
     def _parts(self) -> dict[str, Any]:
-        """The arguments of `_from_parts`, in its order."""
+        """Returns the arguments of `_from_parts`, in its order."""
         return {
             "batch": self.tensors(),
             "non_tensor_batch": self.non_tensor_batch,

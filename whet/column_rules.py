@@ -21,8 +21,8 @@ V = TypeVar("V")
 
 
 def check_columns(tensors: Tensors, objects: Mapping[str, ObjectArray], batch_size: int | None = None) -> int:
-    """Checks the columns of a batch, and returns their number of rows; 0 without columns. A `batch_size` must be equal
-    to it.
+    """Checks the columns of a batch, and returns their number of rows; 0 without columns. `batch_size`, if given, must
+    equal this number.
 
     Raises: DataError for a value that is not a column, or if the numbers of rows differ."""
     for name, tensor in tensors.items():
@@ -45,7 +45,7 @@ def check_columns(tensors: Tensors, objects: Mapping[str, ObjectArray], batch_si
 
 
 def twice(names: Sequence[str]) -> DataError:
-    """The error for a name used by both a tensor column and an object column."""
+    """Returns the error for a name of both a tensor column and an object column."""
     return DataError("columns", f"{names} are both a tensor and an object column", change="rename one of each")
 
 
@@ -98,9 +98,9 @@ def row_numbers(index: RowIndex, rows: int) -> slice | npt.NDArray[np.int64]:
 
 
 def split_second(name: str, column: Any, parts: int) -> Column:
-    """Splits the second dimension, [B, L, ...] -> [B * parts, L / parts, ...]; in an object array [B], each entry.
+    """Splits the second dimension: [B, L, ...] -> [B * parts, L / parts, ...]; in an object array [B], each entry.
 
-    Raises: DataError for a size that does not divide."""
+    Raises: DataError for a size that `parts` does not divide."""
     is_nested = isinstance(column, np.ndarray) and column.ndim == 1
     sizes = {len(each) if isinstance(each, Sequence) else 0 for each in column} if is_nested else {*column.shape[1:2]}
     if parts < 1 or not sizes or any(size < 1 or size % parts for size in sizes):
@@ -118,7 +118,7 @@ Places = Sequence[npt.NDArray[np.int64]]
 
 
 def joined(parts: Sequence[Any], places: Places | None) -> Column:
-    """Joins the parts of a column: the rows of each part at the row numbers in `places`, else end to end."""
+    """Joins the parts of a column end to end, or with `places`, the rows of each part at these row numbers."""
     is_tensor = torch.is_tensor(parts[0])
     if places is None:
         return torch.cat(list(parts)) if is_tensor else np.concatenate(parts)
@@ -143,7 +143,7 @@ def check_places(places: Sequence[Sequence[int]], sizes: Sequence[int]) -> Place
 
 
 def pick(columns: Mapping[str, V], keys: Names | None, kind: str) -> dict[str, V]:
-    """Selects columns by name, all for None, into a new dict.  Raises: DataError for an unknown name."""
+    """Selects columns by name (None: all) into a new dict.  Raises: DataError for an unknown name."""
     if keys is None:
         return dict(columns)
     names = [keys] if isinstance(keys, str) else list(keys)
@@ -164,7 +164,7 @@ def merged(one: Mapping[str, V], other: Mapping[str, V], kind: str) -> dict[str,
 def equal(one: Any, other: Any, above: frozenset[tuple[int, int]] = frozenset()) -> bool:
     """Tells whether two nested values have equal types, dtypes, shapes and values; NaN equals NaN.
 
-    `above` holds the pairs that contain this one: a value may contain itself."""
+    `above` has the pairs that contain this pair, because a value may contain itself."""
     if one is other or (id(one), id(other)) in above:
         return True
     if type(one) is not type(other):

@@ -19,7 +19,7 @@ Reader = Literal["estimator", "correction", "actor", "critic"]  # in the order o
 
 @dataclass(frozen=True)
 class Column:
-    """A named array of the batch. Columns that a batch has only if a function reads them come from a provider."""
+    """A named array of the batch. If a batch has a column only because a function reads it, a provider computes it."""
 
     name: str
     shape: str
@@ -34,7 +34,7 @@ class Column:
 
     @property
     def has_provider(self) -> bool:
-        """Tells whether the column comes from a provider."""
+        """Tells whether a provider computes the column."""
         return self.when in ("unscored", "scored")
 
     @property
@@ -45,7 +45,7 @@ class Column:
 
 
 def _read() -> Iterator[Column]:
-    """Yields the columns of columns.csv; fields that it leaves out have their defaults."""
+    """Yields the columns of columns.csv. Fields left empty there have their defaults."""
     with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             given: dict[str, Any] = {name: text for name, text in row.items() if text}

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""C++ kernels: compiled once for the instruction set of this machine, and cached in the user's cache folder.
+"""C++ kernels, which are compiled once for the instruction set of this machine, and cached in the user's cache folder.
 
-Each kernel has an equivalent in plain torch, which is used without a working compiler.
-"""
+Each kernel has an equivalent in plain torch, which is used without a working compiler."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def cache_folder() -> Path:
 
 
 def compiler() -> str | None:
-    """The C++ compiler of this machine."""
+    """Returns the C++ compiler of this machine; None without one."""
     return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 
 
@@ -69,13 +68,13 @@ def _compile(compiler: str, source: Path, library: Path) -> None:
 
 
 def _is_whole(library: Path) -> bool:
-    """Tells whether a library file ends with its content's checksum: a truncated one would crash the process."""
+    """Tells whether a library file ends with its content's checksum. A truncated one would crash the process."""
     content = library.read_bytes() if library.exists() else b""
     return hashlib.sha256(content[:-CHECKSUM_BYTES]).digest() == content[-CHECKSUM_BYTES:]
 
 
 def instruction_set() -> str:
-    """The processor's features, for the name of the cached file: machines may share a home folder."""
+    """Returns the processor's features, for the name of the cached file, because machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

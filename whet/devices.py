@@ -33,16 +33,16 @@ def count() -> int:
 
 
 def here() -> torch.device:
-    """The accelerator of this process; the host if there is none."""
+    """Returns the accelerator of this process; the host if there is none."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     return HOST if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
 
 
 def bfloat16_instructions() -> list[str]:
-    """The processor's instructions for bfloat16 products that torch uses; empty without any.
+    """Returns the processor's bfloat16 matrix instructions that torch uses; empty without any.
 
-    Like torch, this obeys ATEN_CPU_CAPABILITY (for kernels) and ONEDNN_MAX_CPU_ISA (for products). AVX-512 alone
-    multiplies no bfloat16."""
+    Like torch, this obeys ATEN_CPU_CAPABILITY (for kernels) and ONEDNN_MAX_CPU_ISA (for matrix products). AVX-512 alone
+    has no such instruction."""
     found = BFLOAT16 & {*instruction_set().split()}
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
     has_wide = "bf16" in found or torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -50,7 +50,7 @@ def bfloat16_instructions() -> list[str]:
 
 
 def accelerates_bfloat16() -> bool:
-    """Tells whether the accelerator multiplies bfloat16 in hardware; older ones convert every number."""
+    """Tells whether the accelerator multiplies bfloat16 in hardware. Older ones convert every number."""
     kind = torch.accelerator.current_accelerator()
     module = None if kind is None else torch.get_device_module(kind)
     return bool(module.is_bf16_supported(including_emulation=False)) if module is torch.cuda else module is not None
@@ -66,7 +66,7 @@ class MemoryUse(NamedTuple):
 
 
 def memory(device: torch.device | int) -> MemoryUse | None:
-    """The memory of an accelerator; None for the host, and for accelerators that do not report it."""
+    """Returns the memory of an accelerator; None for the host, and for accelerators that do not report it."""
     if device == HOST:
         return None
     try:
@@ -86,18 +86,18 @@ def take_share(share: float) -> None:
 
 
 def needed_for_tensors(tensor_bytes: int) -> int:
-    """The bytes of accelerator memory that a process with `tensor_bytes` of tensors needs."""
+    """Returns the accelerator memory, in bytes, that a process with `tensor_bytes` of tensors needs."""
     return LIBRARY_BYTES + round(ALLOCATED * tensor_bytes)
 
 
 def room_for_tensors(device_bytes: float) -> float:
-    """The bytes of tensors that fit into `device_bytes` of an accelerator."""
+    """Returns how many bytes of tensors fit into `device_bytes` of accelerator memory."""
     return (device_bytes - LIBRARY_BYTES) / ALLOCATED
 
 
 @cache
 def runs_triton(device: torch.device, otherwise: str) -> bool:
-    """Tells whether Triton compiles for the device; if not, an accelerator warns once of the fallback `otherwise`."""
+    """Tells whether Triton compiles for the device. If not, an accelerator warns once of the fallback `otherwise`."""
     if device.type == "cuda" and find_spec("triton") is not None:
         return True
     if device != HOST:
@@ -106,7 +106,7 @@ def runs_triton(device: torch.device, otherwise: str) -> bool:
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies a tensor to `device`; from the host through pinned memory, and asynchronously."""
+    """Copies a tensor to `device`. From the host it copies asynchronously through pinned memory."""
     if tensor.device.type == device.type:
         return tensor
     return (tensor.pin_memory() if tensor.device == HOST else tensor).to(device, non_blocking=device != HOST)
@@ -125,7 +125,7 @@ def release(device: torch.device) -> None:
 
 
 def backends(device_type: str) -> str:
-    """The backends of a process group: gloo on the host, and the accelerator's own."""
+    """Returns the backends of a process group: gloo on the host, and the accelerator's own."""
     own = dist.get_default_backend_for_device(device_type)
     return "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{own}"
 

@@ -26,25 +26,25 @@ class HasSource(Protocol):
 
     @property
     def extra_info(self) -> Mapping[str, Any]:
-        """The fields of the row that are not the prompt."""
+        """The fields of the row other than the prompt."""
 
 
 @dataclass(frozen=True)
 class Domains:
-    """The domains of `reward.domains`, with the data sources of each; `*` stands for any text."""
+    """The domains of `reward.domains`, with the data sources of each. In a source, `*` stands for any text."""
 
     sources: Mapping[str, Sequence[str]]
 
     @classmethod
     def of_config(cls, reward: RewardConfig, *, has_function: bool = False) -> Domains:
-        """The domains of a config; `has_function` tells that a reward function was passed for all other rows."""
+        """Returns the domains of a config. `has_function` says that a reward function was passed for all other rows."""
         named = {name: [name] if each.sources is None else each.sources for name, each in reward.domains.items()}
         takes_others = bool(named) and (has_function or bool(reward.function))
         return cls({**named, OTHERS: ["*"]} if takes_others else named)
 
     def of(self, row: HasSource) -> str:
-        """The domain of a row: its field `domain`, else the first domain with a pattern that matches its data source;
-        "" without domains.  Raises: DataError for a row of no domain."""
+        """Returns the domain of a row: its field `domain`, else the first domain with a pattern that matches its data
+        source; "" without domains.  Raises: DataError for a row without a domain."""
         if not self.sources:
             return ""
         named = row.extra_info.get(FIELD)
@@ -61,7 +61,7 @@ class Domains:
         raise DataError("data source", row.data_source, f"a source of a domain ({of_domains})", change)
 
     def assign(self, prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
-        """The prompts with their domains.  Raises: DataError naming the row."""
+        """Adds to each prompt its domain.  Raises: DataError naming the row."""
         if not self.sources:
             return tuple(prompts)
         found = []
@@ -73,7 +73,7 @@ class Domains:
         return tuple(found)
 
     def check_used(self, prompts: Sequence[Prompt]) -> None:
-        """Raises: DataError naming the domains without rows."""
+        """Checks that every domain has a row.  Raises: DataError naming the domains without rows."""
         counts = Counter(prompt.domain for prompt in prompts)
         rows = ", ".join(f"{name} ({count})" for name, count in counts.items()) or "no domain"
         unused = [

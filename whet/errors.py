@@ -39,7 +39,7 @@ CHECKOUT = Path(__file__).parents[1]  # or site-packages, which has no pyproject
 
 
 class WhetError(Exception):
-    """The root of every error that whet raises on purpose: four facts as data, made into words by `__str__` alone.
+    """The root of every error that whet raises on purpose: four facts as data, which `__str__` turns into words.
 
     key: the config key, file and row, option, function or worker that is wrong. found: the value there, None if unset,
     or a fact in words. expected: the values that are valid. change: the correction. Tests and callers read these
@@ -151,7 +151,7 @@ class ToolError(WhetError, RuntimeError):
 
 @contextmanager
 def no_exit() -> Iterator[None]:
-    """Marks a call in which nothing may end the process.  Raises: WhetError if a user's code calls sys.exit."""
+    """Marks a call during which nothing may end the process.  Raises: WhetError if user code calls `sys.exit`."""
     try:
         yield
     except SystemExit as error:
@@ -159,7 +159,7 @@ def no_exit() -> Iterator[None]:
 
 
 def exit_error(error: SystemExit) -> WhetError:
-    """Returns the error for user code that called sys.exit while a command was running."""
+    """Returns the error for user code that called `sys.exit` during a command."""
     frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
     file, line = last_line(error)
     name = "" if frame.f_code.co_name == "<module>" else f"{frame.f_code.co_name} at "
@@ -177,13 +177,13 @@ def describe(error: BaseException) -> str:
 
 
 def last_line(error: BaseException) -> tuple[str, int]:
-    """File and line where an exception was raised."""
+    """Returns file and line where an exception was raised."""
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return lines[-1] if lines else ("?", 0)
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, quoted: bool = True, most: int = 1) -> str:
-    """Returns a hint with the `most` known names that are nearest to a name, or `otherwise` if none is near."""
+    """Returns a hint with up to `most` known names that are nearest to a name, or `otherwise` if none is near."""
     names = list(known)
     near = difflib.get_close_matches(name, names, n=most) or [e for e in names if name.startswith(f"{e}_")][:most]
     return f"did you mean {' or '.join(map(repr, near) if quoted else near)}?" if near else otherwise
@@ -191,7 +191,7 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, quoted
 
 @contextmanager
 def of_extra(extra: str, *modules: str) -> Iterator[None]:
-    """Adds the extra to install to the error of a missing module among `modules`.  Raises: ConfigError."""
+    """Converts the error of a missing module among `modules`: adds the extra to install.  Raises: ConfigError."""
     try:
         yield
     except ImportError as error:
@@ -210,7 +210,7 @@ def pip_install(extra: str) -> str:
 
 
 def _origin() -> Path | None:
-    """The folder or wheel that pip installed whet from (PEP 610), if it still exists."""
+    """Returns the folder or wheel from which pip installed whet (PEP 610), if it still exists."""
     import json
     from importlib import metadata
     from urllib.parse import unquote, urlsplit

@@ -15,12 +15,11 @@ from whet.errors import StorageError
 
 @contextmanager
 def replacing(path: Path, *, synced: bool = False) -> Iterator[Path]:
-    """Yields the path of a temporary file beside `path`, which replaces `path` atomically at the end of the block.
+    """Yields the path of a temporary file beside `path`. At the end of the block it replaces `path` atomically.
 
     A link under either name is replaced, not followed. With `synced` the file survives a power failure.
 
-    Raises: StorageError where a folder has the name.
-    """
+    Raises: StorageError if `path` is a folder."""
     if path.is_dir() and not path.is_symlink():
         raise StorageError(str(path), "a folder", "a file", "move it away")
     partial = path.with_name(f".{path.name}.partial")
@@ -37,7 +36,7 @@ def replacing(path: Path, *, synced: bool = False) -> Iterator[Path]:
 
 
 def write(path: Path, content: str | bytes, *, synced: bool = False) -> None:
-    """Writes a file atomically, `replacing` the old one; a lone surrogate, which UTF-8 lacks, as its JSON escape."""
+    """Writes a file atomically, `replacing` the old one. A lone surrogate, which UTF-8 lacks, is escaped as in JSON."""
     with replacing(path, synced=synced) as partial:
         partial.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace"))
 
@@ -60,7 +59,7 @@ def links_out(folder: Path) -> Iterator[Path]:
 
 
 def shipped_yaml(path: str) -> Any:
-    """The content of a YAML file that ships with whet; `path` is relative to its package folder."""
+    """Reads a YAML file that ships with whet. `path` is relative to whet's package folder."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # written in C, ten times faster

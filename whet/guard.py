@@ -20,8 +20,8 @@ HEAD_SECONDS = 15.0  # for the head of a request to come; a connection without o
 
 
 def is_own(host: str, own: str) -> bool:
-    """Tells whether a Host header names this server: its given name, localhost, the machine's name, or an address. The
-    name of a site that resolves to this machine is none of these."""
+    """Tells whether a Host header names this server: its given name, localhost, the machine's name, or an address. (Any
+    other name that resolves to this machine may be a foreign site's.)"""
     name = re.sub(r":\d*$", "", host).strip("[]").lower()
     try:
         ipaddress.ip_address(name)
@@ -31,7 +31,7 @@ def is_own(host: str, own: str) -> bool:
 
 
 class RefusedError(Exception):
-    """Raised for a request that is not read any further, with the HTTP status of the refusal."""
+    """Raised for a request that is refused, and not read any further; it has the HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -39,8 +39,8 @@ class RefusedError(Exception):
 
 
 def check_client(headers: Mapping[str, str], own: str, api_key: str | None) -> None:
-    """Raises: RefusedError for a request without the API key or, if the server has no key, from another site's web
-    page, under its own name or a name that resolves to this machine."""
+    """Checks that a request has the API key. If the server has no key, refuses requests from web pages of other sites,
+    even if the site's name resolves to this machine.  Raises: RefusedError."""
     if api_key:
         given = headers.get("authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
@@ -60,8 +60,8 @@ async def read_body(
     seconds: float,
     expected: str = "application/json",
 ) -> bytes:
-    """The body of a request.  Raises: RefusedError for one that is too large, too slow, or not of the `expected` type:
-    JSON, or another that a page in a browser cannot send to another origin unasked."""
+    """Reads the body of a request.  Raises: RefusedError for one that is too large, too slow, or not of the `expected`
+    type: JSON, or another type that a browser's page cannot send to another origin without permission."""
     kind, body = headers.get("content-type", "").partition(";")[0].strip().lower(), bytearray()
     if kind != expected:
         raise RefusedError(415, f"the content type is {kind or 'missing'}; send Content-Type: {expected}")
@@ -77,7 +77,7 @@ async def read_body(
 
 
 def with_deadline(protocol: Any) -> Any:
-    """A uvicorn protocol that closes connections on which the head of a request does not arrive in time."""
+    """Returns a uvicorn protocol that closes a connection if a request's head does not arrive in time."""
 
     class WithDeadline(protocol):  # type: ignore[misc]
         """Closes a connection if it still waits in the same request as at the last check."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to servers that may fail, hang or lie: one deadline for all attempts of a call, and a largest reply."""
+"""Requests to servers that may fail, hang or lie: a call has one deadline for all attempts, and a largest reply."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ SHOWN_BYTES = 600  # of a refusal
 
 
 class CallError(Exception):
-    """A request without a usable reply, which callers convert to a WhetError. `status` is 0 if no reply came; `passes`:
-    another attempt may succeed, after `seconds`."""
+    """Raised for a request without a usable reply; callers convert it to a WhetError. `status` is 0 if no reply came.
+    `passes` says that another attempt may succeed, after `seconds`."""
 
     def __init__(self, why: str, *, status: int = 0, seconds: float = 0.0, passes: bool = True) -> None:
         super().__init__(why)
@@ -38,8 +38,8 @@ class CallError(Exception):
 
 
 class Http:
-    """Reusable connections; an object serves one event loop at a time. `is_local`: connects only to servers of this
-    machine, without proxies."""
+    """HTTP connections that are reused; an object serves one event loop at a time. With `is_local` it connects only to
+    servers of this machine, without proxies."""
 
     def __init__(self, *, is_local: bool = False) -> None:
         self._is_local = is_local
@@ -90,7 +90,7 @@ class Http:
 
 
 async def read(reply: httpx.Response, most: int = REPLY_BYTES, *, passes: bool = False, cuts: bool = False) -> bytes:
-    """The content of a reply.  Raises: CallError if it has more than `most` bytes, unless `cuts` truncates it."""
+    """Reads the content of a reply.  Raises: CallError if it has more than `most` bytes, unless `cuts` truncates it."""
     content = bytearray()
     async for part in reply.aiter_bytes():
         content += part
@@ -102,8 +102,8 @@ async def read(reply: httpx.Response, most: int = REPLY_BYTES, *, passes: bool =
 
 
 async def insist(attempt: Callable[[int], Awaitable[T]], seconds: float, attempts: int, name: object) -> T:
-    """Calls `attempt` with numbers from 0 until one succeeds, and returns its result. Waits double, obey the server,
-    and differ by `name`.  Raises: the last CallError; any other error of an attempt."""
+    """Calls `attempt` with numbers from 0 until one succeeds, and returns its result. Waits between attempts double,
+    obey the server, and vary with `name`.  Raises: the last CallError; any other error of an attempt."""
     now = asyncio.get_running_loop().time
     until, failed = now() + seconds, CallError(f"no reply in {seconds:g} s")
     for number in range(attempts):
@@ -133,8 +133,8 @@ _shared = Http()
 def fetch(
     method: str, url: str, read_as: Callable[[bytes], T], *, seconds: float, attempts: int, most: int, **sent: Any
 ) -> T:
-    """The content of a reply of at most `most` bytes, converted by `read_as`, for any thread; a ValueError of `read_as`
-    leads to another attempt. `sent` has further arguments of `stream`.  Raises: CallError."""
+    """Reads a reply of at most `most` bytes and converts it by `read_as`; any thread may call. If `read_as` raises
+    ValueError, there is another attempt. `sent` has further arguments of `stream`.  Raises: CallError."""
 
     async def attempt(number: int) -> T:
         async with _shared.stream(method, url, **sent) as reply:
@@ -152,13 +152,13 @@ def fetch(
 
 
 def shown(url: str) -> str:
-    """An address without its secrets: user, password, query and fragment."""
+    """Removes the secrets from an address: user, password, query and fragment."""
     bare, mark, _ = re.sub(r"//[^/?#]*@", "//", url).partition("#")[0].partition("?")
     return f"{bare}?..." if mark else bare
 
 
 def _system_error(error: BaseException) -> OSError | None:
-    """The innermost error of the operating system behind an error of httpx."""
+    """Returns the innermost error of the operating system behind an error of httpx."""
     inner = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error.__cause__ or error.__context__
     found = None if inner is None else _system_error(inner)
     return found or (error if isinstance(error, OSError) else None)

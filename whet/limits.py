@@ -57,15 +57,15 @@ def bounded(seconds: float = SECONDS) -> Iterator[None]:
 
 
 def cause(error: Exception) -> str:
-    """The message of the error that ended a block; a MemoryError brings none."""
+    """Returns the message of the error that ended a block. A MemoryError has none of its own."""
     if isinstance(error, MemoryError):
         return f"it needs more than {NUM_BYTES >> 30} GiB of memory"
     return str(error).rstrip(".")
 
 
 def read_json(content: bytes | str, most: int = REPLY_BYTES) -> Any:
-    """Reads the reply of a server that may lie.  Raises: ValueError for one of more than `most` bytes or REPLY_DEPTH
-    levels, or with a number that a float does not hold."""
+    """Parses the reply of a server that may lie.  Raises: ValueError for more than `most` bytes or REPLY_DEPTH levels,
+    or for a number that does not fit into a float."""
     if len(content) > most:
         raise ValueError(f"it has more than {most:,} bytes")
     try:
@@ -89,5 +89,5 @@ def _number(text: str) -> float:
 
 
 def _address_space() -> int:
-    """The bytes of address space that this process has mapped."""
+    """Returns the bytes of address space that this process has mapped."""
     return int(Path("/proc/self/statm").read_bytes().split(b" ", 1)[0]) * resource.getpagesize()

@@ -22,7 +22,7 @@ NAMES = Path(__file__).parent / "plugin_names.csv"
 
 @cache
 def manifests() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
-    """Targets (`package.module:function`) by plugin, kind and name, for the plugins that are installed."""
+    """Returns targets (`package.module:function`) by plugin, kind and name, for the installed plugins."""
     found = dict[str, Any]()
     for path in sorted(PLUGINS.glob("*/plugin.toml")):
         try:
@@ -37,18 +37,18 @@ def manifests() -> Mapping[str, Mapping[str, Mapping[str, str]]]:
 
 
 def targets(kind: str) -> list[str]:
-    """The targets of a kind, plugin by plugin."""
+    """Lists the targets of a kind, plugin by plugin."""
     return [target for offered in manifests().values() for target in offered.get(kind, {}).values()]
 
 
 def recipes() -> dict[str, Path]:
-    """The recipes of plugins by name."""
+    """Returns the recipes of plugins by name."""
     offered = ((plugin, kinds.get("recipe", {})) for plugin, kinds in manifests().items())
     return {name: PLUGINS / plugin / file for plugin, files in offered for name, file in files.items()}
 
 
 def absent(name: str, plugin: str) -> RegistryError:
-    """The error for a name of a plugin that was deleted."""
+    """Returns the error for a name of a plugin that was deleted."""
     expected, change = f"the plugin {plugin}, which has it", f"put whet/plugins/{plugin} back, or install whet again"
     return RegistryError(name, "not there", expected, change)
 

@@ -34,22 +34,22 @@ class Metrics:
         self._series: dict[str, _Series] = {}
 
     def mean(self, name: str, value: Scalar, weight: Scalar = 1.0) -> None:
-        """sum(weight * value) / sum(weight). A value with weight 0 is ignored, so a mean over no tokens may be NaN.
+        """Records a mean: sum(weight * value) / sum(weight). Weight 0 ignores a value, so a mean over no tokens may be
+        NaN.
 
-        For a mean of means, the weight must be the number of items (tokens, rows) of each mean.
-        """
+        For a mean of means, the weight must be the number of items (tokens, rows) of each mean."""
         self._record("mean", name, value, weight)
 
     def sum(self, name: str, value: Scalar) -> None:
-        """The sum of all values."""
+        """Records a sum of all values."""
         self._record("sum", name, value)
 
     def max(self, name: str, value: Scalar) -> None:
-        """The largest value."""
+        """Records the largest value."""
         self._record("max", name, value)
 
     def min(self, name: str, value: Scalar) -> None:
-        """The smallest value."""
+        """Records the smallest value."""
         self._record("min", name, value)
 
     def seconds(self, name: str, value: float) -> None:
@@ -58,10 +58,9 @@ class Metrics:
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Records the seconds of the block on the host's clock, also if it raises; `timings` returns them.
+        """Records the seconds of the block on the host's clock, even if it raises; `timings` returns them.
 
-        Times under one name add up, also those of merged collectors: parallel blocks count twice.
-        """
+        Times under one name add up, also from merged collectors, so parallel blocks count twice."""
         with phase(name):
             start = time.perf_counter()
             try:
@@ -75,16 +74,16 @@ class Metrics:
             self._named(prefix + name, theirs.reduction).numbers += theirs.numbers
 
     def reduce(self) -> dict[str, float]:
-        """The metrics by name, sorted, without timings. A mean whose weights are all 0 is left out."""
+        """Returns the metrics by name, sorted, without timings. A mean whose weights are all 0 is left out."""
         return self._reduced(timings=False)
 
     def value(self, name: str) -> float | None:
-        """The current value of a metric; None if nothing was recorded under the name."""
+        """Returns the current value of a metric; None if nothing was recorded under the name."""
         series = self._series.get(name)
         return None if series is None else _reduce(name, series.reduction, _on_host({name: series})[name])
 
     def timings(self) -> dict[str, float]:
-        """The seconds by name, sorted; kept apart from `reduce`, whose numbers are equal in every repeat of a run."""
+        """Returns the seconds by name, sorted, apart from `reduce`, whose numbers are equal in every repeat."""
         return self._reduced(timings=True)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,7 +109,7 @@ class Metrics:
 
 @dataclass
 class _Series:
-    """The numbers under one name, as (value, weight)."""
+    """The numbers under one name, as pairs (value, weight)."""
 
     reduction: Reduction
     numbers: list[tuple[Scalar, Scalar]] = field(default_factory=list)
@@ -129,7 +128,7 @@ def _number(name: str, value: Scalar) -> Scalar:
 
 
 def _on_host(series: dict[str, _Series]) -> dict[str, list[tuple[float, float]]]:
-    """The numbers of each series as floats, with one transfer for all tensors of a device and dtype."""
+    """Returns the numbers of each series as floats. All tensors of a device and dtype are transferred at once."""
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for one in series.values():
         for number in itertools.chain.from_iterable(one.numbers):

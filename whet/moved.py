@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Old names of modules (version 0.3): importing one gives the module under its new name, with a warning."""
+"""Old names of modules (version 0.3). Importing one gives the module under its new name, with a warning."""
 
 from __future__ import annotations
 
@@ -138,10 +138,10 @@ class OldNames:
 
 
 class WithOldNames(SourceFileLoader):
-    """Loads a module of `RENAMED`, whose old names are the objects of today, with a warning."""
+    """Loads a module of `RENAMED`. Its old names give today's objects, with a warning."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Runs the module's code; an attribute that it lacks is looked up among the old names."""
+        """Runs the module's code. An attribute that the module lacks is looked up among the old names."""
 
         def renamed(name: str) -> Any:
             if (new := RENAMED[module.__name__].get(name)) is None:
@@ -164,7 +164,7 @@ def new_name(name: str) -> str:
 
 
 def today(value: Any) -> Any:
-    """Returns a value of a config with new names for modules in it (`package.module:name`)."""
+    """Returns a config value with the new names of modules in it (`package.module:name`)."""
     if isinstance(value, str) and value.startswith("whet."):
         module, colon, name = value.partition(":")
         module = new_name(module)

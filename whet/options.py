@@ -43,8 +43,8 @@ WORDS: dict[object, str] = {
 
 
 def read(annotation: object, names: Mapping[str, object] | None = None) -> Any:
-    """Evaluates an annotation that may be text; Any if it uses a name that is not in `names`. Without `names` the
-    annotation belongs to a shipped function, is read from its source and uses the names of this module."""
+    """Evaluates an annotation, which may be text; Any if it uses a name that is not in `names`. Without `names` the
+    annotation belongs to a shipped function: it was read from source, and uses the names of this module."""
     if not isinstance(annotation, str):
         return annotation
     try:

@@ -27,7 +27,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """Announces the block to profilers only: a part of a phase, in any process; costs nothing without a profiler."""
+    """Announces the block, a part of a phase, only to profilers, in any process. Costs nothing without a profiler."""
     return _profiled(name) if _profilers else NOBODY
 
 
@@ -68,7 +68,7 @@ def watching(watch: Watch, counter: Counter = lambda done, total, note: None) ->
 
 
 def counting(items: Iterable[T]) -> Iterator[T]:
-    """Yields the items, and announces after each how many are done."""
+    """Yields the items, and after each item announces how many are done."""
     given = list(items)
     for done, item in enumerate(given, 1):
         yield item

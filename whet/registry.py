@@ -55,7 +55,7 @@ FIELDS = frozenset({"prompt_str", "extra_info"})
 
 
 class Resolved(dict[str, Any]):
-    """Complete and checked options of a function."""
+    """The options of a function, complete and checked."""
 
 
 @cache
@@ -91,23 +91,23 @@ class Entry:
         return self.doc.strip().split("\n", 1)[0] if self.doc else ""
 
     def load(self) -> Callable[..., Any]:
-        """The function or class itself, which is imported if needed.  Raises: RegistryError."""
+        """Returns the function or class itself, and imports it if needed.  Raises: RegistryError."""
         return self.function if self.function is not None else load_target(self.target)
 
     def marked(self, mark: str) -> Any:
-        """The function or class in a mark, also if the mark is text, `package.module:name`.  Raises: RegistryError."""
+        """Returns the function or class in a mark; if the mark is text, loads it.  Raises: RegistryError."""
         if mark not in self.marks:
             raise RegistryError(f"{self.kind} {self.name!r}", f"has no {mark}", "", f"register it with {mark}=...")
         return found if callable(found := self.marks[mark]) else load_target(found)
 
     def check_row(self, *row: Any) -> None:
-        """Checks a row (ground truth, extra_info, data_source) with the function that `rows_checked_by`, a mark, names.
+        """Checks a row (ground truth, extra_info, data_source) with the function that the mark `rows_checked_by` names.
         Raises: the errors of this function."""
         if "rows_checked_by" in self.marks:
             self.marked("rows_checked_by")(*row)
 
     def make(self, supplied: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-        """Calls the function with the values of `supplied` that it has as parameters before `*`, and with `options`."""
+        """Calls the function with `options`, and with the values of `supplied` for its parameters before `*`."""
         return self.load()(*(supplied[name] for name in self.parameters), **options)
 
     def resolve_options(self, given: Mapping[str, Any], where: str) -> Resolved:
@@ -135,8 +135,8 @@ class Entry:
         return Resolved(options)
 
     def check(self, given: Mapping[str, Any], prefix: str) -> None:
-        """Checks the values of options against their annotations; of two options in the mark `ordered`, the first must
-        be less than the second. `prefix` comes before the name in errors.  Raises: ConfigError."""
+        """Checks the values of options against their annotations. Of the two options in the mark `ordered`, the first
+        must be less than the second. `prefix` comes before the name in errors.  Raises: ConfigError."""
         for name, value in given.items():
             default, takes = self.options.get(name), self.takes.get(name, Any)
             if takes is Any and default is not None and default is not REQUIRED and value is not None:
@@ -166,8 +166,8 @@ class Registry:
         *,
         has_foreign_form: bool = True,
     ) -> None:
-        """`folder` is the one with the functions of the core; None: plugins alone have some. `supplied` are the allowed
-        parameters before `*`; None allows columns of a batch, or any."""
+        """Stores the settings. `folder` has the core's functions of this kind (None: only plugins have some).
+        `supplied` are the allowed parameters before `*`; None allows columns of a batch, or any."""
         self.kind, self.folder, self.decorator, self.supplied = kind, folder, decorator, supplied
         self.has_foreign_form = has_foreign_form
         self._live: dict[str, Entry] = {}
@@ -175,8 +175,8 @@ class Registry:
     def register(
         self, name: str, *, aliases: Mapping[str, Mapping[str, Any]] | Sequence[str] = (), **marks: Any
     ) -> Callable[[F], F]:
-        """Decorator that registers a function under a name. `aliases` are more names; as a mapping, each has option
-        defaults of its own. `marks` are facts about the function for its callers (`aggregation=...`).
+        """Registers a function under a name (a decorator). `aliases` are more names; as a mapping, it gives each alias
+        its own option defaults. `marks` are facts about the function for its callers (`aggregation=...`).
         Raises: RegistryError if another function has the name."""
 
         def decorate(function: F) -> F:
@@ -203,7 +203,7 @@ class Registry:
         return name in self._live or name in self.shipped or name in self._installed
 
     def __getitem__(self, reference: str | Callable[..., Any]) -> Entry:
-        """The entry of a name, a path, or a function object.  Raises: RegistryError."""
+        """Returns the entry of a name, a path, or a function object.  Raises: RegistryError."""
         if callable(reference):
             return self.registered(reference) or self.entry_of(reference, reference.__name__, {})
         found = self._live.get(reference) or self.shipped.get(reference)
@@ -225,7 +225,7 @@ class Registry:
         raise RegistryError(self.kind, reference or "''", expected, f"{hint}{more}")
 
     def registered(self, function: Callable[..., Any]) -> Entry | None:
-        """The entry of a function object under its registered name; None if it is not registered."""
+        """Returns the entry of a function object under its registered name; None if it is not registered."""
         live = [*self._live.values(), *(() if self.also is None else self.also._live.values())]
         return next((entry for entry in live if entry.function is function and entry.alias_of is None), None)
 
@@ -240,8 +240,8 @@ class Registry:
         return entry_points().get(f"whet.{self.decorator.removeprefix('register_')}", {})
 
     def entry_of(self, function: Callable[..., Any], name: str, marks: Mapping[str, Any]) -> Entry:
-        """Makes the entry of a function object from its signature; the mark `shares` names a class with more options,
-        whose module loads nothing heavy.  Raises: RegistryError for an unknown parameter."""
+        """Builds the entry of a function object from its signature. The mark `shares` names a class with more options;
+        its module imports nothing heavy.  Raises: RegistryError for an unknown parameter."""
         if self.supplied is None:
             return entry_of(function, self.kind, name, marks, has_foreign_form=self.has_foreign_form)
         entry = entry_of(function, self.kind, name, marks, has_foreign_form=False)
@@ -288,8 +288,8 @@ def entry_of(
 
 
 def trainer_of(command: str) -> Entry:
-    """The trainer of a command. The command of a trainer from outside is its entry point's name, or its target.
-    Raises: RegistryError."""
+    """Returns the trainer of a command. For a trainer outside of whet, the command is its entry point's name, or its
+    target.  Raises: RegistryError."""
     entry = TRAINERS[command]
     location, colon, name = command.rpartition(":")
     whole = str(Path(location).expanduser().resolve()) if location.endswith(".py") else location
@@ -306,7 +306,7 @@ def _alias_entries(entry: Entry, aliases: Mapping[str, Mapping[str, Any]] | Sequ
 
 @cache
 def entry_points() -> dict[str, dict[str, str]]:
-    """Targets by group and name, of the entry points of installed packages whose group begins with `whet.`."""
+    """Returns targets by group and name: entry points of installed packages in groups that begin with `whet.`."""
     from importlib import metadata  # searching the installed packages takes longer than the rest of `import whet`
 
     found: dict[str, dict[str, str]] = {}
@@ -335,7 +335,7 @@ def _read_shipped(registry: Registry) -> dict[str, Entry]:
 
 @cache
 def _decorated(folder: str) -> list[tuple[str, Definition, ast.Call, str]]:
-    """Module, definition, decorator call and decorator name of all decorated definitions in a folder of whet."""
+    """Lists all decorated definitions in a folder of whet: module, definition, decorator call and decorator name."""
     return [each for path in sorted((PACKAGE / folder).rglob("*.py")) for each in _decorated_in(path)]
 
 
@@ -351,12 +351,12 @@ def _decorated_in(path: Path) -> list[tuple[str, Definition, ast.Call, str]]:
 
 
 def _module_file(target: str) -> Path:
-    """The source file of a target in whet."""
+    """Returns the source file of a target in whet."""
     return PACKAGE.parent.joinpath(*target.partition(":")[0].split(".")).with_suffix(".py")
 
 
 def _without_body(node: Definition) -> Callable[..., Any]:
-    """Makes a function or class from a definition's signature and docstring, without importing its file."""
+    """Builds a function or class from a definition's signature and docstring, without importing its file."""
 
     def strip(each: Definition) -> ast.stmt:
         made = [strip(inner) for inner in each.body if isinstance(inner, ast.FunctionDef) and inner.name == "__init__"]

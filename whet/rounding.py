@@ -23,5 +23,5 @@ def all_alike(values: Sequence[float]) -> bool:
 
 
 def reaches(value: float, threshold: float) -> bool:
-    """value >= threshold, up to rounding."""
+    """Tells whether value >= threshold, up to rounding."""
     return value >= threshold or alike(value, threshold)

@@ -82,7 +82,7 @@ def save(path: str | os.PathLike[str], value: object) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> Any:
-    """Reads a file of `save`, tensors on the CPU.  Raises: FileNotFoundError; DataError for one that is damaged."""
+    """Reads a file of `save`, with tensors on the CPU.  Raises: FileNotFoundError; DataError for a damaged file."""
     try:
         with Path(path).open("rb") as file:  # safetensors opens a name twice; the file may be replaced in between
             tensors = safetensors.torch.load_file(f"/dev/fd/{file.fileno()}")
@@ -97,8 +97,8 @@ def load(path: str | os.PathLike[str]) -> Any:
 
 
 def fits(saved: object, own: object) -> bool:
-    """Tells whether a saved value has the same kind as the run's own, so that a wrong state fails before anything is
-    restored: numbers match numbers, texts match texts, also inside dicts and lists. Anything fits None."""
+    """Tells whether a saved value has the same kind as the run's own value, so that a wrong state fails before anything
+    is restored. Numbers match numbers, texts match texts, also inside dicts and lists; anything matches None."""
     match own:
         case None:
             return True
@@ -131,7 +131,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _octets(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """The bytes of a tensor; a view of its memory if that is contiguous and on the host."""
+    """Returns the bytes of a tensor: a view of its memory if it is contiguous and on the host."""
     tensor = tensor.detach().cpu().contiguous()
     # A tensor of one element is contiguous with any stride, and only stride 1 can be viewed as bytes.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
@@ -147,13 +147,13 @@ def pack_tensor(tensor: torch.Tensor) -> Packed:
 
 
 def unpack_tensor(packed: Packed) -> torch.Tensor:
-    """Returns the tensor of `pack_tensor`, on the CPU and on memory of its own."""
+    """Returns the tensor that `pack_tensor` packed, on the CPU and in its own memory."""
     dtype, shape, octets = packed
     return _tensor_on(bytearray(octets), getattr(torch, dtype), shape)
 
 
 def pack_tensordict(batch: TensorDict) -> PackedDict:
-    """Returns batch size, device and the tensors as `pack_tensor` gives them; a nested tensor as (layout, list)."""
+    """Returns batch size, device and the tensors as `pack_tensor` packs them; a nested tensor as (layout, list)."""
     packed = {
         name: (str(tensor.layout).removeprefix("torch."), [pack_tensor(each) for each in tensor.unbind()])
         if tensor.is_nested
@@ -164,7 +164,7 @@ def pack_tensordict(batch: TensorDict) -> PackedDict:
 
 
 def unpack_tensordict(packed: PackedDict) -> TensorDict:
-    """Returns the TensorDict of `pack_tensordict`, on its device."""
+    """Returns the TensorDict that `pack_tensordict` packed, on its device."""
     from tensordict import TensorDict
 
     batch_size, device, items = packed
@@ -234,7 +234,7 @@ class _Encoder:
         return [self.encode(item, f"{where}[{number}]") for number, item in enumerate(values)]
 
     def _name(self, value: object, tensor: torch.Tensor, where: str) -> str:
-        """The name under which `tensor`, the content of `value`, is stored; one name for each object."""
+        """Returns the name under which `tensor`, the content of `value`, is stored. An object has one name."""
         name = self._names.setdefault(id(value), f"{len(self._names)}:{where.lstrip('.')}")
         self.tensors.setdefault(name, tensor)
         return name

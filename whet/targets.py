@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects by their location: `package.module:name` or `path/file.py:name`."""
+"""Loads objects by their location: `package.module:name` or `path/file.py:name`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GAMES = "a package of games: pip install -e ./examples/environments"
 
 
 def load_target(target: str, *, is_called: bool = True) -> Any:
-    """The object at `package.module:name` or `path/file.py:name`, callable if `is_called`.  Raises: RegistryError."""
+    """Loads `package.module:name` or `path/file.py:name`; it is callable if `is_called`.  Raises: RegistryError."""
     location, _, name = target.rpartition(":")
     if not location:
         raise RegistryError("function", target, "package.module:function or path/file.py:function", "add its place")

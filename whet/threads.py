@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting threads of torch: how long they spin before they release the processor, alone and next to other programs.
+"""Waiting threads of torch: how long they spin before they release the processor, alone and beside other programs.
 
 The number of threads depends on the machine alone, so that two runs have equal bits."""
 
@@ -44,7 +44,7 @@ def spinning() -> str:
 
 
 class Contention:
-    """Lets waiting threads release the processor almost at once while other programs want it, and reports slow steps
+    """Lets waiting threads release the processor almost at once while other programs need it. Reports slow steps
     (`python -m benchmarks beside`)."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Contention:
 
 
 def waited_seconds() -> float:
-    """Seconds in which this process's main thread was ready to run and another program ran; 0 where Linux hides it."""
+    """Returns the seconds in which this process's main thread was ready but had to wait; 0 if Linux hides them."""
     with suppress(OSError, IndexError, ValueError):
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     return 0.0

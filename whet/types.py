@@ -15,7 +15,7 @@ Versions = tuple[tuple[int, int], ...]  # runs of (policy version, number of tok
 
 
 def last_versions(versions: Versions, count: int) -> Versions:
-    """The versions of the last `count` tokens."""
+    """Returns the versions of the last `count` tokens."""
     runs: list[tuple[int, int]] = []
     for version, length in reversed(versions):
         if count > 0:
@@ -62,12 +62,12 @@ class Message:
     fields: Mapping[str, Any] = field(default_factory=dict)  # more fields for the template: name, tool_calls, ...
 
     def to_dict(self) -> dict[str, Any]:
-        """The message as `tokenizer.apply_chat_template` takes it."""
+        """Returns the message as a dict for `tokenizer.apply_chat_template`."""
         return {"role": self.role, "content": self.content, **self.fields}
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Message:
-        """A message from a dict with `role` and `content`; other keys are kept.  Raises: KeyError."""
+        """Builds a message from a dict with `role` and `content`. Other keys are kept.  Raises: KeyError."""
         rest = {key: value for key, value in raw.items() if key not in ("role", "content") and value is not None}
         return cls(role=raw["role"], content=raw["content"], fields=rest)
 
@@ -99,7 +99,7 @@ class Prompt:
 
 
 class Example(Protocol):
-    """An example of a run on examples, which the `builder` of its data section makes from rows."""
+    """An example of a run on examples. The `builder` of its data section makes it from rows."""
 
     media: tuple[Media, ...]
 
@@ -109,10 +109,10 @@ class Example(Protocol):
 
     @property
     def content(self) -> tuple[object, ...]:
-        """The fields that a step reads, without media: a resumed run compares their digest."""
+        """The fields that a step reads, without media. A resumed run compares their digest."""
 
     def texts(self) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Token ids and loss mask of each text, by its suffix in `whet data`'s name of the example: ", chosen"."""
+        """Returns token ids and loss mask of each text. Keys are the suffixes that `whet data` shows: ", chosen"."""
 
     def facts(self) -> Mapping[str, object]:
         """Further facts that `whet data` shows."""
@@ -186,11 +186,11 @@ class Trajectory:
 
     @property
     def score(self) -> float:
-        """The sum of the rewards of reward function and environment; 0 for a failed trajectory."""
+        """The sum of the rewards from reward function and environment; 0 for a failed trajectory."""
         return 0.0 if self.failure is not None else (self.reward or 0.0) + sum(turn.reward for turn in self.turns)
 
     def to_dict(self) -> dict[str, Any]:
-        """The sum of the rewards from reward function and environment; 0 for a failed trajectory."""
+        """Returns the trajectory as a dict, in the form that a reward function reads."""
         return {
             "messages": [message.to_dict() for message in self.messages],
             "turn_rewards": [turn.reward for turn in self.turns],
@@ -210,8 +210,8 @@ class Group:
 @dataclass(frozen=True)
 class RewardItem:
     """A response to score, with the arguments of the reward function. The ids are the tokens that the model read and
-    sampled. `trajectory` is an environment's, as a reward function reads it; of one turn it may be empty. `messages`
-    are the prompt's; they are empty if the row's prompt is text."""
+    sampled. `trajectory` is the dict of an environment's trajectory; with one turn it may be empty. `messages` belong
+    to the prompt; they are empty if the prompt is text."""
 
     data_source: str
     solution_str: str
@@ -247,10 +247,10 @@ class Outcomes(Protocol):
     """Pending outcomes of reward functions."""
 
     def result(self) -> list[Outcome]:
-        """Waits for the outcomes, in order."""
+        """Waits for the outcomes.  Returns them in order."""
 
     def done(self) -> bool:
-        """Tells whether `result` returns at once."""
+        """Tells whether `result` would return at once."""
 
 
 class Scorer(Protocol):
@@ -267,11 +267,10 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The choice of tokens and the end of a response. By default no option is on; `temperature` 0 is greedy.
+    """The options of sampling, and the end of a response. By default no option is on; `temperature` 0 is greedy.
 
-    Changes of the choice follow vLLM's order: allowed tokens, bad words, penalties (repetition, frequency,
-    presence), temperature, min-p, top-k, top-p.
-    """
+    Options apply in vLLM's order: allowed tokens, bad words, penalties (repetition, frequency, presence), temperature,
+    min-p, top-k, top-p."""
 
     max_new_tokens: int
     temperature: float = 1.0

@@ -107,7 +107,7 @@ def save(
 
 
 def step_of(folder: Path) -> int:
-    """The step of the complete checkpoint in `folder`.  Raises: CheckpointError."""
+    """Returns the step of the complete checkpoint in `folder`.  Raises: CheckpointError."""
     if (step := _saved_step(folder)) < 0:
         change = "go on from another checkpoint"
         raise CheckpointError(f"{folder}: trainer.json", "is damaged: it names no step", "", change)
@@ -115,11 +115,10 @@ def step_of(folder: Path) -> int:
 
 
 def find(run_dir: Path, resume: str, *, is_begun: bool = False) -> Path | None:
-    """The checkpoint that `trainer.resume` selects; None for a fresh start. `is_begun`: the run in `run_dir` already
-    started from the path in `resume`, so newer checkpoints of the run come first.
+    """Returns the checkpoint that `trainer.resume` selects; None for a fresh start. With `is_begun`, the run in
+    `run_dir` has already started from the path in `resume`, so newer checkpoints of the run are preferred.
 
-    Raises: CheckpointError for a path without a complete checkpoint, and where all checkpoints are damaged.
-    """
+    Raises: CheckpointError for a path without a complete checkpoint, and if all checkpoints are damaged."""
     if resume in AFRESH:
         return None
     if resume == "auto":
@@ -138,7 +137,7 @@ def find(run_dir: Path, resume: str, *, is_begun: bool = False) -> Path | None:
 
 
 def _newest_whole(run_dir: Path) -> tuple[Path | None, list[Path]]:
-    """The newest undamaged checkpoint, and the damaged ones that are newer."""
+    """Returns the newest undamaged checkpoint, and the damaged checkpoints that are newer."""
     damaged = list[Path]()
     for folder in reversed(folders(run_dir / "checkpoints")):
         try:
@@ -151,7 +150,7 @@ def _newest_whole(run_dir: Path) -> tuple[Path | None, list[Path]]:
 
 
 def newest(run_dir: Path, *, good: bool = False) -> Path | None:
-    """The newest complete checkpoint, not checked for damage; `good`: the newest saved while no update was skipped."""
+    """Returns the newest complete checkpoint, unverified. With `good`, the newest saved while no update was skipped."""
     complete = [folder for folder in folders(run_dir / "checkpoints") if (folder / MANIFEST).exists()]
     if good:
         complete = [each for each in complete if _saved_step(each) >= 0 and saved(each).get("is_good", True) is True]
@@ -159,7 +158,7 @@ def newest(run_dir: Path, *, good: bool = False) -> Path | None:
 
 
 def last_good(run_dir: Path) -> str:
-    """Advice for errors: the newest good checkpoint, and the setting that resumes from it."""
+    """Returns advice for errors: the path of the newest good checkpoint, and the setting that resumes from it."""
     good = newest(run_dir, good=True)
     if good is None:
         return "there is no checkpoint yet"
@@ -167,27 +166,27 @@ def last_good(run_dir: Path) -> str:
 
 
 def best(checkpoints: Path) -> Path | None:
-    """The complete checkpoint with the highest score, the newest of equal ones; None without scores. Only scores by the
-    newest checkpoint's metric count: a resumed run may change `trainer.best_metric`."""
+    """Returns the complete checkpoint with the highest score, the newest of equal ones; None without scores. Only
+    scores by the newest checkpoint's metric count, because a resumed run may change `trainer.best_metric`."""
     scored = [(score, folder) for folder in folders(checkpoints) if (score := score_of(folder)) is not None]
     alike = [(score, folder) for score, folder in scored if metric_of(folder) == metric_of(scored[-1][1])]
     return max(alike, key=lambda each: (each[0], number(each[1])))[1] if alike else None
 
 
 def score_of(folder: Path) -> float | None:
-    """The validation score of a checkpoint, higher is better; None without validation."""
+    """Returns the validation score of a checkpoint (higher is better); None without validation."""
     score = saved(folder).get("score") if (folder / MANIFEST).exists() else None
     return score if isinstance(score, float | int) and math.isfinite(score) else None
 
 
 def metric_of(folder: Path) -> str | None:
-    """The metric of a checkpoint's score; None in a checkpoint of an older version."""
+    """Returns the name of the metric of a checkpoint's score; None in a checkpoint of an older version of whet."""
     metric = saved(folder).get("metric")
     return metric if isinstance(metric, str) else None
 
 
 def delete_oldest(checkpoints: Path, limit: int | None) -> None:
-    """Deletes the checkpoints of `over_limit`."""
+    """Deletes the checkpoints that `over_limit` returns."""
     for folder in over_limit(checkpoints, limit):
         # The manifest first: a deletion that is cut short leaves no checkpoint that seems complete.
         (folder / MANIFEST).unlink(missing_ok=True)
@@ -195,7 +194,7 @@ def delete_oldest(checkpoints: Path, limit: int | None) -> None:
 
 
 def over_limit(checkpoints: Path, limit: int | None) -> list[Path]:
-    """The checkpoints to delete: all but the newest `limit` (None: no limit), the best, and the newest good one."""
+    """Lists the checkpoints to delete: all but the newest `limit` (None: all), the best, and the newest good one."""
     if limit is None:
         return []
     protected = best(checkpoints), newest(checkpoints.parent, good=True)
@@ -205,9 +204,8 @@ def over_limit(checkpoints: Path, limit: int | None) -> list[Path]:
 def restore(folder: Path, roles: Mapping[str, WorkerGroup], own: Mapping[str, object]) -> dict[str, Any]:
     """Loads weights and optimizers into `roles`.  Returns the rest of the saved state, including `step`.
 
-    Raises: CheckpointError where the state lacks a name of the run's `own`, or has another kind of value under it;
-    EngineError for weights of another model.
-    """
+    Raises: CheckpointError if the state lacks a name of `own` (the run's state), or its value has another form;
+    EngineError for weights of another model."""
     state = {**saved(folder), "step": step_of(folder)}
     if odd := [name for name in own if name in state and not fits(state[name], own[name])]:
         name, change = odd[0], "go on from another checkpoint: trainer.resume=PATH"
@@ -249,7 +247,7 @@ def verify(folder: Path) -> None:
 
 
 def saved(folder: Path) -> dict[str, Any]:
-    """The content of trainer.json; empty if it cannot be read."""
+    """Reads the content of trainer.json; empty if it cannot be read."""
     try:
         content = json.loads((folder / "trainer.json").read_text())
     except (OSError, ValueError, RecursionError):
@@ -286,7 +284,7 @@ def _digest(path: Path) -> str:
 
 
 def _sync(paths: Iterable[Path]) -> None:
-    """Flushes files and folder entries to the disk, so that they survive a power cut."""
+    """Flushes files and directory entries to disk, so that they survive a power cut."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -296,19 +294,19 @@ def _sync(paths: Iterable[Path]) -> None:
 
 
 def folders(checkpoints: Path) -> list[Path]:
-    """Checkpoint folders, damaged ones included, oldest step first."""
+    """Lists the checkpoint folders, oldest step first. Damaged checkpoints are included."""
     named = [path for path in checkpoints.glob(f"{PREFIX}*") if re.fullmatch(rf"{PREFIX}[0-9]{{1,18}}", path.name)]
     return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=number)
 
 
 def number(folder: Path) -> int:
-    """The step in a checkpoint folder's name."""
+    """Reads the step from the name of a checkpoint folder."""
     return int(folder.name.removeprefix(PREFIX))
 
 
 @contextmanager
 def disk_errors(path: Path, key: str = "trainer.run_dir") -> Iterator[None]:
-    """Converts errors on a run's files to StorageError, which tells how to continue; `key` names the folder in it."""
+    """Converts errors on a run's files to StorageError, which says how to continue; `key` names the folder in it."""
     try:
         yield
     except OSError as error:

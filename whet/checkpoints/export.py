@@ -85,7 +85,7 @@ def export(
 
 
 def check_new(out: Path) -> None:
-    """Raises: CheckpointError for a folder that is not empty."""
+    """Checks that `out` is a new or an empty folder.  Raises: CheckpointError."""
     if out.exists() and any(out.iterdir()):
         raise CheckpointError(f"{out}", "is not empty", "", "name a new folder, so that nothing is overwritten")
 
@@ -93,9 +93,8 @@ def check_new(out: Path) -> None:
 def from_weights(
     out: Path, model: Path, weights: Iterator[Named], *, dtype: str = "float32", trust_remote_code: bool = False
 ) -> Path:
-    """Writes `weights`, named as in the model whose config is in the folder `model`, like `export`.  Returns `out`.
-
-    Raises: CheckpointError."""
+    """Writes `weights` as a model folder, like `export`. The folder `model` has the config and tokenizer; the names of
+    `weights` are the names of its parameters.  Returns `out`.  Raises: CheckpointError."""
     with disk_errors(out, "folder to write"):
         with torch.device("meta"):
             shapes = body_of(outline(model, trust_remote_code=trust_remote_code))
@@ -153,7 +152,7 @@ def _check_whole(folder: Path, is_adapter: bool) -> None:
 
 
 def _outline(folder: Path, is_trusted: bool) -> PreTrainedModel:
-    """The model of a folder, on the meta device.  Raises: CheckpointError."""
+    """Builds the model of a folder on the meta device.  Raises: CheckpointError."""
     try:
         config = load_config(folder, trust_remote_code=is_trusted)
         with torch.device("meta"):
@@ -180,7 +179,7 @@ def _write(
 
 
 def _start_weights(path: str | None) -> Mapping[str, torch.Tensor]:
-    """The weights that training started from, by their names in the files; empty if they are not on this machine."""
+    """Returns the base weights by their names in the files; empty if they are not on this machine."""
     with suppress(Exception):  # they are only compared with
         folder = Path(str(path))
         if not folder.is_dir():
@@ -190,7 +189,7 @@ def _start_weights(path: str | None) -> Mapping[str, torch.Tensor]:
 
 
 def _state(path: Path) -> tuple[Mapping[str, torch.Tensor], Origin | None]:
-    """The weights of a checkpoint's policy by name, and an adapter's origin: its base model and settings."""
+    """Returns the weights of a checkpoint's policy by name, and an adapter's origin: its base model and settings."""
     if path.is_dir():
         return MergedShards(path), json.loads((path / "engine.json").read_text())["start"]
     state = serialization.load(path)
@@ -207,12 +206,12 @@ def _check_names(expected: Collection[str], weights: Collection[str], folder: Pa
 
 
 def _names(model: PreTrainedModel) -> list[str]:
-    """Names of the tensors that a checkpoint has for a model: tied weights once, and persistent buffers."""
+    """Lists the names of a model's tensors in a checkpoint: parameters (tied weights once) and persistent buffers."""
     return [*(name for name, _ in model.named_parameters()), *kept_buffers(model)]
 
 
 def _with_adapter(folder: Path, origin: Origin, weights: Weights, base: str | None) -> PreTrainedModel:
-    """Loads the model that training started from, with the trained adapter merged."""
+    """Loads the base model, and merges the trained adapter into it."""
     path, options = base or origin["model_path"], {name: origin[name] for name in LOADED_WITH}
     try:
         if HEAD in weights:
@@ -252,8 +251,8 @@ def _write_adapter(
 
 
 def find_checkpoint(source: Path, also: str = "") -> Path:
-    """Returns `source` if it is a checkpoint, else the newest checkpoint of the run in it. `also` names in errors other
-    valid sources.  Raises: CheckpointError."""
+    """Returns `source` if it is a checkpoint, else the newest checkpoint of the run in `source`. `also` is added to the
+    error: it names other valid sources.  Raises: CheckpointError."""
     folder = source if (source / checkpoint.MANIFEST).exists() else checkpoint.find(source, "auto")
     if folder is None:
         expected = f"a folder with {checkpoint.MANIFEST}{also}"
@@ -262,7 +261,7 @@ def find_checkpoint(source: Path, also: str = "") -> Path:
 
 
 def find_model(path: str) -> str:
-    """The model that `path` names: a Hugging Face folder or hub name unchanged, for a run its newest checkpoint.
+    """Returns the newest checkpoint if `path` is a run; else `path` itself, a model folder or a name on the hub.
     Raises: CheckpointError."""
     folder = Path(path).expanduser()
     is_model = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
@@ -270,7 +269,7 @@ def find_model(path: str) -> str:
 
 
 def model_digest(path: str, trust_remote_code: bool) -> str:
-    """Digest of the contents of a folder or checkpoint; the commit of a model on the hub."""
+    """Returns a digest of the files of a folder or checkpoint; for a model on the hub its name and commit."""
     folder = Path(find_model(path)).expanduser()
     if not folder.is_dir():
         return f"{path}@{load_config(path, trust_remote_code=trust_remote_code)._commit_hash}"
@@ -297,7 +296,7 @@ def model_folder(path: str, *, trust_remote_code: bool = False) -> Iterator[str]
 def write_weights(
     out: Path, weights: Iterator[Named], model: PreTrainedModel, dtype: torch.dtype, start: Mapping[str, torch.Tensor]
 ) -> float | None:
-    """Writes `weights`, named as in `model` (which may be on meta), in `dtype` and under their Hugging Face names.
+    """Writes `weights` in `dtype` under their Hugging Face names. `model`, which may be on meta, has the same names.
 
     Returns the share of the update since `start` that survives rounding: 1 - |rounded - trained|^2 / |trained -
     start|^2, NaN if unknown; None without rounding. Memory: the weights of one file and one layer."""
@@ -347,7 +346,7 @@ def write_weights(
 
 
 class MergedShards(Mapping[str, torch.Tensor]):
-    """The weights of a sharded state (with another `prefix`, of a model folder); each is merged on access."""
+    """The full weights of a sharded checkpoint (or model folder, with another `prefix`), each merged on access."""
 
     def __init__(self, folder: Path, prefix: str = "model.") -> None:
         reader = HuggingFaceStorageReader(str(folder))
@@ -379,6 +378,6 @@ def _finite(name: str, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _layer(name: str) -> str:
-    """The prefix that the weights of one layer share; the whole name for a weight outside the layers."""
+    """Returns the common prefix of the weights of a layer; the whole name for a weight outside the layers."""
     found = re.match(r".*?\.\d+\.", name)
     return found[0] if found else name

@@ -18,7 +18,7 @@ CLOSE_SECONDS = 1800.0  # for which the end of a run waits for uploads
 
 
 def address(repo: str) -> str:
-    """The web page of a repository."""
+    """Returns the address of a repository's web page."""
     return f"{constants.ENDPOINT}/{repo}"
 
 
@@ -54,7 +54,7 @@ class Uploads:
         self._running.append(self._thread.submit(self._guarded, folder, f"checkpoints/{folder.name}"))
 
     def model(self, folder: Path, *, trust_remote_code: bool) -> None:
-        """Exports the model of a checkpoint, and uploads it to the top folder of the repository."""
+        """Exports the model of a checkpoint, and uploads it to the root folder of the repository."""
 
         def exported() -> None:
             with TemporaryDirectory(prefix="whet-hub-") as scratch:

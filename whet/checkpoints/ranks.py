@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads checkpoints of verl and EasyR1: `model_world_size_W_rank_R.pt` has a rank's part of each weight, `huggingface/`
-the config and the tokenizer."""
+"""Reads checkpoints of verl and EasyR1. A file `model_world_size_W_rank_R.pt` has a rank's shard of each weight; the
+folder `huggingface/` has the config and the tokenizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COPY = "copy the folder again, from all machines of the run"
 
 
 def find_ranks(source: Path) -> Path | None:
-    """The folder with the policy's rank files: `source`, its newest `global_step_N`, or the folder `actor` in them."""
+    """Finds the folder of the policy's rank files: `source`, its newest `global_step_N`, or `actor` inside them."""
     steps = sorted(source.glob("global_step_*"), key=lambda path: (len(path.name), path.name), reverse=True)
     for folder in (place for step in (source, *steps) for place in (step, step / "actor")):
         if folder.is_dir() and any(_FILE.fullmatch(path.name) for path in folder.iterdir()):
@@ -32,7 +32,7 @@ def find_ranks(source: Path) -> Path | None:
 
 
 class RankFiles(Mapping[str, torch.Tensor]):
-    """The weights in a folder of `find_ranks`. They stay on the disk; each weight is merged on access.  Raises:
+    """The weights in a folder of rank files (`find_ranks`). They stay on disk; a weight is merged on access.  Raises:
     CheckpointError naming a file."""
 
     def __init__(self, folder: Path) -> None:
@@ -76,18 +76,18 @@ class RankFiles(Mapping[str, torch.Tensor]):
         return len(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a weight, without reading it."""
+        """Returns the shape of a weight without reading the weight."""
         return tuple(next(iter(self._states.values()))[name].shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a weight, without reading it."""
+        """Returns the dtype of a weight without reading the weight."""
         part = next(iter(self._states.values()))[name]
         found: torch.dtype = getattr(part, "_local_tensor", part).dtype
         return found
 
 
 def _files(folder: Path) -> list[Path]:
-    """The file of each rank.  Raises: CheckpointError."""
+    """Lists the files of all ranks by rank.  Raises: CheckpointError."""
     worlds = {at[1] for path in folder.iterdir() if (at := _FILE.fullmatch(path.name))}
     if len(worlds) > 1:
         found, change = f"files of runs with {', '.join(sorted(worlds))} ranks", "remove those of the other run"
@@ -101,14 +101,14 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _place(part: Any) -> tuple[Sequence[int], Sequence[int | None]]:
-    """The coordinates of a rank in the mesh, and the dimension of the tensor that each dimension of the mesh splits."""
+    """Returns a rank's coordinates in the device mesh, and for each mesh dimension the tensor dimension it shards."""
     if isinstance(part, torch.Tensor):
         return (), ()
     return part._spec.mesh._coordinate_on_dim, [getattr(each, "dim", None) for each in part._spec.placements]
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The state of a rank: tensors, and parts of tensors as `_Inert`, whose numbers stay on the disk."""
+    """Reads the state of a rank: tensors, and shards of tensors as `_Inert`. Tensor data stays on disk."""
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=False, pickle_module=_READING)
         for name, each in state.items():
@@ -128,14 +128,14 @@ class _RefusedGlobalError(Exception):
 
 
 class _Inert:
-    """A stand-in for any object of `torch.distributed`: has its saved attributes, and runs none of its code."""
+    """Replaces any object of `torch.distributed`. Has the object's saved attributes, and runs none of its code."""
 
     def __init__(self, *_: Any) -> None:
         self.shape: Sequence[int] = ()
 
 
 def _with_state(function: Any, kind: Any, arguments: Sequence[Any], state: Any) -> Any:
-    """The tensor that `function` returns; for a part of a tensor, with its attributes."""
+    """Returns the tensor that `function` builds. A shard of a tensor gets the attributes in `state`."""
     made = function(*arguments)
     if isinstance(made, _Inert):
         made.shape = arguments[2]

@@ -28,7 +28,7 @@ UNLIMITED = 10_000  # console width where the output is no terminal, so that no 
 
 @cache
 def chosen_by() -> dict[str, tuple[str, str | None]]:
-    """Maps each kind to the first config key that chooses a function of it, and to the key of its options."""
+    """Maps each kind of function to the first config key that selects one, and to the key of its options."""
     from whet.config.distill import DistillConfig
     from whet.config.preference import PreferenceConfig
     from whet.config.schema import TrainConfig
@@ -58,7 +58,7 @@ def list_all(context: typer.Context) -> None:
 
 
 def console() -> Console:
-    """A console that prints lists in full width, unless it is a terminal."""
+    """Returns a console that prints lists in full width, unless it is a terminal."""
     output = Console(highlight=False)
     output.width = output.width if output.is_terminal else UNLIMITED
     return output
@@ -98,7 +98,7 @@ def show(
 
 
 def entries_of(name: str) -> list[Entry]:
-    """The registered functions of this name: at most one for each kind.  Raises: RegistryError."""
+    """Finds the registered functions of this name, at most one of each kind.  Raises: RegistryError."""
     if found := [kind[name] for kind in KINDS if name in kind]:
         return found
     if ":" in name:
@@ -133,13 +133,13 @@ def number(error: float) -> str:
 
 @cache
 def shipped() -> dict[tuple[str, str], list[str]]:
-    """The certificates that whet ships, by kind and name. `make pages` writes them, and a test recomputes them."""
+    """Reads the shipped certificates, by kind and name. `make pages` writes them; a test recomputes them."""
     text = resources.files("whet.algorithms").joinpath("certificates.csv").read_text(encoding="utf-8")
     return {(kind, name): numbers for kind, name, *numbers in list(csv.reader(text.splitlines()))[1:]}
 
 
 def certificate(entry: Entry) -> list[tuple[str, str]]:
-    """The shipped certificate of a function with its verdict, for `whet algorithms show`."""
+    """Returns a function's shipped certificate and its verdict, for `whet algorithms show`."""
     found = []
     for kind in (entry.kind, "KL in the reward", "KL in the loss"):
         if numbers := shipped().get((kind, entry.name)):
@@ -153,7 +153,7 @@ def certificate(entry: Entry) -> list[tuple[str, str]]:
 
 
 def verdict(kind: str, name: str, numbers: Sequence[str]) -> str:
-    """A certificate in words: whether its step is biased, and the reason."""
+    """Puts a certificate into words: whether the expected step is biased, and the reason."""
     exact, error, cosine, length, *_ = numbers
     if exact or error == number(0.0):
         return "unbiased: the expected step is the gradient of the objective"
@@ -166,7 +166,7 @@ def verdict(kind: str, name: str, numbers: Sequence[str]) -> str:
 
 
 def facts(entry: Entry) -> list[tuple[str, str]]:
-    """Pairs of title and text about a function: key, columns, code, options, names elsewhere."""
+    """Returns facts about a function as pairs of title and text: key, columns, code, options, names elsewhere."""
     key, options_key = chosen_by()[entry.kind]
     kind = next(kind for kind in KINDS if kind.kind == entry.kind)
     reads = entry.columns if kind not in (WRAPPERS, TOOLS) and kind.supplied is None else ()
@@ -183,7 +183,7 @@ def facts(entry: Entry) -> list[tuple[str, str]]:
 
 
 def elsewhere(entry: Entry) -> str:
-    """The name that other frameworks use, or the meaning of this name there; "" without one."""
+    """Returns the name that other frameworks use, or the meaning of this name in them; "" without one."""
     if entry.kind == WRAPPERS.kind:
         return f"wrap_method={entry.name} of a fork of verl, without its faults (`whet algorithms show cpo`)"
     known = _texts()["elsewhere"].get(entry.kind, {})
@@ -191,7 +191,7 @@ def elsewhere(entry: Entry) -> str:
 
 
 def notation(kind: str) -> str:
-    """The symbols that formulas of a kind use; "" for a kind without formulas."""
+    """Returns the symbols that formulas of a kind use; "" for a kind without formulas."""
     return _texts()["notation"].get(kind, "")
 
 
@@ -202,7 +202,7 @@ def _texts() -> Mapping[str, Mapping[str, Any]]:
 
 
 def legend() -> Mapping[str, str]:
-    """The columns of a certificate, with their meaning."""
+    """Returns the names of a certificate's columns with their meaning."""
     return _texts()["certificate"]
 
 
@@ -210,12 +210,12 @@ MARKS = {"aggregation": "fixes aggregation", "corrects": "corrects"}
 
 
 def default(value: object) -> str:
-    """The default of an option as text."""
+    """Formats the default of an option."""
     return "required" if value is REQUIRED else str(value) or "''"
 
 
 def summary(entry: Entry) -> str:
-    """The first line of the docstring; for an alias, the name and the options that it presets."""
+    """Returns the first line of the docstring; for an alias, the original's name and the preset options."""
     if entry.alias_of is None:
         return entry.summary
     original = next(kind for kind in KINDS if kind.kind == entry.kind)[entry.alias_of]

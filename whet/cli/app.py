@@ -112,7 +112,7 @@ CONSOLE = ConsoleHandler()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command in `arguments` (default: the process's own), then exits, with status 2 after a WhetError."""
+    """Runs the command in `arguments` (default: the process's own), then exits; the status is 2 after a WhetError."""
     yield_soon()
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words or os.environ.get("WHET_DEBUG", "0") not in ("", "0")
@@ -149,7 +149,7 @@ def _own_commands() -> list[str]:
 
 
 def _installed_command(name: str) -> Callable[[Sequence[str]], int]:
-    """The function of a command that an installed package adds.  Raises: RegistryError."""
+    """Returns the function of a command that an installed package adds.  Raises: RegistryError."""
     installed = registry.entry_points().get("whet.command", {})
     if name in installed:
         return registry.load_target(installed[name])
@@ -159,7 +159,7 @@ def _installed_command(name: str) -> Callable[[Sequence[str]], int]:
 
 
 def _is_below(error: SystemExit) -> bool:
-    """Tells whether user code, not a command, called sys.exit."""
+    """Tells whether user code, not a command, called `sys.exit`."""
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(name.startswith("whet.") and not name.startswith("whet.cli.") for name in modules)
 

@@ -22,10 +22,10 @@ from whet.registry import COMMANDS, TRAINERS, Entry
 
 
 class _Plain:
-    """Mixin: help shows no type for a flag, the type of elements for a list, and choices separately."""
+    """Changes help (a mixin): flags show no type, lists show the type of an element, choices are shown separately."""
 
     def get_params(self, ctx: object) -> Any:
-        """Returns the parameters."""
+        """Returns the parameters, after adjusting how help shows their types."""
         params = super().get_params(ctx)  # type: ignore[misc]
         for each in params:
             if isinstance(each, TyperOption) and each.is_flag and each.metavar is None:
@@ -36,20 +36,20 @@ class _Plain:
 
 
 def _readable(shown: Callable[[object, object], str], param: object, ctx: object) -> str:
-    """The type of a parameter, so that lines of help break at spaces."""
+    """Formats the type of a parameter with spaces at which a line of help can break."""
     element = re.fullmatch(r"<list\[(.*)\]>", shown(param, ctx))
     return (f"<{element[1].lower()}>" if element else shown(param, ctx)).replace("|", " | ")
 
 
 class Command(_Plain, TyperCommand):
-    """A command."""
+    """A command whose help shows types in the form of `_Plain`."""
 
 
 class CommandGroup(_Plain, TyperGroup):
-    """A command with subcommands. Plugins' subcommands are imported when called; help lists them without import."""
+    """A command with subcommands. Subcommands of plugins are imported only when called, so help imports none."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Returns the name, the command and its arguments.  Raises: RegistryError if its plugin was deleted."""
+        """Returns the name, the command and its arguments.  Raises: RegistryError if the plugin was deleted."""
         whole = args[0] if ctx.parent is None else f"{ctx.info_name} {args[0]}"
         if self.get_command(ctx, args[0]) is None and (plugin := missing_plugin("command", whole)):
             raise absent(f"whet {whole}", plugin)
@@ -58,7 +58,7 @@ class CommandGroup(_Plain, TyperGroup):
 
 
 def _loaded(entry: Entry) -> Any:
-    """The command of a plugin, after importing it."""
+    """Imports a plugin's command and returns it."""
     own, name = typer.Typer(add_completion=False), entry.name.rpartition(" ")[2]
     own.command(name, cls=Command, context_settings=entry.marks.get("settings"))(entry.load())
     return get_command(own)
@@ -71,7 +71,7 @@ def program() -> str:
 
 
 def complete(context: typer.Context, incomplete: str) -> list[str]:
-    """Returns the recipes and keys that complete a word, for the shell's completion."""
+    """Returns the recipes and config keys that begin with `incomplete`, for completion in the shell."""
     from whet.config.commands import READERS, schema_of
     from whet.config.compose import shipped_recipes
     from whet.config.section import leaf_fields
@@ -103,7 +103,7 @@ KeyValues = Annotated[list[str] | None, typer.Option("--option", metavar="KEY=VA
 
 
 def split_recipe(words: list[str] | None, config_name: str | None) -> tuple[str | None, list[str]]:
-    """Returns the recipe, if there is one, and the overrides. The first word is the recipe unless it is an override."""
+    """Splits arguments into recipe (or None) and overrides. The first is the recipe unless it is an override."""
     words = words or []
     if config_name is None and words and "=" not in words[0] and not words[0].startswith("~"):
         return words[0], words[1:]
@@ -111,7 +111,7 @@ def split_recipe(words: list[str] | None, config_name: str | None) -> tuple[str 
 
 
 def read_options(words: list[str], name: str = "--option") -> dict[str, Any]:
-    """Reads options, each value read as YAML.  Raises: ConfigError."""
+    """Reads options of the form KEY=VALUE; VALUE is YAML.  Raises: ConfigError."""
     import yaml
 
     options = {}

@@ -35,7 +35,7 @@ def evaluate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -
 
 
 def evaluated(config: EvalConfig, **objects: Any) -> Evaluation:
-    """Evaluates, and prints the tables."""
+    """Evaluates a model and prints the tables of results."""
     from whet.evaluation.evaluate import evaluate as run
     from whet.tracking.console import LongPhases, shared_console
 
@@ -57,7 +57,7 @@ def evaluated(config: EvalConfig, **objects: Any) -> Evaluation:
 
 
 def tables(evaluation: Evaluation) -> list[Table]:
-    """Builds a table of the metrics over all n responses with intervals; for n > 1 also one of pass@k and maj@k."""
+    """Builds a table of the metrics over all n responses, with intervals, and for n > 1 a table of pass@k and maj@k."""
     by_source = evaluation.by_data_source
     rows = dict(by_source) if len(by_source) == 1 else {**by_source, "all": evaluation.metrics}
     n, metrics = evaluation.n, evaluation.metrics
@@ -130,14 +130,14 @@ def compare(
 def generate(words: RecipeAndOverrides = None, config_name: ConfigName = None) -> None:
     """Sample completions for a file of prompts, as JSON lines.
 
-    The same command continues an interrupted run."""
+    After an interruption, the same command continues."""
     from whet.config import GenerateConfig, load_config
 
     generated(load_config(GenerateConfig, *split_recipe(words, config_name)).config)
 
 
 def generated(config: GenerateConfig, *, is_kept: bool = True, **objects: Any) -> Generated:
-    """Samples, and prints the numbers of samples."""
+    """Samples completions, and prints their number and the number of tokens."""
     from whet.evaluation.generate import generate as run
     from whet.tracking.console import LongPhases
 
@@ -163,7 +163,7 @@ def select(
 ) -> None:
     """Keep the best of sampled responses, as rows for whet sft.
 
-    The words are those of whet eval: model.path and data.* as for whet generate, and reward.*, which scores."""
+    Overrides are as for whet eval: model.path and data.* as for whet generate, and reward.* for the scores."""
     from whet.config import EvalConfig, load_config
     from whet.evaluation.select import select as run
 

@@ -65,7 +65,7 @@ def config(
 
 
 def _print(schema: type[Section], recipe: str | None, overrides: list[str], *, meanings: bool) -> None:
-    """Prints the config line by line, each with its note, then the errors that the command would raise."""
+    """Prints the config, one line for each key with its note, then the errors that the command would raise."""
     from whet.config import keyed_lines, load_config, problems
     from whet.config.load import DEFAULT
     from whet.config.section import meaning
@@ -139,7 +139,7 @@ def _convert_rows(words: list[str]) -> None:
 
 
 def config_of(command: str | None, recipe: str | None, words: list[str]) -> WholeConfig:
-    """Loads the config for `command`; without one, for `whet train`, or for `whet sft` if only sft accepts it."""
+    """Loads the config for `command`, by default for `whet train`, or for `whet sft` if only that accepts it."""
     from whet.config import load_config
     from whet.config.commands import schema_of
 
@@ -215,7 +215,7 @@ def _print_row(output: Console, tokenizer: PreTrainedTokenizerBase, row: Preview
 
 
 def _print_media(output: Console, row: PreviewRow, folder: Path | None) -> None:
-    """Prints a line for each image and video of a row, and writes its thumbnail to the folder, if there is one."""
+    """Prints a line for each image and video of a row. With a `folder`, also writes a thumbnail of each into it."""
     from whet.data.preview import thumbnail
 
     for number, each in enumerate(row.media):

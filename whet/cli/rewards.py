@@ -50,12 +50,12 @@ def _table() -> dict[str, list[Any]]:
 
 
 def examples_of(entry: Entry) -> list[Any]:
-    """The examples of a shipped function: response, ground truth, reward, and, in some, a dict of other fields."""
+    """Returns a shipped function's examples. An example has response, ground truth, reward, and maybe other fields."""
     return _table().get(entry.alias_of or entry.name, [])
 
 
 def examples(entry: Entry) -> list[tuple[float, str]]:
-    """Reward and call of each example."""
+    """Formats the examples of a function as pairs of reward and call."""
     found: list[tuple[float, str]] = []
     for response, truth, reward, *more in examples_of(entry):
         fields: Mapping[str, object] = {"solution_str": response, "ground_truth": truth, **(more[0] if more else {})}

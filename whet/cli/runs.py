@@ -95,15 +95,15 @@ def plot(
 
 
 def check_png(option: str, output: Path) -> None:
-    """Raises: DataError naming the option if the output would not be a PNG file."""
+    """Checks that `output` names a PNG file.  Raises: DataError naming `option`."""
     if output.suffix != ".png":
         found = f"{output} ends in {output.suffix or 'nothing'}"
         raise DataError(option, found, "a name that ends in .png", "name a .png file")
 
 
 def with_metrics(folders: Sequence[Path]) -> list[RunFolder]:
-    """Reads the runs in the folders; below a folder with several, runs without metrics are left out.  Raises: DataError
-    if a named run has no metrics, or no run is left."""
+    """Reads the runs in the folders, and leaves out runs without metrics that are in a subfolder.  Raises: DataError if
+    a run in `folders` has no metrics, or no run is left."""
     from whet.tracking.runs import find_runs, read_run
 
     paths = [path for folder in folders for path in find_runs(folder) or [folder]]
@@ -120,7 +120,7 @@ def with_metrics(folders: Sequence[Path]) -> list[RunFolder]:
 
 
 def drawn(read: Sequence[RunFolder], metric: Sequence[str] | None) -> tuple[Drawing, list[str]]:
-    """Draws the chosen metrics of the runs, by default the main ones, and returns their names too.
+    """Draws the metrics of the runs, by default the main ones.  Returns the drawing and the names of the metrics.
 
     Raises: DataError if no run has such a metric."""
     from whet.tracking.plot import Panel, Series, plot_panels
@@ -139,7 +139,7 @@ def drawn(read: Sequence[RunFolder], metric: Sequence[str] | None) -> tuple[Draw
 
 
 def as_record(run: RunFolder) -> dict[str, object]:
-    """A run as a JSON record of `whet runs --json`."""
+    """Returns a run as a JSON record of `whet runs --json`."""
     best = run.best(run.best_metric)
     return {
         "path": str(run.path),
@@ -156,7 +156,7 @@ def as_record(run: RunFolder) -> dict[str, object]:
 
 
 def runs_table(found: Sequence[RunFolder], named: Sequence[Mapping[str, str]]) -> RenderableType:
-    """A table of runs; `named` has the columns in which they differ."""
+    """Builds a table of runs. `named` gives for each run the columns that tell it from the others."""
     shared = {run.best_metric for run in found if run.records}
     rows: list[list[str | Text]] = []
     for number, run in enumerate(found):
@@ -172,12 +172,12 @@ def runs_table(found: Sequence[RunFolder], named: Sequence[Mapping[str, str]]) -
 
 
 def state_of(run: RunFolder) -> Text:
-    """The state of a run, in its colour."""
+    """Formats the state of a run in its colour."""
     return Text(run.state, style=COLOURS.get(run.state, ""))
 
 
 def next_command(run: RunFolder) -> str:
-    """The next command for a run: resumes it, stops it if it runs, or exports it if it is finished."""
+    """Returns the next command for a run: stop a running one, export a finished one, resume any other."""
     path = shlex.quote(str(run.path))
     if run.state == "running":
         return f"touch {path}/stop"
@@ -294,7 +294,7 @@ def show(
 
 
 def _spread(rows: Sequence[Record]) -> list[Record]:
-    """The rows, reordered: one response of each prompt before the second of any."""
+    """Reorders the rows: the first response of every prompt, then the second responses, and so on."""
     seen: dict[str, list[Record]] = {}
     for row in rows:
         seen.setdefault(str(row.get("uid", "")).rpartition(":")[0], []).append(row)
@@ -307,7 +307,7 @@ def _count(found: int, limit: int) -> str:
 
 
 def _side_by_side(left: Record, right: Record) -> RenderableType:
-    """The prompt above two columns with the responses."""
+    """Shows the prompt above two columns, one for each response."""
     columns = Table.grid(expand=True, padding=(0, 2))
     for _ in range(2):
         columns.add_column(ratio=1, overflow="fold")
@@ -317,7 +317,7 @@ def _side_by_side(left: Record, right: Record) -> RenderableType:
 
 
 def _prompt(row: Record) -> Text:
-    """The prompt, with each run of media tokens shortened to one token and the count."""
+    """Formats the prompt. Repeated media tokens are shortened to one token and their count."""
     text = str(row.get("prompt") or "")
     if row.get("media"):
         text = re.sub(r"(<[^<>\s]+>)\1+", lambda run: f"{run[1]}×{len(run[0]) // len(run[1])}", text)
@@ -325,7 +325,7 @@ def _prompt(row: Record) -> Text:
 
 
 def _answer(row: Record) -> Iterator[RenderableType]:
-    """The response with its turns and media, and the reward with its parts and reasons."""
+    """Yields the response with its turns and media, then the reward with its parts and reasons."""
     from whet.tracking.rollouts import reasons
 
     for each in row.get("media") or ():
@@ -368,7 +368,7 @@ def _reward(row: Record) -> Text:
 
 
 def _named(name: str, value: object, style: str = "") -> Text:
-    """A text below its name, or beside it if short."""
+    """Formats a text with its name: above the text, or beside a text of one line."""
     from whet.tracking.tracker import printable
 
     text = printable(value if isinstance(value, str) else "" if value is None else str(value))

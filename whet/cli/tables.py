@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables that commands print."""
+"""Builds the tables that commands print."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Cell = str | Text
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[Cell]], *, left: Sequence[int] = (0,)) -> Table:
-    """A table whose columns numbered in `left` are aligned left; other columns hold numbers and are aligned right."""
+    """Builds a table. Columns numbered in `left` are aligned left; the other columns hold numbers, aligned right."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, title in enumerate(titles):
         made.add_column(title, justify="left" if number in left else "right", overflow="fold")
@@ -23,5 +23,5 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[Cell]], *, left: Sequen
 
 
 def interval(value: str, low: str, high: str, between: str = " to ") -> Text:
-    """A number with its interval on the line below."""
+    """Formats a number with its confidence interval on the line below."""
     return Text.assemble(value, (f"\n{low}{between}{high}", "dim"))

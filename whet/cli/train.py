@@ -39,7 +39,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="check everything, load 
 
 
 def command_of(trainer: Entry) -> Callable[..., None]:
-    """The command of a trainer, with the options that it offers."""
+    """Builds the command of a trainer, with its options."""
 
     def command(
         words: RecipeAndOverrides = None,
@@ -79,8 +79,8 @@ def command_of(trainer: Entry) -> Callable[..., None]:
 
 @contextmanager
 def _as_command(config: RunConfig, *, writes: bool = True) -> Iterator[None]:
-    """Shows the run. After a signal, prints the last checkpoint and the command that resumes, then exits with the usual
-    status: 130 after Ctrl-C."""
+    """Shows the progress of a run. After a signal, prints the last checkpoint and the command that resumes, then exits
+    with the usual status: 130 after Ctrl-C."""
     from whet.trainers.stop import Stopped
 
     try:
@@ -94,7 +94,7 @@ def _as_command(config: RunConfig, *, writes: bool = True) -> Iterator[None]:
 
 @contextmanager
 def shown(config: RunConfig, *, writes: bool = True) -> Iterator[None]:
-    """Shows the progress of long phases, and at the end the table of the run."""
+    """Shows the progress of long phases, and after the run its table of results."""
     from whet.tracking.console import LongPhases
     from whet.tracking.runs import read_run
     from whet.trainers.frame import run_folder
@@ -107,7 +107,7 @@ def shown(config: RunConfig, *, writes: bool = True) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Member:
-    """A run of a sweep: its values by key, and its overrides."""
+    """A run of a sweep: its swept values by key, and its overrides."""
 
     values: Mapping[str, str]
     overrides: list[str]
@@ -115,7 +115,7 @@ class Member:
 
 
 def members(words: Sequence[str]) -> list[Member]:
-    """The runs for overrides with sweeps (`a=1,2`, `a=range(1,4)`, `a=choice(x,y)`); the last sweep changes fastest.
+    """Lists the runs of a sweep in overrides (`a=1,2`, `a=range(1,4)`, `a=choice(x,y)`); the last key varies fastest.
     Raises: ConfigError."""
     from hydra.errors import HydraException
 
@@ -143,11 +143,11 @@ def members(words: Sequence[str]) -> list[Member]:
 
 
 def sweep(schema: type[RunConfig], recipe: str | None, words: Sequence[str], *, dry_run: bool = False) -> None:
-    """Starts the unfinished runs of a sweep, and prints a table of all of them. The exit status is 0 if all are
+    """Starts the unfinished runs of a sweep, and prints a table of all its runs. The exit status is 0 if all are
     finished, 1 if not, 130 after Ctrl-C.
 
-    Raises: ConfigError, before the first run starts, for a mistake in any run, and for one begun with other settings.
-    """
+    Raises: ConfigError, before any run starts, for a mistake in a run's config, or if a run was begun with other
+    settings."""
     from whet.config import load_config
     from whet.tracking.console import shared_console
     from whet.tracking.runs import is_run
@@ -188,7 +188,7 @@ def sweep(schema: type[RunConfig], recipe: str | None, words: Sequence[str], *, 
 
 
 def _run(command: list[str], asked: list[int]) -> None:
-    """Runs a process to its end. A signal meanwhile is recorded in `asked`; the run saves and ends after its step."""
+    """Runs a process to its end. Records signals in `asked`; the process gets them, saves, and ends after its step."""
     process = subprocess.Popen(command)
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -211,15 +211,15 @@ def _is_done(folder: Path, total_steps: int | None) -> bool:
 
 
 def _read(folder: Path) -> RunFolder:
-    """A run of the sweep, also if it has no folder yet."""
+    """Reads a run of the sweep, even if it has no folder yet."""
     from whet.tracking.runs import RunFolder, is_run, read_run
 
     return read_run(folder) if is_run(folder) else RunFolder(folder, {}, "not begun", None, "", [])
 
 
 def _name(values: Mapping[str, str]) -> str:
-    """A folder's name made from the values, such as lr-1e-05_seed-1; unlike `=` and `,` its characters have no meaning
-    to Hydra or a shell. A digest stands for the parts left out."""
+    """Builds a folder's name from the values, such as lr-1e-05_seed-1. It has no `=` or `,`, which Hydra and the shell
+    would interpret. If parts are left out, a digest replaces them."""
     whole = "_".join(f"{key}-{value}" for key, value in _short_keys(values).items())
     plain = re.sub(r"[^\w.+-]", "-", whole)
     if plain == whole and len(whole) <= MAX_NAME:
@@ -228,6 +228,6 @@ def _name(values: Mapping[str, str]) -> str:
 
 
 def _short_keys(values: Mapping[str, str]) -> Mapping[str, str]:
-    """The values by the last names of their keys, if these names differ."""
+    """Shortens the keys to their last names, if these differ."""
     short = {key.rpartition(".")[2]: value for key, value in values.items()}
     return short if len(short) == len(values) else values

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers of each role in many processes, and the groups through which one program calls them."""
+"""Workers, which run a role in many processes, and worker groups, through which one program calls them."""

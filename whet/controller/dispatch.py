@@ -29,7 +29,7 @@ WorkPart = tuple[float, list[int]]  # work, blocks
 
 
 class Dispatch(enum.Enum):
-    """The way in which a group's call splits its arguments over the ranks, and gathers their results."""
+    """The modes of a group's call: how arguments are split over the ranks, and how results are gathered."""
 
     ONE_TO_ALL = "one to all"  # every rank gets the same arguments; returns a list of results by rank
     ALL_TO_ALL = "all to all"  # every argument is a list with one item per rank; returns a list of results by rank
@@ -59,13 +59,12 @@ _CONCURRENT = WeakSet[Callable[..., Any]]()
 
 
 def register(dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL, *, concurrent: bool = False) -> Callable[[F], F]:
-    """Decorator that makes a worker's method callable through its group. Overriding methods inherit it.
+    """Marks a worker's method as callable through its group (a decorator). Overriding methods inherit the mark.
 
-    A process serves calls one after the other, in order; a call of a `concurrent` method runs at the same time, in a
-    thread of its own. In the caller's own process every call is a plain call.
+    A process serves calls one after the other, in order. A call of a `concurrent` method runs beside them, in its own
+    thread. In the caller's own process every call is a plain call.
 
-    Raises: RegistryError for a parameter named `block`: the dispatcher itself reads this keyword.
-    """
+    Raises: RegistryError for a parameter named `block`, a keyword that the dispatcher itself reads."""
 
     def decorate(method: F) -> F:
         if RESERVED in inspect.signature(method).parameters:
@@ -80,12 +79,12 @@ def register(dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL, *, concurrent: bool 
 
 
 def is_concurrent(cls: type[Worker], method: str) -> bool:
-    """True for a method that runs at the same time as other calls."""
+    """Tells whether a method runs at the same time as other calls."""
     return any(vars(base).get(method) in _CONCURRENT for base in cls.__mro__ if method in vars(base))
 
 
 def registered_methods(cls: type[Worker]) -> dict[str, Dispatch]:
-    """Dispatch modes of a worker class's registered methods, by name. A subclass overrides the mode of its base."""
+    """Returns the dispatch modes of a class's registered methods, by name. A subclass overrides its base's mode."""
     found: dict[str, Dispatch] = {}
     for base in reversed(cls.__mro__):
         for name, member in vars(base).items():
@@ -97,10 +96,9 @@ def registered_methods(cls: type[Worker]) -> dict[str, Dispatch]:
 def plan_call(
     mode: Dispatch, layouts: Sequence[RankLayout], arguments: Arguments, caller: str, block: int | str = 1
 ) -> CallPlan:
-    """Plans one call on ranks with these layouts. `caller` is its name in errors ("actor.update").
+    """Plans one call on ranks with these layouts. `caller` is the name of the call in errors ("actor.update").
 
-    Raises: DataError for arguments that do not fit the mode.
-    """
+    Raises: DataError for arguments that do not fit the mode."""
     if mode is Dispatch.DP_COMPUTE:
         return _data_parallel(layouts, arguments, caller, block)
     if block != 1:
@@ -114,7 +112,7 @@ def plan_call(
 
 
 def whole_call(mode: Dispatch, arguments: Arguments, caller: str) -> CallPlan | None:
-    """Plans a call on the only rank, where nothing is split or joined; None if `plan_call` has to plan it."""
+    """Plans a call on a single rank, without splitting or gathering. Returns None if `plan_call` must plan it."""
     sizes = {len(each) for each in (*arguments.args, *arguments.kwargs.values()) if isinstance(each, (Batch, list))}
     if mode is not Dispatch.DP_COMPUTE or len(sizes) != 1:
         return None
@@ -122,7 +120,7 @@ def whole_call(mode: Dispatch, arguments: Arguments, caller: str) -> CallPlan | 
 
 
 def check_layouts(layouts: Sequence[RankLayout], role: str) -> None:
-    """Checks that exactly one rank reports each data-parallel rank.  Raises: WorkerError."""
+    """Checks that exactly one rank reports the results of each data-parallel rank.  Raises: WorkerError."""
     reporting = sorted(layout.dp_rank for layout in layouts if layout.is_reporting)
     if any(reporting != list(range(layout.dp_size)) or layout.dp_rank not in reporting for layout in layouts):
         found = ", ".join(f"rank {rank}: {layout}" for rank, layout in enumerate(layouts))
@@ -155,7 +153,7 @@ def _data_parallel(layouts: Sequence[RankLayout], arguments: Arguments, caller: 
 
 
 def _workloads(rows: Batch | list[Any]) -> list[float]:
-    """Workload of each row, from its number of tokens; equal for rows without tokens."""
+    """Estimates the workload of each row from its number of tokens; equal for rows without tokens."""
     if isinstance(rows, Batch):
         lengths = rows["attention_mask"].sum(-1).tolist() if "attention_mask" in rows else [1] * len(rows)
     else:
@@ -229,7 +227,7 @@ def _join_rows(parts: Sequence[tuple[Any, Sequence[int]]], caller: str) -> Any:
 
 
 def _one_result_per_row(result: Any, shard: Sequence[int], caller: str) -> Any:
-    """Returns the result.  Raises: WorkerError unless each of its columns has a row for each row of the shard."""
+    """Returns the result.  Raises: WorkerError if one of its columns lacks or adds rows to the rows of the shard."""
     for each in result if isinstance(result, tuple) else [result]:
         columns = each if isinstance(each, dict) else {"rows": each} if isinstance(each, (Batch, list)) else {}
         sizes = {name: len(column) for name, column in columns.items()}
@@ -239,21 +237,20 @@ def _one_result_per_row(result: Any, shard: Sequence[int], caller: str) -> Any:
 
 
 def sequence_workload(num_tokens: int) -> float:
-    """Relative cost of one sequence: linear in its tokens for the matrix products, quadratic for attention."""
+    """Estimates the relative cost of a sequence: linear in its tokens for matrix products, quadratic for attention."""
     return num_tokens + num_tokens**2 / EVEN_LENGTH
 
 
 def balanced_partition(workloads: Sequence[float], parts: int, block: int | list[list[int]] = 1) -> list[list[int]]:
-    """Row numbers of each part, ascending; the largest total workload of a part is kept small.
+    """Splits rows into `parts` of nearly equal total workload.  Returns the row numbers of each part, ascending.
 
-    Each `block` consecutive rows stay together, or the rows of each block in a list. Greedy (Graham 1969): the largest
-    remaining block goes to the part with the least work; the largest part is then at most 4/3 - 1/(3 parts) of the
+    Each `block` consecutive rows stay together; a list gives the rows of each block. Greedy (Graham 1969): the largest
+    remaining block goes to the part with the least work. The largest part is then at most 4/3 - 1/(3 parts) of the
     optimum. With few blocks the largest differencing method (Karmarkar and Karp 1982) is tried too, and the more even
-    partition is returned. A part is empty only where there are fewer blocks than parts. The same workloads give the
-    same parts.
+    partition is returned. A part is empty only if there are fewer blocks than parts. The same workloads give the same
+    parts.
 
-    Raises: DataError if the rows are not a whole number of blocks.
-    """
+    Raises: DataError if the rows are not a whole number of blocks."""
     size = block if isinstance(block, int) else 1
     if parts < 1 or size < 1 or len(workloads) % size:
         found = f"{len(workloads)} rows for {parts} data-parallel ranks in blocks of {size} rows"
@@ -290,10 +287,10 @@ def _greedy(blocks: Sequence[float], order: Sequence[int], parts: int) -> list[W
 
 
 def _differenced(blocks: Sequence[float], order: Sequence[int], parts: int) -> list[WorkPart]:
-    """Partition of the blocks in `order` (largest first); its parts are sorted by their first block.
+    """Partitions the blocks in `order` (largest first) by the largest differencing method; sorts parts by first block.
 
     Each block starts as a partition of its own. The two least even partitions are joined, the fullest part of one with
-    the emptiest of the other, until one is left. A partition lists its non-empty parts, fullest first."""
+    the emptiest of the other, until one partition is left. A partition lists its non-empty parts, fullest first."""
     heap: list[tuple[float, int, list[WorkPart]]] = [  # (emptiest minus fullest, age to order equal ones, parts)
         (-blocks[index] if parts > 1 else 0.0, age, [(blocks[index], [index])]) for age, index in enumerate(order)
     ]

@@ -35,7 +35,7 @@ CLOSE_SECONDS = 10.0  # for workers to close before their processes are killed
 
 
 def launch_roles(specs: Sequence[WorkerSpec], cluster: ClusterConfig) -> dict[str, WorkerGroup]:
-    """Launches a group for each spec, by role, on the pools and the backend of the config.  Raises: as `launch`."""
+    """Launches a worker group for each spec on the pools and the backend of the config.  Returns the groups by role."""
     on_ray = cluster if cluster.backend == "ray" else None
     return launch(specs, pools_of(cluster, specs), cluster.deadline_seconds, on_ray)
 
@@ -47,18 +47,16 @@ def launch(
     deadline_seconds: float,
     on_ray: ClusterConfig | None = None,
 ) -> dict[str, WorkerGroup]:
-    """Launches a group for each spec.  Returns them by role. Each process of a pool hosts a worker of every role of the
-    pool, built in the order of `specs`.
+    """Launches a worker group for each spec.  Returns the groups by role. Each process of a pool hosts a worker of
+    every role of the pool, built in the order of `specs`.
 
     A single pool of one process without Ray is this process: calls are direct, arguments are passed by reference, and
     there are no deadlines. Otherwise new processes are started. Each imports the caller's main module, so a script
     needs `if __name__ == "__main__":`. `deadline_seconds` bounds the start, every collective and every wait for a call.
-    Sockets listen on the loopback address only. On Ray a process is an actor; `cluster.slots` gives each its node. The
-    processes, and all that they started, end with `close`, with the first failure, and with this process, even after
-    kill -9.
+    Sockets listen on the loopback address only. On Ray a process is an actor; `cluster.slots` gives its node. The
+    processes and their children end with `close`, with the first failure, and with this process, even after kill -9.
 
-    Raises: WorkerError or the WhetError that a worker's constructor raised; DeadlineError; ConfigError.
-    """
+    Raises: WorkerError or the WhetError that a worker's constructor raised; DeadlineError; ConfigError."""
     pools = with_roles(specs, [pools] if isinstance(pools, ResourcePool) else pools)
     transport: SameProcess | RemoteTransport[Any]
     if on_ray is not None:
@@ -84,7 +82,7 @@ def launch(
 
 
 class SameProcess(Transport):
-    """The transport to workers in this process: a direct call."""
+    """The transport to workers in this process. A call is a direct call of the method."""
 
     def __init__(self) -> None:
         self.workers = LocalWorkers()
@@ -174,7 +172,7 @@ class ProcessTransport(RemoteTransport[_Process]):
         return frames
 
     def start_call(self, peer: _Process, call: OpenCall, header: bytes, payload: list[wire.Frame]) -> None:
-        """Writes header and payload to the socket."""
+        """Sends header and payload through the socket. Failure to send loses the process."""
         try:
             frames.send(peer.socket, call.number, [header, *payload])
         except TimeoutError:
@@ -185,7 +183,7 @@ class ProcessTransport(RemoteTransport[_Process]):
             self.lose(peer, self._death(peer))
 
     def end_processes(self, *, is_orderly: bool) -> None:
-        """Closes the sending side, waits if `is_orderly`, then kills the remaining processes."""
+        """Closes the sending side of the sockets, waits for processes to end if `is_orderly`, then kills the others."""
         until = time.monotonic() + CLOSE_SECONDS
         running = [peer for peer in self.peers if is_orderly and peer not in self._losses]
         for peer in running:

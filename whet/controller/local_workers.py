@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker side of a call, for every transport: the workers of one process, and their replies; and the main function
-of a worker process on this machine, which serves calls in order until its caller closes the connection.
+"""The worker side of a call, for every transport. It has the workers of one process and their replies, and the main
+function of a worker process on this machine, which serves calls in order until its caller closes the connection.
 
-A reader thread takes the next call from the socket at any time; the main thread runs the workers and replies. A call
-of a concurrent method has a thread of its own. torch is loaded once, in the template, which asks for no device."""
+A reader thread takes the next call from the socket at any time; the main thread runs the workers and replies. A call of
+a concurrent method has its own thread. torch is loaded once, in the template process, which uses no device."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ class RankSpec:
 
 
 class LocalWorkers:
-    """The workers of this process. Without a `spec` it is the only process, and computes on the accelerator, if any.
+    """The workers of this process. Without a `spec` this is the only process, and computes on the accelerator, if any.
 
-    `where`, as " on 10.0.0.2", follows a rank in errors."""
+    `where`, such as " on 10.0.0.2", is appended to the rank in errors."""
 
     def __init__(self, spec: RankSpec | None = None, where: str = "") -> None:
         self._spec, self._where = spec, where
@@ -91,7 +91,7 @@ class LocalWorkers:
         self._device = devices.here() if spec is None else spec.set_device()
 
     def serve(self, frames: Sequence[wire.Frame]) -> list[wire.Frame]:
-        """Serves one call: a pickled (role, method), then the frames of its payload.  Returns the frames of the reply,
+        """Serves one call. Its frames are a pickled (role, method), then the payload.  Returns the frames of the reply:
         (True, result) or (False, WhetError)."""
         role, method = pickle.loads(frames[0])
         try:
@@ -101,12 +101,12 @@ class LocalWorkers:
             return wire.encode((False, self._portable(error, role, method)))
 
     def is_concurrent(self, frames: Sequence[wire.Frame]) -> bool:
-        """True if a call runs at the same time as other calls."""
+        """Tells whether a call runs at the same time as other calls."""
         role, method = pickle.loads(frames[0])
         return role in self.by_role and is_concurrent(type(self.by_role[role]), method)
 
     def call(self, role: str, method: str, payload: Arguments | WorkerSpec) -> Any:
-        """Calls a worker's method.  Returns its result, for BUILD the new worker's layout.  Raises: its errors."""
+        """Calls a worker's method.  Returns its result, for BUILD the new worker's layout.  Raises: as the method."""
         if isinstance(payload, WorkerSpec):
             return self.build(payload)
         return getattr(self.by_role[role], method)(*payload.args, **payload.kwargs)
@@ -129,7 +129,7 @@ class LocalWorkers:
             torch.distributed.destroy_process_group()
 
     def build(self, spec: WorkerSpec) -> RankLayout:
-        """Builds a worker.  Returns its place among the ranks."""
+        """Builds a worker.  Returns its layout: its place among the ranks."""
         own, rank, world_size = self._spec, 0, 1
         if own is not None:
             rank, world_size = own.rank, own.pool.processes
@@ -149,7 +149,7 @@ class LocalWorkers:
         return RankLayout(worker.dp_rank, worker.dp_size, worker.is_reporting)
 
     def _portable(self, error: BaseException, role: str, method: str) -> WhetError:
-        """Describes an error with its traceback as a note, in a form that the caller can unpickle."""
+        """Describes an error in a form that the caller can unpickle, with the traceback as a note."""
         trace = f"in the worker process:\n{''.join(traceback.format_exception(error)).rstrip()}"
         described = self.describe(error, role, method)
         described.add_note(trace)
@@ -171,7 +171,7 @@ class LocalWorkers:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface that has an IPv4 address."""
+    """Returns the name of the network interface with this IPv4 address."""
     names = [name for _, name in socket.if_nameindex()]
     if address == LOOPBACK:
         return next(name for name in names if name.startswith("lo"))
@@ -209,7 +209,7 @@ def main_module() -> dict[str, Any]:
 
 
 def prepare(main: bytes) -> Serve:
-    """Returns the main function of a worker process, with torch loaded for all."""
+    """Returns the main function of a worker process, after loading torch for all of them."""
     importlib.import_module("whet.controller.local_workers")
     return partial(_serve, pickle.loads(main))
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The caller's side of workers in other processes: the open calls of each process, and a common end of all processes.
+"""The caller's side of workers in other processes: the open calls of each process, and the end of all processes.
 
-The pools of a launch share one transport, so the first failure in any of them ends every process. Only the loss of a
-replica (`is_replica` of Worker) leaves the others running; it may be started again."""
+The pools of a launch share one transport, so the first failure in any of them ends every process. The loss of a replica
+(`Worker.is_replica`) is the exception: the other processes keep running, and it may be started again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenCall:
-    """A call to a process, still without a reply."""
+    """A call to a process that has no reply yet."""
 
     role: str
     method: str
@@ -40,7 +40,7 @@ class OpenCall:
 
 @dataclass(frozen=True, eq=False)
 class WorkerConnection:
-    """A worker process, and its open calls, oldest first."""
+    """A worker process, with its open calls, oldest first."""
 
     pool: ResourcePool
     rank: int  # in the pool
@@ -49,11 +49,11 @@ class WorkerConnection:
 
     @property
     def where(self) -> str:
-        """The text after the rank in errors, as " on 10.0.0.2"."""
+        """Returns the text that follows the rank in errors, such as " on 10.0.0.2"."""
         return ""
 
     def name(self, role: str = "") -> str:
-        """Role (default: all roles of the pool) and rank, for errors."""
+        """Returns role (default: all roles of the pool) and rank, for errors."""
         return f"{role or ', '.join(self.pool.roles)} rank {self.rank}{self.where}"
 
 
@@ -61,10 +61,9 @@ P = TypeVar("P", bound=WorkerConnection)
 
 
 class RemoteTransport(ABC, Generic[P]):
-    """A transport to processes. A backend implements how a call is started, and how processes end.
+    """A transport to worker processes. A backend implements the start of a call and the end of processes.
 
-    Threads of the backend call `complete` with each reply and `abort` on a failure; any thread may send.
-    """
+    Threads of the backend call `complete` with each reply, and `abort` on a failure. Any thread may send."""
 
     # When a rank dies, collectives fail on the others. An error waits so long, so that the death is reported first.
     ECHO_SECONDS = 0.5
@@ -82,9 +81,9 @@ class RemoteTransport(ABC, Generic[P]):
         self._starting = threading.Lock()  # so that no process starts after the end
 
     def build(self, specs: Sequence[WorkerSpec]) -> dict[str, list[RankLayout]]:
-        """Builds the workers in every process.  Returns the layout of each rank by role.
+        """Builds the workers in every process.  Returns the layouts of the ranks, by role.
 
-        Raises: WorkerError or the WhetError that a constructor raised; DeadlineError. The processes have ended then."""
+        Raises: WorkerError or the WhetError that a constructor raised; DeadlineError. All processes have then ended."""
         self._specs = {spec.role: spec for spec in specs}
         try:
             calls = [self._build(spec) for spec in specs]
@@ -124,7 +123,7 @@ class RemoteTransport(ABC, Generic[P]):
             self.lose(peer, error)
 
     def lose(self, peer: P, error: WhetError) -> None:
-        """Ends a lost or late process, and fails its calls; ends all processes unless it is a replica."""
+        """Ends a lost or late process and fails its calls. Unless the process is a replica, all processes end."""
         if not self._is_built or not all(self._specs[role].cls.is_replica for role in peer.pool.roles):
             self.abort(error)
             return
@@ -142,7 +141,7 @@ class RemoteTransport(ABC, Generic[P]):
         return self._starter.submit(self._start_again, role, rank)
 
     def complete(self, peer: P, frames: Sequence[wire.Frame], number: int) -> None:
-        """Completes the open call `number` of a process with its reply."""
+        """Completes the open call `number` of a process with the reply in `frames`."""
         try:
             succeeded, result = wire.decode(frames)
         except Exception as error:
@@ -164,7 +163,7 @@ class RemoteTransport(ABC, Generic[P]):
             call.reply.set_result(result)
 
     def oldest(self, peer: P) -> OpenCall | None:
-        """The call that a process is running; None between two calls."""
+        """Returns the oldest open call of a process, which it is running; None between calls."""
         with self._state:
             return peer.calls[0] if peer.calls else None
 
@@ -176,21 +175,21 @@ class RemoteTransport(ABC, Generic[P]):
         idle: str = "between two calls",
         change: str = "",
     ) -> LostWorkerError:
-        """The error for a process that died during a call, or while it was `idle`."""
+        """Builds the error for a process that died during `call`, or between calls (`idle` describes this time)."""
         name = peer.name(call.role if call else "")
         return LostWorkerError(name, f"died {f'in {call.method}' if call else idle}: {reason}", change=change)
 
     @abstractmethod
     def prepare(self, frames: list[wire.Frame]) -> Any:
-        """Makes the payload of `start_call` from arguments, once for all ranks that share them."""
+        """Converts the frames of arguments to a payload of `start_call`, once for all ranks that share them."""
 
     @abstractmethod
     def start_call(self, peer: P, call: OpenCall, header: bytes, payload: Any) -> None:
-        """Starts a call on a process; on failure the process counts as lost."""
+        """Starts a call on a process. On failure the process counts as lost."""
 
     @abstractmethod
     def open(self, lost: P) -> P:
-        """Starts a process without workers to replace a lost one."""
+        """Starts a process without workers. It replaces a lost one."""
 
     @abstractmethod
     def end_process(self, peer: P) -> None:
@@ -198,7 +197,7 @@ class RemoteTransport(ABC, Generic[P]):
 
     @abstractmethod
     def end_processes(self, *, is_orderly: bool) -> None:
-        """Ends all processes and waits for their end; if `is_orderly`, workers may close first."""
+        """Ends all processes and waits for their end. If `is_orderly`, the workers may close first."""
 
     def _peers_of(self, role: str) -> list[P]:
         return [peer for peer in self.peers if role in peer.pool.roles]
@@ -234,7 +233,7 @@ class RemoteTransport(ABC, Generic[P]):
         return call.reply
 
     def _end(self, error: WhetError, *, is_orderly: bool) -> None:
-        """Refuses further calls, ends the processes, then fails the open calls. Only the first end has an effect."""
+        """Refuses further calls, ends the processes, then fails the open calls. Only the first call has an effect."""
         with self._state:
             if self._ended_by is not None:
                 return

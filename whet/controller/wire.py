@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts objects to the frames of a message: a pickle, then the bytes of tensors and arrays, without a copy."""
+"""Converts objects to the frames of a message: a pickle, then the bytes of tensors and arrays, not copied."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def encode(value: Any) -> list[Frame]:
 
 
 def decode(content: Sequence[Frame]) -> Any:
-    """Returns the encoded object; its tensors use the memory of the frames, and are writable."""
+    """Decodes an object from its frames. Its tensors are writable and use the memory of the frames."""
     return pickle.loads(content[0], buffers=content[1:])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers: one object for each role and process, which serves the calls of its group; pools of processes host them."""
+"""Workers and their pools. A worker is the object of a role in one process; it serves the calls of its group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from whet.errors import ConfigError
 
 
 class Host(NamedTuple):
-    """The machine of a rank, its address, and the devices that the rank sees, as CUDA_VISIBLE_DEVICES names them."""
+    """The machine and address of a rank, and the devices that it sees, named as in CUDA_VISIBLE_DEVICES."""
 
     node: str
     address: str
@@ -25,7 +25,7 @@ class Host(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Role, rank and device of a worker: the first argument of its class, made by the backend."""
+    """The role, rank and device of a worker. The backend passes it as the first argument of the worker's class."""
 
     role: str  # of its group: actor, critic, rollout, ...
     rank: int = 0  # of its process, from 0
@@ -41,8 +41,8 @@ class Worker:
     """A rank of a role. Subclasses call `super().__init__(placement)` first and mark the methods of the group with
     `@register`. Methods must not modify their arguments: within one process they are the caller's own objects.
 
-    `neighbours` are the workers of other roles in this process, by role; in `__init__` only the ones built earlier. A
-    rollout worker gets the actor's module from it, without a copy."""
+    `neighbours` are the workers of other roles in this process, by role; during `__init__`, only workers built earlier.
+    Through it, a rollout worker gets the actor's module without a copy."""
 
     # The ranks work apart from each other, without a process group: in a pool of such workers alone, one that is lost
     # may be started again.
@@ -60,22 +60,22 @@ class Worker:
 
     @property
     def dp_size(self) -> int:
-        """The number of shards of a batch; the same on every rank."""
+        """The number of shards of a batch. It is the same on every rank."""
         return self.world_size
 
     @property
     def is_reporting(self) -> bool:
-        """True on exactly one of the ranks with the same `dp_rank`; the group uses the results of this rank."""
+        """True on exactly one of the ranks with the same `dp_rank`. The group uses this rank's results."""
         return True
 
     def close(self) -> None:
-        """Releases files and processes that would outlive the worker. Called once, and only in an orderly end."""
+        """Releases files and processes that would outlive the worker. Called once, in an orderly end only."""
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """The constructor call for the workers of a role: `cls(placement, *args, **kwargs)` on every rank. Workers
-    get it by pickle, so the class must be in a module that other processes can import."""
+    """The constructor call for the workers of a role: `cls(placement, *args, **kwargs)` on every rank. It is sent as a
+    pickle, so the class must be in a module that other processes can import."""
 
     role: str
     cls: type[Worker]
@@ -93,13 +93,13 @@ class RankLayout:
 
 
 def pools_of(cluster: ClusterConfig, specs: Sequence[WorkerSpec]) -> list[ResourcePool]:
-    """The pools of the config's placement with the roles of `specs`, without pools that host no role."""
+    """Returns the pools of the config that host a role of `specs`, with these roles."""
     hosted = {name: tuple(spec.role for spec in specs if cluster.pool_of(spec.role) == name) for name in cluster.pools}
     return [replace(pool, roles=roles) for pool in cluster.resources if (roles := hosted[pool.name])]
 
 
 def with_roles(specs: Sequence[WorkerSpec], pools: Sequence[ResourcePool]) -> list[ResourcePool]:
-    """The pools with their roles filled in.  Raises: ConfigError unless each role of `specs` is in exactly one pool."""
+    """Fills in the roles of the pools.  Raises: ConfigError unless each role of `specs` is in exactly one pool."""
     roles = [spec.role for spec in specs]
     if not specs or len(set(roles)) < len(roles):
         raise ConfigError("roles of a launch", roles, "at least one, and each once")
@@ -112,5 +112,5 @@ def with_roles(specs: Sequence[WorkerSpec], pools: Sequence[ResourcePool]) -> li
 
 
 def cores() -> int:
-    """Number of cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if "sched_getaffinity" in vars(os) else os.cpu_count() or 1

@@ -26,26 +26,25 @@ class Transport(Protocol):
     """A backend's connection to the ranks. One transport serves all roles that share its processes."""
 
     def send(self, role: str, method: str, arguments: Mapping[int, Arguments]) -> dict[int, Reply]:
-        """Starts `method` on the ranks in `arguments` and returns at once, with a reply for each.
+        """Starts `method` on the ranks in `arguments`, and returns a reply for each at once.
 
         A rank serves its calls in the order of sending. A failed reply holds a WhetError that names role, rank and
-        method; after it all open calls fail and the processes are ended. Only the loss of a replica (`is_replica` of
-        Worker) fails the calls of this rank alone.
-        """
+        method. After it all open calls fail and all processes end. The loss of a replica (`Worker.is_replica`) is the
+        exception: it fails only the calls of this rank."""
 
     ended: threading.Event  # set once all processes end
 
     def give_up(self, role: str, ranks: Sequence[int], error: WhetError) -> None:
-        """Ends ranks that do not answer, or all ranks if they depend on each other, and fails their open calls."""
+        """Ends ranks that do not answer, and fails their open calls. If ranks depend on each other, all of them end."""
         self.abort(error)
 
     def start_again(self, role: str, rank: int) -> Reply:
-        """Replaces a lost rank by a new process with its workers; returns at once."""
+        """Starts a process with workers to replace a lost rank, and returns at once."""
         found = "in this process, where it cannot be started again"
         raise WorkerError(f"{role} rank {rank}", found, "a rank in another process")
 
     def abort(self, error: WhetError) -> None:
-        """Ends all processes now and fails the open calls with `error`."""
+        """Ends all processes now, and fails the open calls with `error`."""
 
     def close(self) -> None:
         """Closes the workers and ends their processes. May be called twice."""
@@ -53,7 +52,7 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PendingCall:
-    """A call that was started on the ranks of a group. A process runs its calls in order, except concurrent ones."""
+    """A started call on the ranks of a group. A process runs its calls in order, except concurrent ones."""
 
     role: str
     method: str
@@ -65,11 +64,11 @@ class PendingCall:
 
     @property
     def is_lost(self) -> bool:
-        """Tells whether an error of this call means only the loss of its ranks, while others still run."""
+        """Tells whether an error of this call means only the loss of its ranks, while other ranks still run."""
         return not self.transport.ended.is_set()
 
     def done(self) -> bool:
-        """True if `result` would return or raise at once."""
+        """Tells whether `result` would return or raise at once."""
         return all(reply.done() for reply in self.replies.values())
 
     def result(self, deadline_seconds: float | None = None) -> Any:
@@ -86,7 +85,7 @@ class PendingCall:
         return self.plan.collect({rank: reply.result() for rank, reply in self.replies.items()})
 
     def expire(self) -> None:
-        """Gives up if the ranks have not answered within the deadline, counted from the start."""
+        """Gives up if the ranks have not answered within the deadline, counted from the start of the call."""
         if not self.done() and time.monotonic() - self.started_at > self.deadline_seconds:
             self.give_up(self.deadline_seconds)
 
@@ -120,16 +119,15 @@ class WorkerGroup:
     def call(self, method: str, *args: Any, block: int | str | None = None, **kwargs: Any) -> Any:
         """Calls `method` on the ranks, in its dispatch mode.  Returns the gathered result.
 
-        Where rows are split, a `block` stays on one rank: a number of consecutive rows (2 for preference pairs), or the
-        rows with equal values in a column; by default the block of an objective among the arguments. Ranks get equal
-        work, measured by the column `attention_mask` or the `token_ids` of list items.
+        If rows are split, the rows of a `block` stay on one rank. A number means so many consecutive rows (2 for
+        preference pairs); a column's name means the rows with an equal value. The default is the block of an objective
+        in `args`. Ranks get equal work, measured by the column `attention_mask` or the `token_ids` of list items.
 
-        Raises: DataError for arguments that do not fit the mode; the errors of `PendingCall.result`.
-        """
+        Raises: DataError for arguments that do not fit the mode; the errors of `PendingCall.result`."""
         return self.start(method, *args, block=block, **kwargs).result()
 
     def start(self, method: str, *args: Any, block: int | str | None = None, **kwargs: Any) -> PendingCall:
-        """Starts `call` without waiting (within one process the call is finished on return)."""
+        """Starts `call` without waiting. Within one process the call has finished on return."""
         caller = f"{self.role}.{method}"
         if method not in self._methods:
             registered = f"a method of {self._class_name}: {', '.join(self._methods)}"
@@ -168,11 +166,11 @@ class WorkerGroup:
 
 
 def closed_error(role: str, method: str, closed_by: WhetError) -> WorkerError:
-    """The error for a call after the end of the workers; `closed_by` is the error that ended them."""
+    """Builds the error for a call after the end of the workers; `closed_by` is the error that ended them."""
     kind = LostWorkerError if isinstance(closed_by, LostWorkerError) else WorkerError
     return kind(f"{role}.{method}", f"the workers are closed ({closed_by})", change=LAUNCH_AGAIN)
 
 
 def stopped(why: str) -> WorkerError:
-    """The error that ends the workers of a launch although none of them failed."""
+    """Builds the error that ends the workers of a launch although none of them failed."""
     return WorkerError("workers", why, change=LAUNCH_AGAIN)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training engines."""
+"""Training engines: they hold the weights and optimizer of a model, and update them."""

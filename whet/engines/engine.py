@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of training engines: passes over a batch, then a step. Subclasses place weights and gradients."""
+"""The base of training engines: accumulates gradients over a batch, then takes a step. Subclasses place the weights."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from whet.phases import counted, span
 
 
 class Engine(ABC):
-    """A model, its optimizer, and one step of it on a mini-batch.
+    """A model with its optimizer. Takes one step for each mini-batch.
 
-    Every rank of `process_group` gets its shard of a mini-batch: counts and gradients are summed over ranks with
+    Every rank of `process_group` gets its shard of a mini-batch. Counts and gradients are summed over ranks with
     different rows, so that N ranks take the same step as one."""
 
     optimizer: Optimizer | None
@@ -79,16 +79,16 @@ class Engine(ABC):
 
     @classmethod
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
-        """Returns the placement of a model over processes: here each process has the whole model."""
+        """Returns the placement of a model over processes. In this base class each process has the whole model."""
         return Spread()
 
     @classmethod
     def refuses(cls, use: EngineUse) -> Iterable[ConfigError]:
-        """Returns the errors of any engine except `single`."""
+        """Returns the errors that apply to every engine except `single`."""
         return other_kernels(use)
 
     def whole_module(self) -> PreTrainedModel | None:
-        """The language model itself, if it is whole on this rank: a rollout may sample from it."""
+        """Returns the language model itself if this rank has all of it (a rollout may sample from it), else None."""
         return None
 
     def adapter_off(self) -> AbstractContextManager[None]:
@@ -115,7 +115,7 @@ class Engine(ABC):
 
     @torch.no_grad()
     def forward(self, batch: Batch, needs: frozenset[str], temperature: float = 1.0) -> dict[str, torch.Tensor]:
-        """Model outputs [B, R], over the vocabulary [B, R, V], without gradient, in row order, on the host."""
+        """Computes outputs [B, R], or [B, R, V] over the vocabulary, without gradient, in row order, on the host."""
         columns: Columns = batch.columns()
         outputs = {name: torch.zeros(columns["response_mask"].shape) for name in needs}
         training, coming = self.model.training, list[tuple[list[int], str, torch.Tensor]]()
@@ -137,7 +137,7 @@ class Engine(ABC):
 
     def forward_backward(self, batch: Batch, objective: Objective, counts: Columns | None = None) -> Metrics:
         """Adds the gradient of the loss of `batch`, divided by `counts`, to the gradients of earlier calls since the
-        last step. Does nothing if no token counts."""
+        last step. Does nothing if all counts are 0, that is, if no token counts."""
         if isinstance(objective, Narrows):
             batch = objective.narrowed(batch)
         columns: Columns = batch.columns()
@@ -160,7 +160,7 @@ class Engine(ABC):
     def schedule(self, columns: Columns, objective: Objective, counts: Columns, metrics: Metrics) -> torch.Tensor:
         """Accumulates the gradient of this rank's rows.  Returns the loss of the rows.
 
-        Runs micro-batch after micro-batch, each forward and backward; a pipeline overrides this order."""
+        Runs forward and backward of one micro-batch after another. A pipeline overrides this order."""
         total = torch.zeros((), device=self.device)
         passes = self.passes(columns, objective.block)
         routing = Routing.of(self.model, objective, self.process_group, self.rows_group, self.device)
@@ -188,7 +188,7 @@ class Engine(ABC):
     def _loss_of(
         self, outputs: Columns, part: Columns | None, objective: Objective, counts: Columns, metrics: Metrics
     ) -> torch.Tensor:
-        """The loss of a micro-batch of a pipeline, with its metrics recorded; without rows 0, with a gradient of 0."""
+        """Returns the loss of a pipeline's micro-batch, and records metrics. Without rows, loss and gradient are 0."""
         if part is None:
             return 0.0 * torch.stack([value.sum() for value in outputs.values()]).sum()
         loss, measured = objective.loss(outputs, self.to_device(part), counts)
@@ -197,7 +197,7 @@ class Engine(ABC):
 
     @torch.no_grad()
     def _choices(self, columns: Columns, passes: list[list[int]], routing: Routing) -> torch.Tensor:
-        """Counts how often the tokens that the loss reads in this rank's rows choose each expert.  [E]"""
+        """Counts how often each expert is chosen, over the tokens of this rank's rows that the loss reads.  [E]"""
         found = [torch.zeros(routing.experts, device=self.device)]
         for rows in passes:
             part = rows_of(columns, rows)
@@ -206,7 +206,7 @@ class Engine(ABC):
         return torch.stack(found).sum(0)
 
     def step(self) -> Metrics:
-        """Sums gradients over the ranks, clips them, and takes the step.
+        """Sums gradients over the ranks, clips them, and takes an optimizer step.
 
         Takes no step if no token counted (metric `empty_updates`), or if loss or gradient is not finite
         (`skipped_updates` of the run, `skipped_in_a_row`)."""
@@ -238,12 +238,12 @@ class Engine(ABC):
         return metrics
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights under their Hugging Face names, tied weights once, adapters merged; on every rank, in one
-        order."""
+        """Yields the full weights under their Hugging Face names: tied weights once, adapters merged. Every rank yields
+        them in the same order."""
         return merged_weights(self.model, self._gathered)
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights of the adapter, under the names in an adapter's folder; on every rank, in one order."""
+        """Yields the adapter's full weights by their names in an adapter folder, on every rank in the same order."""
         return ((name, self._gathered(weight)) for name, weight in adapter_weights(self.model))
 
     def _gathered(self, weight: torch.Tensor) -> torch.Tensor:
@@ -260,18 +260,17 @@ class Engine(ABC):
 
     @abstractmethod
     def save(self, path: Path, start: dict[str, Any] | None) -> None:
-        """Writes weights, optimizer state and progress, and `start`, the model of an adapter. On every rank."""
+        """Writes weights, optimizer state, progress, and `start`, an adapter's base model. All ranks call it."""
 
     @abstractmethod
     def load(self, path: Path) -> dict[str, Any] | None:
-        """Restores the state that `save` wrote; on every rank.  Returns its `start`.
+        """Restores the state that `save` wrote. All ranks call it.  Returns its `start`.
 
-        Raises: EngineError for the state of another model or engine.
-        """
+        Raises: EngineError for the state of another model or engine."""
 
     @torch.no_grad()
     def copy_from(self, other: Engine) -> None:
-        """Copies the weights of an engine of the same kind and with the same shards in this process."""
+        """Copies the weights of another engine in this process, of the same kind and with the same shards."""
         for own, new in zip(self.model.parameters(), other.model.parameters(), strict=True):
             own.copy_(new)
 
@@ -284,7 +283,7 @@ class Engine(ABC):
         self._move(self.device, weights=True)
 
     def outputs(self, part: Columns, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
-        """Model outputs of a micro-batch on the host; differentiable."""
+        """Computes the model outputs of a micro-batch on the host; they are differentiable."""
         where = layout_of(part, self.forward_settings)
         with span("forward"):
             return self._outputs(where.to(self.device), needs, temperature)
@@ -299,11 +298,11 @@ class Engine(ABC):
         """Calls `outputs_of` for a micro-batch."""
 
     def _weights_read(self) -> AbstractContextManager[None]:
-        """Surrounds passes between which no weight changes."""
+        """Returns a context for several passes between which no weight changes."""
         return nullcontext()
 
     def _keep_gradients(self) -> None:  # noqa: B027  # autograd adds them up
-        """Called after each backward pass."""
+        """Handles the gradients after each backward pass; by default autograd's sums are kept."""
 
     def _sum_gradients(self) -> None:  # noqa: B027  # each pass may have done it
         """Sums gradients over the ranks before a step, so that they belong to the whole mini-batch."""
@@ -313,8 +312,8 @@ class Engine(ABC):
         """Clips the gradient.  Returns its norm before clipping, the same on every rank."""
 
     def passes(self, columns: Columns, block: int | str) -> list[list[int]]:
-        """Rows by micro-batch; starts decoding their media. An empty micro-batch is a pass that counts for nothing,
-        while other ranks have more passes."""
+        """Splits rows into micro-batches, as lists of row numbers, and starts decoding their media. A list may be
+        empty: a dummy pass, which counts for nothing, while other ranks have more passes."""
         if not len(columns["response_mask"]):  # more ranks than rows
             return []
         counted = columns["response_mask"].bool().any(1)
@@ -341,8 +340,8 @@ class Engine(ABC):
         return passes
 
     def _evened(self, passes: list[list[int]], least: int = 0, step: int = 1) -> list[list[int]]:
-        """Returns the same number of passes on every rank, at least `least` and a multiple of `step`: all ranks take
-        part in each."""
+        """Appends empty passes until every rank has the same number: at least `least`, and a multiple of `step`. (All
+        ranks take part in each pass.)"""
         most = torch.tensor(len(passes))  # the hosts agree on it
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.process_group)
         count = -(-max(int(most), least) // step) * step
@@ -367,14 +366,14 @@ class Engine(ABC):
         return number
 
     def _checkpointed(self) -> dict[str, torch.Tensor]:
-        """The weights and kept buffers of a checkpoint; for an adapter its own weights alone."""
+        """Returns the weights and kept buffers of a checkpoint; with an adapter, only the adapter's weights."""
         named = dict(self.model.named_parameters())
         if adapted_layers(self.model):
             return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         return {**named, **kept_buffers(self.model)}
 
     def _progress(self) -> dict[str, int]:
-        """The numbers of steps taken and skipped."""
+        """Returns the numbers of steps taken and skipped."""
         return {"steps_done": self.steps_done, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
 
     def _load_progress(self, state: dict[str, Any]) -> None:
@@ -388,7 +387,7 @@ class Engine(ABC):
 
 
 def check_same(own: dict[str, torch.Size], saved: dict[str, torch.Size]) -> None:
-    """Raises: EngineError if names or shapes of the saved weights belong to another model."""
+    """Checks that the saved weights have the names and shapes of this model.  Raises: EngineError."""
     if own.keys() != saved.keys():
         different = sorted(own.keys() ^ saved.keys())
         found = f"is of another model: {len(different)} weights differ, such as {different[0]}"
@@ -400,7 +399,7 @@ def check_same(own: dict[str, torch.Size], saved: dict[str, torch.Size]) -> None
 
 
 def _take_in(outputs: dict[str, torch.Tensor], coming: list[tuple[list[int], str, torch.Tensor]]) -> None:
-    """Writes the outputs of some rows into the outputs of all rows, and empties the list."""
+    """Writes the outputs in `coming` into the rows of `outputs`, and empties `coming`."""
     for rows, name, value in coming:
         if rows and outputs[name].dim() < value.dim():
             outputs[name] = torch.zeros(*outputs[name].shape, *value.shape[2:])
@@ -410,7 +409,7 @@ def _take_in(outputs: dict[str, torch.Tensor], coming: list[tuple[list[int], str
 
 
 def rows_of(columns: Columns, rows: list[int]) -> Columns:
-    """The given rows of all columns; the columns themselves if these are all rows in order; `_idle` without rows."""
+    """Selects rows of all columns: `columns` itself if `rows` is every row in order, `_idle` if `rows` is empty."""
     if not rows:
         return _idle(columns)
     if rows == list(range(len(columns["response_mask"]))):
@@ -419,7 +418,7 @@ def rows_of(columns: Columns, rows: list[int]) -> Columns:
 
 
 def _idle(columns: Columns) -> Columns:
-    """Returns a dummy row of two tokens, for a pass while other ranks still have rows."""
+    """Returns a dummy row of two tokens, for a pass of a rank without rows while other ranks still have rows."""
     positions = columns["position_ids"]
     two = torch.arange(2, device=positions.device)
     return {

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grid of a role's processes, from the option `mesh`; without torch.
+"""The grid of a role's processes, from the option `mesh`. Does not import torch.
 
     pipeline x replicate x shard x context x tensor = processes        the first is the outermost
 
-`expert` is no further factor: it divides shard x context, over which other weights are sharded."""
+`expert` is not another factor. It divides shard x context, the ranks over which other weights are sharded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMER = {"tensor_parallel_size": "tensor", "sequence_parallel_size": "context",
 
 @dataclass(frozen=True)
 class Mesh:
-    """The sizes of the grid."""
+    """The sizes of the process grid."""
 
     replicate: int = 1  # copies of everything
     shard: int = 1  # parts of a mini-batch's rows, in each copy
@@ -33,14 +33,14 @@ class Mesh:
 
     @classmethod
     def of(cls, processes: int, given: Mapping[str, int] | None) -> Mesh:
-        """The grid of `processes`; if `shard` or `replicate` is unset, it takes the remaining processes."""
+        """Returns the grid of `processes`. `shard` or `replicate`, if unset, takes the remaining processes."""
         sizes = dict(given or {})
         rest = "replicate" if "shard" in sizes and "replicate" not in sizes else "shard"
         taken = prod(size for name, size in sizes.items() if name in FACTORS)
         return cls(**{rest: max(1, processes // taken), **sizes})
 
     def at(self, rank: int) -> dict[str, int]:
-        """The coordinates of a rank, in dimensions larger than one; `tensor` varies fastest."""
+        """Returns the coordinates of a rank in the dimensions larger than one. `tensor` varies fastest."""
         found, left = dict[str, int](), rank
         for name in reversed(GRID):
             left, found[name] = divmod(left, getattr(self, name))
@@ -49,17 +49,17 @@ class Mesh:
 
     @property
     def holders(self) -> int:
-        """The number of ranks over which a weight is sharded, within a copy, a stage and a part of the heads."""
+        """The number of ranks over which a weight is sharded, within one copy, one stage and one part of the heads."""
         return self.shard * self.context
 
     @property
     def row_ranks(self) -> int:
-        """The number of ranks of a stage that compute a row together."""
+        """The number of ranks of a stage that compute the same row together."""
         return self.context * self.tensor
 
     @property
     def shards(self) -> int:
-        """The number of parts of a copy's weights, one on each of its ranks."""
+        """The number of parts into which a copy's weights are split, one for each rank of the copy."""
         return self.holders * self.tensor * self.pipeline
 
     @property
@@ -69,9 +69,9 @@ class Mesh:
 
 
 def of_former(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Converts three former options to `mesh`; the former `shard_size` also counted the ranks that share tokens.
+    """Converts three former options to `mesh`. (`shard_size` also counted the ranks that share a row's tokens.)
 
-    Raises: ConfigError for earlier sizes without a counterpart."""
+    Raises: ConfigError for former sizes that have no counterpart."""
     options, sizes = dict(given), dict(given.get("mesh") or {})
     context = options.get("sequence_parallel_size") or 1
     for old in [name for name in FORMER if name in options]:

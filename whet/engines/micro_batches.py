@@ -15,13 +15,13 @@ def micro_batches(
     prompts: Sequence[tuple[int, int]] | None = None,
     first_fit: bool = False,
 ) -> list[list[int]]:
-    """Row indices by micro-batch: each row once; only a micro-batch of one block may exceed `max_tokens`.
+    """Returns the row numbers of each micro-batch. Only a micro-batch of one block may exceed `max_tokens`.
 
-    Packed, a micro-batch costs its tokens; padded, its rows times its longest row. Rows are taken by length, so that
-    padding stays small. `block` consecutive rows stay together, or the rows of each block in a list; rows of length 0
-    are left out. `prompts` has for each row the number and length of its prompt, if packed rows share prompts: these
-    rows stay neighbours, and their prompt costs once. With `first_fit` a block goes into any micro-batch with room,
-    preferably one with its prompt, which needs fewer."""
+    A packed micro-batch costs its tokens; a padded one, its rows times its longest row. Rows are sorted by length, so
+    that padding stays small. Each `block` consecutive rows stay together; a list gives the rows of each block. Rows of
+    length 0 are left out. `prompts` has for each row the number and length of its prompt, if packed rows share prompts:
+    these rows stay neighbours, and their prompt costs once. With `first_fit` a block goes into any micro-batch with
+    room, preferably one with its prompt; this needs fewer micro-batches."""
     shared = prompts if prompts is not None else [(row, 0) for row in range(len(lengths))]
     counted = [row for row, length in enumerate(lengths) if length]
     if counted and packing and block == 1 and _tokens(counted, lengths, shared, set()) <= max_tokens:
@@ -37,7 +37,7 @@ def _by_length(
     block: int | list[list[int]],
     first_fit: bool,
 ) -> list[list[int]]:
-    """Puts blocks of rows, longest first, each into the last micro-batch if it fits, else into a new one."""
+    """Sorts blocks of rows, longest first, and puts each into the last micro-batch if it fits, else into a new one."""
     longest_with: dict[int, int] = {}
     for (prompt, _), length in zip(shared, lengths, strict=True):
         longest_with[prompt] = max(length, longest_with.get(prompt, 0))
@@ -72,8 +72,8 @@ def _by_length(
 def _filled(
     blocks: Sequence[list[int]], lengths: Sequence[int], max_tokens: int, shared: Sequence[tuple[int, int]]
 ) -> list[list[int]]:
-    """Puts blocks of rows, in order, each into the first micro-batch with room; micro-batches with its prompt come
-    first."""
+    """Puts each block of rows into the first micro-batch with room. Micro-batches that already have its prompt are
+    tried first."""
     batches, totals, read = list[list[int]](), list[int](), list[set[int]]()
     for rows in blocks:
         prompts = {shared[row][0] for row in rows}
@@ -92,7 +92,7 @@ def _filled(
 
 
 def _tokens(rows: list[int], lengths: Sequence[int], shared: Sequence[tuple[int, int]], read: set[int]) -> int:
-    """Returns the tokens that `rows` add to a micro-batch that already has the prompts `read`."""
+    """Counts the tokens that `rows` add to a micro-batch that already has the prompts `read`."""
     prompts = dict(shared[row] for row in rows if lengths[row])
     responses = sum(lengths[row] - shared[row][1] for row in rows if lengths[row])
     return responses + sum(length for prompt, length in prompts.items() if prompt not in read)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW, Muon, and the learning rate as a function of the step."""
+"""AdamW, Muon, and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from whet.kernels.compact_adamw import CompactAdamW
 
 
 def learning_rate(settings: OptimConfig, step: int, total_steps: int) -> float:
-    """The rate at optimizer step `step` (from 0) of `total_steps`.
+    """Returns the learning rate at optimizer step `step` (from 0) of `total_steps`.
 
-    Linear from lr / warmup_steps up to lr over the warm-up, then constant, or linearly or along half a cosine down to
-    min_lr_ratio * lr at the last step.
-    """
+    Rises linearly from lr / warmup_steps to lr during the warm-up. Then it is constant, or falls linearly or along half
+    a cosine to min_lr_ratio * lr at the last step."""
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
     if settings.schedule == "constant":
@@ -31,7 +30,7 @@ def learning_rate(settings: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def optimizer_for(model: nn.Module, settings: OptimConfig, seed: int = 0) -> Optimizer:
-    """Builds the configured optimizer over the trainable parameters; `seed` is for stochastic rounding."""
+    """Builds the configured optimizer for the trainable parameters. `seed` is for stochastic rounding."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if settings.name == "adamw":
         return adamw(trainable, settings, seed)
@@ -53,7 +52,7 @@ def optimizers_of(optimizer: Optimizer) -> Sequence[torch.optim.Optimizer]:
 
 
 def adamw(parameters: Sequence[nn.Parameter], settings: OptimConfig, seed: int = 0) -> torch.optim.Optimizer:
-    """AdamW; weight decay leaves out biases, norms and other vectors."""
+    """Builds AdamW. Biases, norms and other vectors have no weight decay."""
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -72,7 +71,7 @@ def adamw(parameters: Sequence[nn.Parameter], settings: OptimConfig, seed: int =
 
 
 def inner_matrices(model: nn.Module) -> list[torch.Tensor]:
-    """Weights that map hidden states to hidden states: of linear layers other than the output or a value head."""
+    """Lists the weights of linear layers except the output layer and a value head, for Muon."""
     linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     ends = {
         id(head.weight)
@@ -83,7 +82,7 @@ def inner_matrices(model: nn.Module) -> list[torch.Tensor]:
 
 
 class Together:
-    """Several optimizers, each over its own parameters, called as one."""
+    """Several optimizers, each over its own parameters, that are called as one."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
@@ -104,7 +103,7 @@ class Together:
             optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of each optimizer, by its place."""
+        """Returns the state of each optimizer, by its position."""
         return {str(place): optimizer.state_dict() for place, optimizer in enumerate(self.optimizers)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

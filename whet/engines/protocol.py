@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contracts of a training engine with the loop, and of an algorithm with an engine."""
+"""The contracts between a training engine and the loop, and between an algorithm and an engine."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Spread(NamedTuple):
 
 @runtime_checkable
 class Objective(Protocol):
-    """An algorithm as engines see it: it never sees logits, and the engine knows nothing of the algorithm."""
+    """An algorithm as engines see it. It never sees logits, and the engine knows nothing of the algorithm."""
 
     @property
     def name(self) -> str:
-        """The area of its metrics: actor, critic, sft, reward_model."""
+        """The prefix of its metrics: actor, critic, sft, reward_model."""
         ...
 
     @property
     def needs(self) -> frozenset[str]:
-        """The model outputs that it reads: log_probs, entropy, sum_pi_squared, values, scores."""
+        """The model outputs that the loss reads: log_probs, entropy, sum_pi_squared, values, scores."""
         ...
 
     @property
@@ -50,16 +50,16 @@ class Objective(Protocol):
 
     @property
     def block(self) -> int | str:
-        """Rows that stay in one micro-batch and on one rank: a number of consecutive rows (2 for preference pairs), or
-        the name of a column in which these rows are equal."""
+        """The rows that stay in one micro-batch and on one rank: a number of consecutive rows (2 for preference pairs),
+        or the name of a column whose value is equal in these rows."""
         ...
 
     def counts(self, batch: Columns) -> dict[str, torch.Tensor]:
-        """Returns the divisors of losses. The engine sums them over the whole mini-batch, all ranks included."""
+        """Returns the divisors of losses. The engine sums them over the whole mini-batch and all ranks."""
         ...
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
-        """Returns a micro-batch's share of the loss: the shares of any split sum to the mini-batch's loss."""
+        """Returns a micro-batch's share of the loss. However a mini-batch is split, the shares sum to its loss."""
         ...
 
 
@@ -68,22 +68,22 @@ class Narrows(Protocol):
     """An objective that reads model outputs of only some sampled tokens."""
 
     def narrowed(self, batch: Batch) -> Batch:
-        """Returns the batch with a `response_mask` of exactly the tokens that the loss reads."""
+        """Returns the batch with a `response_mask` that marks exactly the tokens that the loss reads."""
         ...
 
 
 class TrainEngine(Protocol):
-    """A model with an optimizer, or without one if it is only read."""
+    """A model with an optimizer, or without one if the model is not trained."""
 
     @classmethod
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
-        """Returns the placement of a model by an engine with these options over the processes of its role."""
+        """Returns the placement of a model that an engine with these options uses over the processes of its role."""
         ...
 
     @classmethod
     def refuses(cls, use: EngineUse) -> Iterable[ConfigError]:
-        """Returns an error for each setting that the engine cannot run with; called without an engine, when a config is
-        loaded and when its data is read."""
+        """Returns an error for each setting that the engine cannot run with. It is called on the class, when a config
+        is loaded and when its data is read."""
         ...
 
     @property
@@ -98,18 +98,18 @@ class TrainEngine(Protocol):
 
     @property
     def is_reporting(self) -> bool:
-        """True on one of the ranks with the same `dp_rank`, whose results count."""
+        """True on exactly one of the ranks with the same `dp_rank`. Only this rank's results are used."""
         ...
 
     def forward(self, batch: Batch, needs: frozenset[str], temperature: float = 1.0) -> dict[str, torch.Tensor]:
-        """Model outputs [B, R] without gradient, in row order."""
+        """Computes model outputs [B, R] without gradient, in row order."""
         ...
 
     def forward_backward(self, batch: Batch, objective: Objective, counts: Columns | None = None) -> Metrics:
         """Adds the gradient of the loss of `batch` to the gradients of earlier calls since the last step.
 
-        `counts` are the divisors of the whole mini-batch, of which `batch` is a part; None: `batch` is all of it, and
-        the engine sums `objective.counts` over the ranks."""
+        `counts` are the divisors of the whole mini-batch, of which `batch` is a part. With None, `batch` is the whole
+        mini-batch, and the engine sums `objective.counts` over the ranks."""
         ...
 
     def step(self) -> Metrics:
@@ -117,32 +117,32 @@ class TrainEngine(Protocol):
         ...
 
     def whole_module(self) -> PreTrainedModel | None:
-        """The language model itself, if it is whole on this rank; a rollout may then sample from it."""
+        """Returns the language model itself if this rank has all of it (a rollout may sample from it), else None."""
         ...
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights under their Hugging Face names, one at a time, tied ones once; all ranks take part."""
+        """Yields full weights by their Hugging Face names, one at a time, tied weights once. All ranks take part."""
         ...
 
     def has_finite_weights(self) -> bool:
-        """Tells whether this rank's part of the trained weights, and its outputs for a row of the last update, are
-        finite; all ranks take part."""
+        """Tells whether this rank's part of the trained weights is finite, and so are its outputs for a row of the last
+        update. All ranks take part."""
         ...
 
     def save(self, path: Path, start: dict[str, Any] | None) -> None:
-        """Writes weights, optimizer and schedule, and `start`; all ranks take part."""
+        """Writes weights, optimizer, schedule and `start`, an adapter's base model. All ranks take part."""
         ...
 
     def load(self, path: Path) -> dict[str, Any] | None:
-        """Restores the state that `save` wrote and returns its `start`; all ranks take part."""
+        """Restores the state that `save` wrote, and returns its `start`. All ranks take part."""
         ...
 
     def offload(self, weights: bool = True) -> None:
-        """Frees device memory of gradients, optimizer state and, unless a rollout samples from them, weights."""
+        """Frees device memory of gradients and optimizer state, and of the weights unless `weights` is false."""
         ...
 
     def onload(self) -> None:
-        """Moves back the tensors that `offload` moved off the device."""
+        """Moves the tensors that `offload` moved off the device back to it."""
         ...
 
 
@@ -151,13 +151,13 @@ class TrainsAdapter(Protocol):
     """An engine that can train an adapter instead of the model."""
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole weights of the adapter, under the names in an adapter's folder, one at a time; all ranks take part."""
+        """Yields the adapter's full weights by their names in an adapter folder, one at a time. All ranks take part."""
         ...
 
     def adapter_off(self) -> AbstractContextManager[None]:
-        """Switches the adapter off during the block: the model is then the base model."""
+        """Switches the adapter off during the block, so that the model is the base model."""
         ...
 
     def fingerprint(self) -> str:
-        """A hash that identifies the weights below an adapter; on every rank."""
+        """Returns a hash that identifies the base weights of an adapter. All ranks take part."""
         ...

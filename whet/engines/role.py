@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings that a training engine is built from."""
+"""The settings from which a training engine is built."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from whet.models.outputs import ForwardSettings
 
 @dataclass(frozen=True)
 class RoleSettings:
-    """The settings of a model that is trained or only read. They are sent to the process that builds its engine."""
+    """The settings of a model, trained or not. They are sent to the process that builds its engine."""
 
     model_path: str
     engine: EngineConfig
@@ -50,7 +50,7 @@ class RoleSettings:
 
     @property
     def forward(self) -> ForwardSettings:
-        """The settings of its forward passes."""
+        """Returns the settings of the model's forward passes."""
         return ForwardSettings(
             packing=self.engine.packing is not False,
             share_prompts=self.engine.share_prompts,
@@ -60,13 +60,13 @@ class RoleSettings:
         )
 
     def micro_batch_tokens(self, device_type: str) -> int:
-        """The token budget of a forward pass."""
+        """Returns the token budget of a forward pass."""
         if self.max_tokens_per_micro_batch is not None:
             return self.max_tokens_per_micro_batch
         return MICRO_BATCH_TOKENS["cpu" if device_type == "cpu" else "accelerator"]
 
     def whole_model(self) -> TrainedModel:
-        """The model with its weights, on the host.  Raises: ModelError."""
+        """Loads the model with its weights on the host.  Raises: ModelError."""
         options = {"allow_pickle": self.allow_pickle, "trust_remote_code": self.trust_remote_code}
         if self.is_reward_model:
             seed = None if self.optim is None else self.seed
@@ -75,7 +75,7 @@ class RoleSettings:
         return self._prepared(load(self.model_path, adapter_path=self.adapter_path, **options))
 
     def empty_model(self, device: torch.device) -> TrainedModel:
-        """The model without weights, for `fill`, and with its buffers on `device`.  Raises: ModelError."""
+        """Builds the model without weights, which `fill` loads; its buffers are on `device`.  Raises: ModelError."""
         from whet.models.sharded import empty_model
 
         model = empty_model(
@@ -88,14 +88,14 @@ class RoleSettings:
         return self._prepared(model)
 
     def fill(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Reads this rank's parts of the weights into a sharded `empty_model`.  Raises: ModelError."""
+        """Loads this rank's shards of the weights into a sharded `empty_model`.  Raises: ModelError."""
         from whet.models.sharded import fill
 
         is_new = self.is_reward_model and self.optim is not None
         fill(model, self.model_path, device, seed=self.seed, has_new_head=is_new, allow_pickle=self.allow_pickle)
 
     def _prepared(self, model: TrainedModel) -> TrainedModel:
-        """Prepares the module in place: marks its trained weights, and sets how layers run."""
+        """Prepares a model in place: selects the trained weights, adds an adapter, sets how layers run."""
         freeze(model, self.freeze)
         keep_prepared(self.media_cache_gib)
         if self.lora is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routers of a mixture of experts in an update: their auxiliary loss, and the evenness of their loads."""
+"""Mixture-of-experts routers during an update: their auxiliary loss, and how even the load of experts is."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from whet.models.routers import LOADS, PROBS, auxiliary_coefficient, routers_of
 
 @dataclass
 class Routing:
-    """E sum_e f_e P_e, times the factor of the model's config: f_e is the frequency with which tokens choose expert e,
-    P_e its mean probability, both over the layers and over the tokens of the mini-batch that the policy's loss reads.
+    """The auxiliary loss E sum_e f_e P_e, times the factor in the model's config. f_e is the frequency with which
+    tokens choose expert e, P_e its mean probability, both over layers and the mini-batch's tokens that the loss reads.
 
     Fedus et al. 2021, https://arxiv.org/abs/2101.03961, eq. 4 to 6, as in transformers, which takes both over the
     tokens of a forward pass. Here f and the divisor of P cover the whole mini-batch, all ranks included: a pass without
@@ -44,7 +44,7 @@ class Routing:
         rows_group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> Self | None:
-        """The routers of a policy; None for a dense model, and for one with another head."""
+        """Returns the routers of a policy; None for a dense model, a value model and a reward model."""
         if isinstance(model, ValueModel | RewardModel) or not (routers := routers_of(model)):
             return None
         config = body_of(model).config
@@ -55,14 +55,14 @@ class Routing:
         return cls(objective.name, needs, coefficient, len(weight), group, rows_group, found)
 
     def begin(self, columns: Columns, counts: Columns, choices: torch.Tensor) -> None:
-        """Sums the choices of this rank's tokens, [E], over ranks; on every rank."""
+        """Sums over ranks how often this rank's tokens choose each expert (`choices` [E]). All ranks call it."""
         own = trained(columns).sum().to(choices)
         chosen = self._sum(torch.cat([choices, own[None]]), self.rows_group)
         self.factors = chosen[:-1] / chosen[-1].clamp(min=1)
         self.tokens = counts["num_tokens"].to(choices) if "num_tokens" in counts else chosen[-1]
 
     def loss(self, outputs: Columns, part: Columns, metrics: Metrics) -> torch.Tensor | float:
-        """A micro-batch's share of the auxiliary loss."""
+        """Returns a micro-batch's share of the auxiliary loss, and records it."""
         self.found = self.found + outputs[LOADS]
         if self.factors is None or self.tokens is None:
             return 0.0
@@ -73,8 +73,8 @@ class Routing:
         return total / self.tokens.clamp(min=1)
 
     def measure(self, metrics: Metrics) -> None:
-        """Records how even the routers were; on every rank. The load of a layer is its fullest expert's over the mean:
-        1 if all experts get as many tokens, E if one gets all."""
+        """Records metrics of the routers. All ranks call it. `router_load` is the largest load in any layer: the tokens
+        of the fullest expert over the mean; 1 if all experts get as many tokens, E if one gets all."""
         counts, ends = self._sum(self.found, self.group).split([self.experts, 2], -1)
         load = counts.amax(1) / counts.mean(1).clamp(min=1e-12)
         metrics.mean(f"{self.name}/router_load", load.amax())
@@ -87,6 +87,6 @@ class Routing:
 
 
 def trained(columns: Columns) -> torch.Tensor:
-    """1 on the tokens that the loss reads.  [B, R]"""
+    """Returns the mask of the tokens that the loss reads.  [B, R]"""
     mask: torch.Tensor = columns.get("loss_mask", columns["response_mask"])
     return mask

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference training engine: one whole model in one process, or a replica of it in each of several."""
+"""The reference training engine. One process has the whole model; several have a replica of it each."""
 
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ class SingleEngine(Engine):
 
     @classmethod
     def refuses(cls, use: EngineUse) -> Iterable[ConfigError]:
-        """Returns no error: `single` supports the kernels of a batch-invariant rollout."""
+        """Returns no error, because `single` supports the kernels of a batch-invariant rollout."""
         return ()
 
     def whole_module(self) -> PreTrainedModel | None:
-        """The language model itself; None for a value model."""
+        """Returns the language model itself; None for a value or reward model."""
         return self.model if isinstance(self.model, PreTrainedModel) else None
 
     def state(self) -> dict[str, Any]:
-        """Weights, optimizer state and the numbers of steps taken and skipped; for an adapter its own weights alone."""
+        """Returns weights (of an adapter only its own), optimizer state, and the numbers of steps taken and skipped."""
         state: dict[str, Any] = {
             "model": {name: parameter.detach() for name, parameter in self._checkpointed().items()},
             **self._progress(),
@@ -82,8 +82,8 @@ class SingleEngine(Engine):
         return state if self.optimizer is None else {**state, "optimizer": self.optimizer.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restores the state that `state` returned.  Raises: EngineError naming missing, unknown and differing
-        weights."""
+        """Restores the state that `state` returned.  Raises: EngineError, which names the missing, unknown and
+        differing weights."""
         own = self._checkpointed()
         if not all(map(torch.is_tensor, state["model"].values())):
             raise TypeError("not all weights are tensors")
@@ -127,7 +127,7 @@ class SingleEngine(Engine):
         super().offload(weights)
 
     def _sum_gradients(self) -> None:
-        """Sums gradients over the ranks in one flat message. A rank without rows sends zeros."""
+        """Sums gradients over the ranks in one flat tensor. A rank without rows sends zeros."""
         if self.process_group is None:
             return
         parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -139,6 +139,6 @@ class SingleEngine(Engine):
             parameter.grad = grad.view_as(parameter)
 
     def _clip(self) -> torch.Tensor:
-        """Clips the gradient.  Returns its norm before."""
+        """Clips the gradient.  Returns its norm before clipping."""
         with_grad = [p for p in self.model.parameters() if p.grad is not None]
         return torch.nn.utils.clip_grad_norm_(with_grad, self.grad_clip if self.grad_clip is not None else float("inf"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of mesh sizes that no number of processes has, for every engine with a mesh; without torch."""
+"""Checks of mesh sizes against the number of processes, for every engine with a mesh. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from whet.errors import ConfigError
 
 
 def uneven_sizes(use: EngineUse, key: str, given: Mapping[str, int]) -> Iterator[ConfigError]:
-    """Yields the error of the first size that does not divide the number of processes left by the sizes before it."""
+    """Yields an error for the first size that does not divide the processes left by the sizes before it."""
     left, whole = use.processes, f"{use.processes_key}={use.processes}"
     for name in (each for each in FACTORS if each in given):
         if left % given[name]:
@@ -26,7 +26,7 @@ def uneven_sizes(use: EngineUse, key: str, given: Mapping[str, int]) -> Iterator
 
 
 def uneven_experts(key: str, size: int, holders: int, product: str) -> Iterator[ConfigError]:
-    """Yields an error if the experts do not divide over `holders` ranks, the `product` in words."""
+    """Yields an error if the experts cannot be split evenly over `holders` ranks; `product` names these ranks."""
     if holders % size:
         near = " or ".join(str(each) for each in nearest_divisors(holders, size))
         yield ConfigError(f"{key}.expert", size, f"a divisor of {product}", f"try {near}")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computation that a profiler sees: kernels in C++, Triton and torch, each with a reference in plain torch."""
+"""Kernels in C++, Triton and torch. Each has a reference implementation in plain torch."""

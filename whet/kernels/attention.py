@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal attention of rows of equal length, fused by torch or, of short rows on a CPU, in two products."""
+"""Causal attention over rows of equal length: torch's fused kernel, or for short rows on a CPU two matrix products."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOPPER = 9  # of NVIDIA's compute capabilities, the number before the point
 
 
 class Scores(NamedTuple):
-    """The form of attention: softmax(s) value, with s = scale query key^T, or with a cap, cap tanh(s / cap)."""
+    """The form of attention: softmax(s) value with s = scale query key^T; with a cap, s becomes cap tanh(s / cap)."""
 
     scale: float
     window: int = 0  # newest keys that a query attends to, its own included; 0: all
@@ -25,23 +25,23 @@ class Scores(NamedTuple):
 
 
 class Mask(Protocol):
-    """The keys that queries of padded rows attend to."""
+    """The mask of padded rows: the keys to which queries attend."""
 
     @property
     def hidden(self) -> torch.Tensor:
-        """[rows or 1, Q, K]: True where a query must not attend to a key."""
+        """The mask [rows or 1, Q, K], True for a key to which a query must not attend."""
         ...
 
     @property
     def key_runs(self) -> torch.Tensor | None:
-        """Runs of keys that attend to each other in both directions; None where there are none."""
+        """The runs of keys that attend to each other in both directions; None without such runs."""
         ...
 
 
 def causal(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, mask: Mask | None
 ) -> torch.Tensor:
-    """[b, H, Q, D], [b, KV, K, D], [b, KV, K, V] -> [b, H, Q, V]; the queries are the last Q of the keys' tokens."""
+    """Attends causally; queries are the last Q tokens: [b, H, Q, D], [b, KV, K, D], [b, KV, K, V] -> [b, H, Q, V]."""
     length, head_dim = query.shape[2:]
     scale, window, cap, sinks = scores
     window = window if window < key.shape[2] else 0
@@ -55,7 +55,7 @@ def causal(
 def _fused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, seen: torch.Tensor | None
 ) -> torch.Tensor:
-    """torch's kernel; causal unless a mask tells which keys are `seen`."""
+    """Calls torch's fused kernel. Attention is causal, unless a mask gives the keys that are `seen`."""
     grouped = query.shape[1] != key.shape[1]
     if grouped and _writes_scores(query, is_masked=seen is not None):
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
@@ -66,14 +66,14 @@ def _fused(
 
 
 def widened(value: torch.Tensor, size: int) -> torch.Tensor:
-    """Pads the values with zeros to the head size of the keys, as torch's kernels need."""
+    """Pads the values with zeros to the head size of the keys, because torch's kernels need equal sizes."""
     return value if value.shape[-1] == size else F.pad(value, (0, size - value.shape[-1]))
 
 
 def _writes_scores(query: torch.Tensor, *, is_masked: bool) -> bool:
-    """True if torch would choose the kernel that materialises all scores for grouped heads: on an accelerator its other
-    kernels support them neither in float32, nor with a mask before Hopper, where it prefers cuDNN's (sdp_utils.cpp,
-    2.11)."""
+    """Tells whether torch would choose its kernel that stores all scores for grouped heads. On an accelerator the other
+    kernels support grouped heads neither in float32, nor with a mask before Hopper, where torch prefers cuDNN's kernel
+    (sdp_utils.cpp, 2.11)."""
     if query.device.type == "cpu":  # its fused kernel knows groups; a plan for an accelerator has SHORT at 0
         return not SHORT and (query.dtype == torch.float32 or is_masked)
     return query.dtype == torch.float32 or (is_masked and _generation(query.device) < HOPPER)
@@ -87,8 +87,8 @@ def _generation(device: torch.device) -> int:
 def _unfused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: Scores, hidden: torch.Tensor
 ) -> torch.Tensor:
-    """softmax(query key^T) value, with one product for the heads of a key: faster than fused for short rows on a
-    CPU."""
+    """Computes softmax(query key^T) value, with one matrix product for all query heads of a key head. Faster than the
+    fused kernel for short rows on a CPU."""
     (rows, heads, length, dim), kv_heads, sinks = query.shape, key.shape[1], form.sinks
     group = heads // kv_heads
     bias = query.new_zeros(hidden.shape).masked_fill(hidden, float("-inf"))[:, None, None]
@@ -107,7 +107,7 @@ def _unfused(
 
 
 def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """exp(s) / (sum of exp(s) + exp(sink)) over the last dimension; `sinks` are broadcast to [..., 1]."""
+    """Computes exp(s) / (sum of exp(s) + exp(sink)) over the last dimension. `sinks` are broadcast to [..., 1]."""
     if sinks is None:
         return scores.softmax(-1)
     both = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], -1)
@@ -115,7 +115,7 @@ def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
 
 
 def _hidden(query: torch.Tensor, key: torch.Tensor, window: int, mask: Mask | None) -> torch.Tensor:
-    """[b or 1, Q, K]: True where the key is padding, after the query, or before its `window`."""
+    """Builds a mask [b or 1, Q, K]: True if a key is padding, after the query, or before the query's `window`."""
     if mask is not None and not window:
         return mask.hidden
     length, seen = query.shape[2], key.shape[2]

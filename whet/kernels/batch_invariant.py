@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules whose numbers for a token do not depend on the batch: products, norms and embeddings by kernels with tiles of
-one shape, with weights in bfloat16 and a residual stream in float32.
+"""Batch-invariant modules: a token's results do not depend on the other tokens of the batch. Matrix products, norms and
+embeddings use kernels with a fixed tile shape, bfloat16 weights and a float32 residual stream.
 
-What is left to torch works on each number alone. It is not compiled: fused, numbers would be rounded elsewhere.
-"""
+torch computes only elementwise operations. They are not compiled: fusion would change where values are rounded."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ DTYPE = torch.bfloat16
 
 
 class FixedLinear(NarrowLinear):
-    """A linear layer whose product has tiles of one shape."""
+    """A linear layer whose matrix product uses tiles of a fixed shape."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # torch's name
-        """[..., in] -> [..., out]."""
+        """Computes the layer: [..., in] -> [..., out]."""
         weight, bias = (self.weight, self.bias) if self.narrow is None else self.narrow
         typed_bias = None if bias is None else bias.to(DTYPE)
         out: torch.Tensor = _Product.apply(input.to(DTYPE), weight.to(DTYPE), typed_bias)
@@ -29,19 +28,19 @@ class FixedLinear(NarrowLinear):
 
 
 class FixedRMSNorm(RMSNorm):
-    """RMSNorm with rows in tiles of one shape."""
+    """RMSNorm that processes rows in tiles of a fixed shape."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., H] -> [..., H]."""
+        """Computes the norm: [..., H] -> [..., H]."""
         out: torch.Tensor = _Norm.apply(x, self.weight, self.eps)
         return out
 
 
 class FixedEmbedding(nn.Embedding):
-    """An embedding that rounds its rows to bfloat16."""
+    """An embedding whose rows are rounded to bfloat16."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
-        """[...] -> [..., H] float32."""
+        """Looks up embeddings: [...] -> [..., H] float32."""
         return super().forward(input).to(DTYPE).float()
 
 

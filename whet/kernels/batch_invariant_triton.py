@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels with tiles of one shape, whatever the batch: a token's numbers do not depend on the other tokens.
+"""Triton kernels with a fixed tile shape, whatever the batch, so a token's results do not depend on the other tokens.
 
-Attention goes over the keys of a sequence in tiles from its beginning on, which a table finds, in the blocks of a cache
-or among packed tokens. `paged_attention.reference` and `varlen_attention.reference` say the same in torch.
-"""
+Attention reads the keys of a sequence tile by tile from its beginning. A table gives their places, in the blocks of a
+cache or among packed tokens. The references in torch are `paged_attention.reference` and
+`varlen_attention.reference`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _attend(
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK: tl.constexpr, N: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Computes the attention of one tile's tokens for the heads of one key head: softmax(query keys^T) values."""
+    """Computes attention of one tile's tokens for the query heads of one key head: softmax(query keys^T) values."""
     tile, head = tl.program_id(0) * 4, tl.program_id(1)
     begin, count = tl.load(tiles + tile), tl.load(tiles + tile + 1).to(tl.int32)
     own_table, first = table + tl.load(tiles + tile + 2) * table_row, tl.load(tiles + tile + 3).to(tl.int32)
@@ -73,12 +73,11 @@ def attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, tiles: torch.Tensor,
     form: tuple[float, int, float], block: int, bound: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """softmax(form(query keys^T)) values, causal, and the logs of the sums of exp: [T, H, D] and [H, T] float32.
+    """Computes softmax(form(query keys^T)) values, causal, and the log-sum-exp of scores: [T, H, D], [H, T] float32.
 
-    query [T, H, D]; keys and values [K, KV, D]; table [S, W] has the number of each `block` of keys of a sequence,
-    or where `block` is 1 [W] that of each key; tiles [n, 4] as `tiles.tiles_of` makes them, whose rows are those of
-    the table; the form is that of `Scores`; no sequence has more than `bound` keys.
-    """
+    query [T, H, D]; keys and values [K, KV, D]. table [S, W] has the number of each `block` of keys of a sequence; if
+    `block` is 1, table [W] has the number of each key. tiles [n, 4] come from `tiles.tiles_of`, whose `rows` are rows
+    of the table. form is the scale, window and cap of `Scores`. No sequence has more than `bound` keys."""
     (tokens, heads, dim), kv_heads, (scale, window, cap) = query.shape, keys.shape[1], form
     group = heads // kv_heads
     query, keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (query, keys, values))
@@ -99,7 +98,7 @@ def _product(
     x, weight, bias, out, rows, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     K: tl.constexpr, GROUP: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """Computes a tile of x weight^T + bias, always summed in the same order over the depth."""
+    """Computes a tile of x weight^T + bias, and sums over the depth always in the same order."""
     group = tl.program_id(0) // (GROUP * tl.cdiv(COLUMNS, N))  # tiles of rows that share what they read of the weight
     number = tl.program_id(0) % (GROUP * tl.cdiv(COLUMNS, N))
     together = tl.minimum(tl.cdiv(rows, M) - group * GROUP, GROUP)
@@ -120,7 +119,7 @@ def _product(
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x weight^T + bias: [..., K], [N, K], [N] -> [..., N]. The tile size depends only on N."""
+    """Computes x weight^T + bias: [..., K], [N, K], [N] -> [..., N]. The tile size depends only on N."""
     x, weight, (columns, depth) = x.contiguous(), weight.contiguous(), weight.shape
     out, rows = x.new_empty(*x.shape[:-1], columns), x.numel() // depth
     wide = WIDE if columns >= MANY_COLUMNS else NARROW
@@ -133,7 +132,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 @triton.jit(do_not_specialize=["rows"])
 def _normalise(x, weight, out, scales, rows, eps, SIZE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr):
-    """Normalises some rows: x / sqrt(mean(x^2) + eps) weight."""
+    """Computes RMSNorm of some rows: x / sqrt(mean(x^2) + eps) weight."""
     row, i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, TILE)
     there, at = (row < rows)[:, None] & (i < SIZE)[None, :], row[:, None] * SIZE + i[None, :]
     wide = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
@@ -145,7 +144,7 @@ def _normalise(x, weight, out, scales, rows, eps, SIZE: tl.constexpr, TILE: tl.c
 
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """`fused.normalise`, with a result in the weight's dtype."""
+    """Computes `fused.normalise` with a result in the weight's dtype."""
     x, size = x.contiguous(), x.shape[-1]
     out, scales = torch.empty_like(x, dtype=weight.dtype), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
     rows, tile = x.numel() // size, triton.next_power_of_2(size)

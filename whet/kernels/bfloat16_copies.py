@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies the weights of linear layers to bfloat16 once for all passes of an update, instead of a cast in each pass.
 
-The weights stay float32: products read the copy, and the copy's gradient is added to the weight's gradient in float32.
-"""
+The weights stay float32. Matrix products read the copy; its gradient is added to the weight's gradient in float32."""
 
 from __future__ import annotations
 
@@ -20,17 +19,17 @@ from whet.kernels.linear import FastLinear
 
 
 class NarrowLinear(nn.Linear):
-    """A linear layer whose products read copies of its weight and bias while copies exist."""
+    """A linear layer whose matrix product reads bfloat16 copies of weight and bias, if copies exist."""
 
     narrow: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # torch's name
-        """[..., in] -> [..., out]."""
+        """Computes the layer: [..., in] -> [..., out]."""
         weight, bias = (self.weight, self.bias) if self.narrow is None else self.narrow
         return F.linear(input, weight, bias)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
-        """A plain layer: a copy of the model does not need the bfloat16 copies."""
+        """Returns a plain linear layer, because a copy of the model does not need the bfloat16 copies."""
         plain = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         for name, parameter in self._parameters.items():
             plain._parameters[name] = copy.deepcopy(parameter, memo)
@@ -38,7 +37,7 @@ class NarrowLinear(nn.Linear):
 
 
 class NarrowCopies:
-    """The copies of all linear layers in some modules, made when they are first needed."""
+    """The bfloat16 copies of all linear layers in some modules. They are made when they are first needed."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._linear = list(_replaced(modules))
@@ -48,7 +47,7 @@ class NarrowCopies:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Makes products inside the block read copies of the weights as they are at its beginning."""
+        """Makes linear layers read copies of their weights during the block. Copies are updated at its beginning."""
         if not self._copies:
             self._make()
         masters, copies = zip(*self._copies, strict=True) if self._copies else ((), ())
@@ -82,7 +81,7 @@ class NarrowCopies:
 
 
 def _add_gradient(weight: torch.Tensor, narrow: torch.Tensor) -> None:
-    """Adds the gradient of a copy to its weight's gradient, and clears it."""
+    """Adds the gradient of a copy to the gradient of its weight, and clears the copy's gradient."""
     assert narrow.grad is not None
     if weight.grad is None:
         weight.grad = narrow.grad.float()

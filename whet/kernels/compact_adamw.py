@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW that keeps its two moments in 2 bytes or 1 byte a weight, and on request the weights in 2 bytes.
+"""AdamW with compact state: its two moments take 2 bytes or 1 byte a weight; on request weights take 2 bytes.
 
 It computes in float32. Moments in `bfloat16`: the first is rounded to nearest. The second changes by 1 - beta2 = 0.1 %
-a step, less than half a step of bfloat16, and would stand still; it is rounded up or down at random, which keeps the
-mean. Moments in `int8`: blocks of 256 numbers of a row, each one of 256 codes between -1 and 1 times the block's
-largest number. Codes are dense near 0 and near 1 (dynamic tree quantisation). Dettmers et al. 2022,
-https://arxiv.org/abs/2110.02861. Vectors, and tensors with fewer numbers than `SMALL`, stay float32, as in that paper.
-Weights in bfloat16 would stand still too if a step is less than half of their spacing. `stochastic` rounds them at
-random; `kahan` keeps the rounding error, and adds it to the next step. Zamirai et al. 2021,
+a step, less than half the spacing of bfloat16, so rounding to nearest would never change it. It is rounded at random,
+which keeps the mean. Moments in `int8`: a row is split into blocks of 256 numbers, and each number is one of 256 codes
+between -1 and 1 times the block's largest number. Codes are dense near 0 and near 1 (dynamic tree quantisation).
+Dettmers et al. 2022, https://arxiv.org/abs/2110.02861. As there, vectors and tensors with fewer than `SMALL` numbers
+stay float32. Weights in bfloat16 would not change either if a step is less than half their spacing. `stochastic` rounds
+them at random; `kahan` keeps the rounding error, and adds it to the next step. Zamirai et al. 2021,
 https://arxiv.org/abs/2010.06192.
 
-Of a sharded weight each rank keeps its own rows. Random bits belong to a place in the whole weight, so that any number
-of ranks draws the same bits."""
+Each rank keeps the state of its own shard of a weight. Random bits depend on the place in the whole weight, so any
+number of ranks draws the same bits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ State = dict[str, torch.Tensor]
 
 
 class CompactAdamW(torch.optim.Optimizer):
-    """Decoupled weight decay as in torch.optim.AdamW (Loshchilov and Hutter 2019)."""
+    """AdamW as in torch (Loshchilov and Hutter 2019), with moments, and on request weights, in fewer bits."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class CompactAdamW(torch.optim.Optimizer):
             compact_adamw_triton.step(same, tables, self._rounding, BLOCK)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the state from `state_dict`, in its own dtypes (torch's own method would take the parameter's)."""
+        """Restores `state_dict` in its own dtypes. (torch's own method would convert to the parameter's dtype.)"""
         super().load_state_dict(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for place, stored in state_dict["state"].items():
@@ -92,7 +92,7 @@ class CompactAdamW(torch.optim.Optimizer):
             }
 
     def begin(self, parameter: torch.Tensor) -> State:
-        """The state of a parameter; new moments are 0."""
+        """Returns the state of a parameter. A new state has moments of 0."""
         state: State = self.state[parameter]
         if not state:
             own = own_part(parameter)
@@ -107,7 +107,7 @@ class CompactAdamW(torch.optim.Optimizer):
         return self._small if is_small else self._large
 
     def _begin(self, parameter: nn.Parameter, group: dict[str, Any], place: int) -> Work:
-        """Starts the next step of a parameter, and counts it."""
+        """Starts the next step of a parameter: counts it, and collects its tensors, random bits and factors."""
         codec, state, part = self._codec(parameter), self.begin(parameter), RankPart.of(parameter)
         assert parameter.grad is not None
         state["step"] += 1
@@ -133,7 +133,7 @@ class CompactAdamW(torch.optim.Optimizer):
             self._write(state, weight, at, new, draws)
 
     def _write(self, state: State, weight: torch.Tensor, at: slice, new: torch.Tensor, draws: Draws) -> None:
-        """Stores new weights, given in float32 (in place if the weights are float32)."""
+        """Stores new weights, given in float32. They are rounded as the optimizer's rounding mode says."""
         if self._rounding == "kahan":
             lost = as_rows(state["lost"])
             new.add_(lost[at])
@@ -146,7 +146,7 @@ class CompactAdamW(torch.optim.Optimizer):
 
 
 class Work(NamedTuple):
-    """The step of one weight, or of this rank's part of it."""
+    """The data for one step of a weight, or of this rank's part of it."""
 
     weight: torch.Tensor  # [rows, all else]
     grad: torch.Tensor
@@ -157,7 +157,7 @@ class Work(NamedTuple):
 
 
 class RankPart(NamedTuple):
-    """A rank's part of a weight: consecutive rows, and a range of their columns."""
+    """A rank's part of a weight: consecutive rows, and a range of columns of these rows."""
 
     own: torch.Tensor
     first_row: int
@@ -184,8 +184,8 @@ def own_part(weight: torch.Tensor) -> torch.Tensor:
 
 
 class Draws:
-    """32 random bits for each number of a part, which depend only on the key and the number's place in the whole
-    weight."""
+    """Random bits for a part of a weight, 32 for each number. They depend only on the key and on the number's place in
+    the whole weight."""
 
     def __init__(self, seed: int, part: RankPart) -> None:
         self.keys = [(seed >> shift) & 0x7FFFFFFF for shift in (0, 31)]
@@ -193,11 +193,11 @@ class Draws:
         self._made: tuple[slice, torch.Tensor] | None = None
 
     def lower(self, at: slice) -> torch.Tensor:
-        """16 bits for each number of these rows."""
+        """Returns 16 random bits, the lower ones, for each number of the rows `at`."""
         return self._bits(at).bitwise_and(HALF - 1)
 
     def upper(self, at: slice) -> torch.Tensor:
-        """16 other bits for each number of these rows."""
+        """Returns 16 other random bits, the upper ones, for each number of the rows `at`."""
         return self._bits(at).bitwise_right_shift(16).bitwise_and_(HALF - 1)
 
     def _bits(self, at: slice) -> torch.Tensor:
@@ -213,11 +213,10 @@ class Draws:
 
 
 def _mix(bits: torch.Tensor) -> None:
-    """Mixes the bits of 32-bit numbers in place, one to one: Wellons' lowbias32,
+    """Mixes the bits of 32-bit numbers in place by a bijection: Wellons' lowbias32,
     https://nullprogram.com/blog/2018/07/31.
 
-    Shifts of negative numbers bring in ones, which the masks take away.
-    """
+    Right shifts of negative numbers shift in ones; the masks clear them."""
     bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
     bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2**32)
     bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))
@@ -225,19 +224,19 @@ def _mix(bits: torch.Tensor) -> None:
 
 def round_at_random(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """Rounds float32 values to one of the two nearest bfloat16 values, more often to the nearer one, so that the mean
-    is exact; `bits` are 16 random bits for each value. The result stays float32; infinity and NaN do not change."""
+    is exact. `bits` are 16 random bits for each value. The result stays float32; infinity and NaN do not change."""
     return (values.view(torch.int32) + bits).bitwise_and_(-HALF).view(torch.float32)
 
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """[rows, product of the other dimensions]; a vector is one row."""
+    """Views a tensor as [rows, product of the other dimensions]. A vector is one row."""
     if tensor.dim() < 2:
         return tensor.view(1, -1)
     return tensor.view(tensor.shape[0], math.prod(tensor.shape[1:]))
 
 
 def chunks(rows: torch.Tensor) -> Iterator[slice]:
-    """Yields slices of rows to process together."""
+    """Yields slices of rows. The rows of a slice are processed together."""
     count = max(1, CHUNK // max(1, rows.shape[1]))
     if rows.numel():
         for start in range(0, len(rows), count):
@@ -250,12 +249,12 @@ class Exact:
     dtype = torch.float32
 
     def start(self, state: State, own: torch.Tensor) -> None:
-        """Puts moments of 0 into `state`, for a weight or this rank's part of it."""
+        """Adds moments of 0 to `state`, for a weight or this rank's part of it."""
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros_like(own, dtype=self.dtype)
 
     def read(self, state: State, name: str, at: slice) -> torch.Tensor:
-        """Rows of a moment as float32, in memory of their own."""
+        """Returns a copy of some rows of a moment in float32."""
         return as_rows(state[name])[at].to(torch.float32, copy=True)
 
     def write(self, state: State, name: str, at: slice, values: torch.Tensor, draws: Draws | None) -> None:
@@ -269,15 +268,15 @@ class Rounded(Exact):
     dtype = torch.bfloat16
 
     def write(self, state: State, name: str, at: slice, values: torch.Tensor, draws: Draws | None) -> None:
-        """Stores rows of a moment, rounded to nearest, or with `draws` at random."""
+        """Stores rows of a moment, rounded to nearest, or at random if there are `draws`."""
         as_rows(state[name])[at] = values if draws is None else round_at_random(values, draws.lower(at))
 
 
 class Blocks:
-    """Keeps 8-bit codes, and a float32 scale for each block. A row's last block is shorter."""
+    """Keeps moments as 8-bit codes with a float32 scale for each block. A row's last block may be shorter."""
 
     def start(self, state: State, own: torch.Tensor) -> None:
-        """Moments of 0."""
+        """Adds moments of 0 to `state`."""
         rows = as_rows(own)
         for name in ("exp_avg", "exp_avg_sq"):
             zero = int((_codes(name == "exp_avg") == 0).nonzero())
@@ -285,14 +284,14 @@ class Blocks:
             state[f"{name}_scale"] = torch.zeros(len(rows), -(-rows.shape[1] // BLOCK), device=own.device)
 
     def read(self, state: State, name: str, at: slice) -> torch.Tensor:
-        """Rows of a moment as float32."""
+        """Returns rows of a moment as float32."""
         codes = as_rows(state[name])[at]
         table = _there(_codes, name == "exp_avg", codes.device)
         values = table.index_select(0, codes.flatten().int()).view(codes.shape)
         return _blocks(values).mul_(state[f"{name}_scale"][at, :, None]).flatten(1)[:, : codes.shape[1]].contiguous()
 
     def write(self, state: State, name: str, at: slice, values: torch.Tensor, draws: Draws | None) -> None:
-        """Stores rows of a moment. A second moment above 0 stays above 0, because the first is divided by its root."""
+        """Stores rows of a moment. A positive second moment stays positive, because the update divides by its root."""
         blocks = _blocks(values)
         scale = blocks.abs().amax(2)
         state[f"{name}_scale"][at] = scale
@@ -308,7 +307,7 @@ Codec = Exact | Blocks
 
 @cache
 def _codes(signed: bool) -> torch.Tensor:
-    """The 256 values of the codes, ascending: seven decades, each with twice the values of the one below."""
+    """Returns the 256 code values, ascending: seven decades, each with twice as many values as the one below."""
     decades = []
     for decade in range(7):
         count = 2 ** (decade + (0 if signed else 1))
@@ -321,7 +320,7 @@ def _codes(signed: bool) -> torch.Tensor:
 
 @cache
 def _nearest(signed: bool) -> torch.Tensor:
-    """The nearest code of every float32 number, by its upper bits: a search would take ten times as long."""
+    """Returns the nearest code of each float32 number, by its upper bits. A search would take ten times as long."""
     codes, upper_bits = _codes(signed), torch.arange(2 ** (32 - LOWER), dtype=torch.int64)
     numbers = ((upper_bits << LOWER) + 2 ** (LOWER - 1)).to(torch.int32).view(torch.float32).nan_to_num(1.0)
     nearest = torch.bucketize(numbers, (codes[1:] + codes[:-1]) / 2)
@@ -332,11 +331,11 @@ def _nearest(signed: bool) -> torch.Tensor:
 
 @cache
 def _there(table: Callable[[bool], torch.Tensor], signed: bool, device: torch.device) -> torch.Tensor:
-    """A table on the device, copied there once."""
+    """Returns a table on the device. It is copied there once."""
     return table(signed).to(device)
 
 
 def _blocks(rows: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] -> [rows, blocks, BLOCK], with zeros at the end of a row."""
+    """Splits rows into blocks, padded with zeros: [rows, columns] -> [rows, blocks, BLOCK]."""
     missing = -rows.shape[1] % BLOCK
     return (F.pad(rows, (0, missing)) if missing else rows).unflatten(1, (-1, BLOCK))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step of `CompactAdamW` on an accelerator: one Triton kernel for all weights of a kind, from a table of their
-addresses. Random bits, codes and formulas equal `compact_adamw`, the reference."""
+"""The step of `CompactAdamW` on an accelerator. One Triton kernel updates all weights with equal dtypes; a table has
+their addresses. Random bits, codes and formulas equal the reference, `compact_adamw`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.uint8: t
 
 @triton.jit
 def _mixed(bits):
-    """`compact_adamw._mix` in Triton."""
+    """Computes `compact_adamw._mix` in Triton."""
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D
     bits = (bits ^ (bits >> 15)) * 0x846CA68B
     return bits ^ (bits >> 16)
@@ -44,7 +44,7 @@ def _nearest(values, DTYPE: tl.constexpr):
 
 @triton.jit
 def _read(moment, scales, codes, at, block, inside, CODED: tl.constexpr):
-    """A moment as float32."""
+    """Loads a moment as float32."""
     if CODED:
         code = tl.load(moment + at, mask=inside, other=0).to(tl.int32)
         scale = tl.load(scales + block, mask=tl.max(inside.to(tl.int32), 1) > 0, other=0.0)
@@ -55,7 +55,7 @@ def _read(moment, scales, codes, at, block, inside, CODED: tl.constexpr):
 
 @triton.jit
 def _encoded(values, scales, nearest, block, inside):
-    """The codes of a moment, after storing its scale."""
+    """Returns the codes of a moment, and stores its scales."""
     scale = tl.max(tl.abs(values), 1)
     tl.store(scales + block, scale, mask=tl.max(inside.to(tl.int32), 1) > 0)
     shares = tl.div_rn(values, tl.maximum(scale, 1.1754943508222875e-38)[:, None])
@@ -68,7 +68,7 @@ def _step(
     WEIGHT: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, ROUNDING: tl.constexpr,
     WEIGHTS: tl.constexpr, FIELDS: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Updates N blocks of one weight and of its moments."""
+    """Updates N blocks of one weight and the moments of these blocks."""
     program, w = tl.program_id(0).to(tl.int64), tl.arange(0, WEIGHTS)
     begins = tl.load(table + w, mask=w < count, other=2**62)
     own = tl.sum((begins <= program).to(tl.int32), 0) - 1
@@ -123,8 +123,8 @@ def _step(
 
 
 def step(work: Sequence[Work], tables: Sequence[torch.Tensor], rounding: str | None, width: int) -> None:
-    """Updates weights of equal dtypes with the same kind of moments. `tables` are codes and nearest codes, of the first
-    moment and of the second, on the device; `width` is the number of columns of a block."""
+    """Updates weights with equal dtypes and the same kind of moments. `tables` has for each of the two moments its
+    codes and its nearest codes, on the device. `width` is the number of columns of a block."""
     for start in range(0, len(work), MOST):
         some = work[start : start + MOST]
         device, grads = some[0].weight.device, [each.grad.contiguous() for each in some]
@@ -147,7 +147,7 @@ def step(work: Sequence[Work], tables: Sequence[torch.Tensor], rounding: str | N
 
 
 def _record(work: Work, grad: torch.Tensor, width: int) -> list[int]:
-    """The fields of one weight: addresses, sizes, places of random bits, and the bits of float64 factors."""
+    """Lists the fields of a weight for the kernel: addresses, sizes, places of random bits, factors as bits."""
     (rows, columns), state, part = work.weight.shape, work.state, work.draws.part
     names = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "lost")
     tensors = work.weight, grad, *map(state.get, names)

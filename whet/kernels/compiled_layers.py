@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles each kind of layer once for all layers of a model, forward and backward, for rows of any length."""
+"""Compiles each kind of layer once, forward and backward, for all layers of a model and for rows of any length."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
 
 
 class CompiledForward:
-    """The forward pass of one layer. The layer's number stays outside the compiled code."""
+    """The compiled forward pass of one layer. The layer's number is not part of the compiled code."""
 
     def __init__(self, layer: nn.Module, number: int) -> None:
         self.layer, self.number = layer, number
@@ -74,12 +74,12 @@ def _compiled(kind: Any, is_whole: bool) -> Callable[..., Any]:
 
 
 def _plain(kind: Any) -> Callable[..., Any]:
-    """The forward pass without gradient checkpointing around it."""
+    """Returns the class's forward function without the wrapper for gradient checkpointing."""
     forward = kind.forward
     return getattr(forward, "__wrapped__", forward) if _checkpoints_outside() else forward
 
 
 @cache
 def _checkpoints_outside() -> bool:
-    """True if transformers wraps a layer's `forward` for gradient checkpointing; older versions wrap its call."""
+    """Tells whether transformers wraps a layer's `forward` for gradient checkpointing. Older versions wrap its call."""
     return "__call__" not in vars(GradientCheckpointingLayer)

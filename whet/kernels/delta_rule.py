@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two operations of linear attention that mix tokens, a short causal convolution and the gated delta rule
-(https://arxiv.org/abs/2412.06464), over packed rows."""
+"""Linear attention over packed rows: its two operations that mix tokens, a short causal convolution and the gated delta
+rule (https://arxiv.org/abs/2412.06464)."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Rule = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def weighted(inputs: Iterable[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
-    """The sum of weight [C, K] times K inputs [N, C], the newest first.   -> [N, C]"""
+    """Sums weight [C, K] times K inputs [N, C], the newest input first.   -> [N, C]"""
     products = (each * tap for each, tap in zip(inputs, weight.unbind(1)[::-1], strict=False))
     return reduce(torch.add, products)
 
 
 def back(x: torch.Tensor, before: torch.Tensor, at: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields rows `at` of x [N, C], their predecessors, and so on; `before` [N] is the predecessor of each row."""
+    """Yields rows `at` of x [N, C], then their predecessors, and so on. `before` [N] gives predecessors."""
     while True:
         yield x.index_select(0, at)
         at = before[at]
 
 
 def delta_rule(rule: Rule, inputs: tuple[torch.Tensor, ...], start: torch.Tensor | None) -> tuple[Any, Any]:
-    """Query, key, value, log of the decay and rate [n, w, ...] and states at the start [n, VH, K, V] -> [n, w, VH, V]
-    and states at the end. Zeros after a sequence leave its state unchanged."""
+    """Applies the delta rule to query, key, value, log decay and rate [n, w, ...] from initial states [n, VH, K, V].
+    Returns [n, w, VH, V] and the final states. Zeros after a sequence leave its state unchanged."""
     query, key, value, decay, rate = inputs
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     return rule(query, key, value, g=decay, beta=rate, initial_state=start, **options)
@@ -47,14 +47,14 @@ def with_zero(inputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def in_grid(flat: Sequence[torch.Tensor], index: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The rows [n, w] of each tensor: [T + 1, ...] -> [n, w, ...]."""
+    """Gathers the rows `index` [n, w] of each tensor: [T + 1, ...] -> [n, w, ...]."""
     return tuple(each.index_select(0, index.flatten()).unflatten(0, index.shape) for each in flat)
 
 
 @dataclass(frozen=True)
 class PackedFlow:
-    """The flow of packed rows: first pieces that begin with a zero state, including shared prompts, then pieces that
-    continue these."""
+    """The order in which packed rows are scanned. A piece is a run of consecutive tokens; pieces that begin with a zero
+    state (shared prompts too) come first, then pieces that continue them."""
 
     before: torch.Tensor  # [S + 1] the token before each, S where there is none
     grids: tuple[tuple[torch.Tensor, torch.Tensor | None], ...]  # [n, w] tokens, S as padding; [n] numbers of pieces
@@ -62,7 +62,7 @@ class PackedFlow:
 
     @classmethod
     def of(cls, before: torch.Tensor, size: int) -> PackedFlow:
-        """The flow for before [T], the token before each, -1 without one; `size` S is T with padding."""
+        """Builds the flow from `before` [T], the predecessor of each token or -1. `size` is S, the padded T."""
         device, before = before.device, before.cpu()
         begins = before != torch.arange(len(before)) - 1
         begins[:1] = True
@@ -86,12 +86,12 @@ class PackedFlow:
         return cls(chain.to(device), tuple(grids), places.to(device))
 
     def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Finds the inputs of each token's convolution by following the token's predecessors.   [S, C] -> [S, C]"""
+        """Computes the convolution of each token over the token and its predecessors.   [S, C] -> [S, C]"""
         at = torch.arange(len(x), device=x.device)
         return weighted(back(F.pad(x, (0, 0, 0, 1)), self.before, at), weight)
 
     def scan(self, layer: int, rule: Rule, steps: Rule, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Scans grid by grid, or all sequences in one call.   [S, ...] -> [S, VH, V]"""
+        """Applies the delta rule to all pieces, grid by grid or in one kernel call.   [S, ...] -> [S, VH, V]"""
         if (packed := packed_rule(inputs[0].device)) is not None and inputs[0].dtype != torch.float32:
             return self._in_calls(packed, inputs)
         flat = with_zero(inputs)
@@ -106,8 +106,8 @@ class PackedFlow:
 
     @cached_property
     def calls(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """Tokens of sequences one after the other, the start of each, and the piece that it continues: first pieces
-        with a zero state, then the others."""
+        """Returns one entry for pieces with a zero state, and one for the other pieces: the tokens of its pieces one
+        after another, the start of each piece, and the piece that it continues."""
         found, size = [], len(self.places)
         for is_late in (False, True):
             if grids := [grid for grid in self.grids if (grid[1] is not None) == is_late]:
@@ -129,8 +129,8 @@ class PackedFlow:
 
 @cache
 def packed_rule(device: torch.device) -> Rule | None:
-    """flash-linear-attention's rule for sequences of any lengths in a row, if it is installed and the device runs
-    Triton. Written from its documentation, not yet run on an accelerator."""
+    """Returns flash-linear-attention's rule for packed sequences, if it is installed and the device runs Triton.
+    Written from its documentation, not yet run on an accelerator."""
     if not runs_triton(device, "linear attention is torch's") or find_spec("fla") is None:
         return None
     found: Rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
@@ -138,8 +138,8 @@ def packed_rule(device: torch.device) -> Rule | None:
 
 
 def _alike(lengths: torch.Tensor, chosen: torch.Tensor) -> Iterator[tuple[int, list[int]]]:
-    """Groups of chosen pieces whose chunk counts have the same next power of two, with the longest length of each
-    group."""
+    """Groups chosen pieces by their number of chunks, rounded up to a power of two. Yields the longest length of each
+    group, and the group."""
     chunks = ((lengths + CHUNK - 1) // CHUNK).tolist()
     groups: dict[int, list[int]] = {}
     for piece in chosen.nonzero()[:, 0].tolist():

@@ -2,8 +2,8 @@
 """Replaces a model's RMS norms and gated MLPs by versions that save less memory for the backward pass, and its linear
 layers by layers with a kernel of whet.
 
-A module is replaced only if the version computes the same: its parts have the expected names, and a small copy with
-random weights (the model's may not be loaded yet) gives the same results."""
+A module is replaced only if its replacement computes the same. The submodules must have the expected names, and a small
+copy with random weights (the model's may not be loaded yet) must give the same results."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class GatedMLP(nn.Module):
-    """The layer down(silu(gate(x)) * up(x))."""
+    """A gated MLP: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, gate_proj: nn.Linear, up_proj: nn.Linear, down_proj: nn.Linear) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., H] -> [..., H]."""
+        """Computes the MLP: [..., H] -> [..., H]."""
         gate, up = self.gate_proj(x), self.up_proj(x)
         gated = _SiluGate.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)
         out: torch.Tensor = self.down_proj(gated)
@@ -41,7 +41,7 @@ class GatedMLP(nn.Module):
 
 
 def fuse(model: nn.Module) -> int:
-    """Replaces the suitable modules of `model`.  Returns their number."""
+    """Replaces modules of `model` by counterparts that save memory.  Returns their number."""
     replaced = 0
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
@@ -68,7 +68,7 @@ def _counterpart(module: nn.Module) -> nn.Module | None:
 
 @torch.no_grad()
 def _same(module: nn.Module) -> bool:
-    """True if small copies of the module and its replacement, with random weights, agree on a few random rows."""
+    """Tells whether small random copies of the module and of its replacement agree on a few random rows."""
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # torch.manual_seed also seeds accelerators, and takes milliseconds
         small = copy.copy(module)
@@ -92,7 +92,7 @@ def _small_linear(name: str, part: nn.Module | None) -> nn.Module | None:
 
 
 class _SiluGate(torch.autograd.Function):
-    """silu(gate) up; saves gate and up, but not silu(gate)."""
+    """Computes silu(gate) up. Saves gate and up for the backward pass, but not silu(gate)."""
 
     @staticmethod
     def forward(ctx, gate: torch.Tensor, up: torch.Tensor):  # type: ignore[no-untyped-def]
@@ -106,14 +106,14 @@ class _SiluGate(torch.autograd.Function):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, normalised in float32."""
+    """RMSNorm in float32: x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = weight, eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., H] -> [..., H]. Under autocast float32 states give a result in autocast's dtype."""
+        """Normalises [..., H]. Under autocast, float32 states give a result in autocast's dtype."""
         if torch.is_grad_enabled():
             out: torch.Tensor = _RMSNorm.apply(x, self.weight, self.eps)
             return out
@@ -121,7 +121,7 @@ class RMSNorm(nn.Module):
 
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the normalised states [..., H], and 1 / sqrt(mean(x^2) + eps) [..., 1]."""
+    """Normalises states [..., H].  Returns them, and 1 / sqrt(mean(x^2) + eps) [..., 1]."""
     dtype = x.dtype if x.dtype == weight.dtype else torch.promote_types(x.dtype, weight.dtype)
     if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -136,7 +136,7 @@ def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.
 def reference(
     x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`normalise` in torch. Like transformers, it rounds the normalised rows to x's dtype before the product."""
+    """Computes `normalise` in torch. Like transformers, it rounds to x's dtype before it multiplies by the weight."""
     wide = _at_least_float32(x)
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return ((wide * scale).to(x.dtype) * weight).to(dtype), scale
@@ -162,7 +162,7 @@ def gradients(
 def reference_gradients(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gradients` in plain torch."""
+    """Computes `gradients` in plain torch."""
     unit, grad = _at_least_float32(x) * scale, _at_least_float32(grad)
     grad_weight = (grad * unit).flatten(0, -2).sum(0)
     grad = grad * weight
@@ -184,7 +184,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _has_kernel(*tensors: torch.Tensor) -> bool:
-    """True if the C++ kernel can run: not under torch.compile, which fuses the formula, nor on fake tensors."""
+    """Tells whether the C++ kernel can run: not on fake tensors, nor under torch.compile, which fuses the formula."""
     for each in tensors:
         if each.dtype not in KERNEL_DTYPES or not each.is_cpu or isinstance(each, FakeTensor):
             return False
@@ -218,7 +218,7 @@ def _at(*tensors: torch.Tensor) -> list[int]:
 
 
 def _sizes(x: torch.Tensor) -> tuple[int, int]:
-    """Rows and width."""
+    """Returns the number of rows and their width."""
     return x.numel() // max(1, x.shape[-1]), x.shape[-1]
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers in float32 by a C++ kernel, for processors with AVX2, where MKL hardly uses a second core for few rows.
+"""Linear layers in float32 by a C++ kernel, for processors with AVX2: there MKL hardly uses a second core for few rows.
 
-On AMD processors the bits equal MKL's. On all other processors layers call `F.linear`, the reference."""
+On AMD processors the results equal MKL's bit by bit. On all other processors layers call `F.linear`, the reference."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PLAIN = (torch.Tensor, nn.Parameter)  # a subclass may be sharded, or a shape al
 
 
 class FastLinear(nn.Linear):
-    """nn.Linear, computed by the kernel if it can run."""
+    """nn.Linear with the C++ kernel, if the kernel can run."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # its name in torch
-        """[..., K] -> [..., N]."""
+        """Computes the layer: [..., K] -> [..., N]."""
         weight, bias = self.weight, self.bias
         if not _suits(input, weight) or not (bias is None or (type(bias) in PLAIN and bias.dtype == torch.float32)):
             return F.linear(input, weight, bias)
@@ -37,7 +37,7 @@ class FastLinear(nn.Linear):
 def product(
     x: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor | None = None, *, is_transposed: bool
 ) -> torch.Tensor:
-    """x factor + bias: [..., K], [K, N] or [N, K] where `is_transposed`, [N] -> [..., N]."""
+    """Computes x factor + bias: [..., K], [K, N], [N] -> [..., N]. If `is_transposed`, the factor is [N, K]."""
     x, factor = x.contiguous(), factor.contiguous()
     depth, columns = x.shape[-1], factor.shape[0 if is_transposed else 1]
     out = x.new_empty(*x.shape[:-1], columns)
@@ -48,7 +48,7 @@ def product(
 
 
 def product_of_columns(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """x^T factor: [..., M], [..., N] -> [M, N], summed over all other dimensions."""
+    """Computes x^T factor, summed over all dimensions but the last: [..., M], [..., N] -> [M, N]."""
     x, factor = x.contiguous(), factor.contiguous()
     rows, columns = x.shape[-1], factor.shape[-1]
     out = x.new_empty(rows, columns)
@@ -71,7 +71,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _suits(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """True if the kernel can run, and no tool that watches torch's operators would miss the call."""
+    """Tells whether the kernel can run: not under tools that watch torch's operators, which would miss the call."""
     return (
         x.dtype == weight.dtype == torch.float32
         and type(x) in PLAIN
@@ -88,7 +88,7 @@ def _suits(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 @cache
 def _kernels() -> tuple[Any, ...]:
-    """The compiled kernels; empty on other processors, and without a working C++ compiler."""
+    """Returns the compiled kernels; empty on other processors, and without a working C++ compiler."""
     if torch.backends.cpu.get_cpu_capability() != "AVX2":
         return ()
     if (compiled := library(Path(__file__).with_suffix(".cpp"))) is None:

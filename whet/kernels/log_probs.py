@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities and entropy of sampled tokens, from hidden states, without all logits in memory at once."""
+"""Log-probabilities and entropies of sampled tokens, from hidden states. Logits are computed in chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 class LogitForm(NamedTuple):
-    """Logits from z = hidden weight^T + bias: scale z, or with a cap, cap tanh(scale z / cap)."""
+    """The form of logits, from z = hidden weight^T + bias: scale z, or with a cap, cap tanh(scale z / cap)."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -32,7 +32,7 @@ class LogitForm(NamedTuple):
         return z if self.scale == 1.0 else z * self.scale
 
     def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
-        """d logits / d z, computed from the logits."""
+        """Returns the derivative d logits / d z, computed from the logits."""
         return self.scale if self.cap is None else self.scale * (1 - (logits / self.cap).square())
 
 
@@ -57,12 +57,11 @@ def token_statistics(
     form: LogitForm = LogitForm(),  # noqa: B008  # immutable
     fixed: bool = False,
 ) -> TokenStatistics:
-    """Statistics of `targets` [N] under softmax(form(hidden weight^T + bias) / temperature).
+    """Computes statistics of `targets` [N] under softmax(form(hidden weight^T + bias) / temperature).
 
     hidden [N, H], weight [V, H], bias [V]. At most `chunk_tokens` rows of logits [., V] exist at once; the backward
     pass computes them again. Matrix products run in hidden's dtype, the rest in at least float32. Temperature 0
-    (greedy) counts as 1. `fixed`: by `batch_invariant_triton`, with numbers that do not depend on the other tokens.
-    """
+    (greedy) counts as 1. `fixed` uses `batch_invariant_triton`: a token's results do not depend on the other tokens."""
     log_probs, entropies, squares = _TokenStatistics.apply(
         hidden, weight, bias, targets, temperature or 1.0, chunk_tokens, entropy, sum_pi_squared, form, fixed
     )
@@ -76,7 +75,7 @@ def vocab_log_probs(
     temperature: float = 1.0,
     form: LogitForm = LogitForm(),  # noqa: B008
 ) -> torch.Tensor:
-    """log_softmax(form(hidden weight^T + bias) / temperature) over the vocabulary: [N, H], [V, H], [V] -> [N, V]."""
+    """Computes log_softmax(form(hidden weight^T + bias) / temperature): [N, H], [V, H], [V] -> [N, V]."""
     typed_bias = None if bias is None else bias.to(hidden.dtype)
     with torch.autocast(hidden.device.type, enabled=False):
         return _logits(hidden, weight.to(hidden.dtype), typed_bias, temperature or 1.0, form).log_softmax(-1)
@@ -96,7 +95,7 @@ def _products(
 def _of_chunk(
     at: slice, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None, like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradients of a chunk's log-probs and entropies; zeros for log-probs that nothing depends on."""
+    """Returns the gradients of a chunk's log-probs and entropies. If nothing depends on the log-probs, zeros."""
     if grad_log_probs is None:
         own = torch.zeros(len(like), dtype=torch.float32, device=like.device)
     else:
@@ -105,7 +104,7 @@ def _of_chunk(
 
 
 def _kernels(hidden: torch.Tensor, fixed: bool) -> Any:
-    """The module of Triton kernels if they run here; float32 on an accelerator keeps torch's kernels."""
+    """Returns the module of Triton kernels if they can run here, else None. (float32 on an accelerator uses torch.)"""
     otherwise = "log-probs take several passes over the logits"
     if not fixed and (hidden.dtype != torch.bfloat16 or not runs_triton(hidden.device, otherwise)):
         return None

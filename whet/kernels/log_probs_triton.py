@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of the head on an accelerator: statistics of tokens in one pass over their logits, and the gradient of
-the logits written over them. `log_probs` has the same in torch."""
+"""Triton kernels of the output layer on an accelerator: token statistics in one pass over the logits, and the logits'
+gradient, which overwrites the logits. The reference in torch is `log_probs`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TILE = 4096  # tokens of the vocabulary read at once
 
 @triton.jit
 def _formed(z, scale, cap, heat, CAPPED: tl.constexpr):
-    """The logit over the temperature, computed from the product z."""
+    """Returns logit / temperature, computed from the unscaled logit z."""
     z = z.to(tl.float32) * scale
     if CAPPED:
         z = cap * (2 / (1 + tl.exp(-2 * z / cap)) - 1)
@@ -28,7 +28,7 @@ def _statistics(
     products, targets, found, heats, V, row_stride, count, heat_stride, scale, cap,
     TILE: tl.constexpr, CAPPED: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
-    """Reduces the logits l of one token to sums of exp(l - m), l exp(l - m) and exp(l - m)^2, m the running maximum."""
+    """Reduces a token's logits l to sums of exp(l - m), l exp(l - m) and exp(l - m)^2, with m their maximum."""
     row, i = tl.program_id(0), tl.arange(0, TILE)
     heat = tl.load(heats + row * heat_stride)
     base = products + row.to(tl.int64) * row_stride
@@ -60,7 +60,7 @@ def _gradient(
     products, targets, log_sums, entropies, grad_log_probs, grad_entropies, V, row_stride, scale, cap, heat,
     TILE: tl.constexpr, CAPPED: tl.constexpr, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """Writes g (onehot - pi) - h pi (log pi + H), times the slope of the logit, over one tile of one token."""
+    """Writes the logits' gradient, g (onehot - pi) - h pi (log pi + H), times their slope, for a tile of a token."""
     row, at = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
     where = products + row.to(tl.int64) * row_stride + at
     z = _formed(tl.load(where, mask=at < V, other=0.0), scale, cap, heat, CAPPED)
@@ -79,8 +79,8 @@ def _gradient(
 def statistics(
     products: torch.Tensor, targets: torch.Tensor, scale: float, cap: float, temperature: float | torch.Tensor
 ) -> torch.Tensor:
-    """[4, N] float32: log-prob of the target, entropy, sum of squared probabilities and log of the sum of exp, of
-    softmax(form(products) / temperature) with products [N, V] and a temperature, or [N] of them."""
+    """Computes statistics [4, N] float32 of softmax(form(products) / temperature): log-prob of the target, entropy, sum
+    of pi^2, log-sum-exp. `products` [N, V] are unscaled logits; `temperature` is a number or [N]."""
     if not isinstance(temperature, torch.Tensor):
         temperature = torch.full((1,), temperature, dtype=torch.float32, device=products.device)
     found = torch.empty(4, len(products), dtype=torch.float32, device=products.device)
@@ -97,7 +97,7 @@ def gradient_(
     products: torch.Tensor, targets: torch.Tensor, log_sums: torch.Tensor, entropies: torch.Tensor,
     grad_log_probs: torch.Tensor, grad_entropies: torch.Tensor | None, scale: float, cap: float, temperature: float,
 ) -> torch.Tensor:  # fmt: skip
-    """Overwrites products [N, V] with their gradient, from the gradients of log-probs and entropies [N] float32."""
+    """Overwrites unscaled logits, `products` [N, V], with their gradient; the other gradients are given, [N] each."""
     rows, size = products.shape
     has_entropy = grad_entropies is not None
     _gradient[(rows, triton.cdiv(size, TILE))](

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention: the operator `whet::paged_attention` on a CPU, with a C++ kernel if there is a compiler, else plain
-torch; on an accelerator torch's scaled_dot_product_attention over the blocks of the table.
+"""Paged attention. On a CPU the operator `whet::paged_attention` uses a C++ kernel, or plain torch without a compiler.
+On an accelerator torch's scaled_dot_product_attention runs over the blocks of the table.
 
-The blocks, slots and keys of a batch are computed once for all layers; the host waits for no result."""
+The blocks, slots and keys of a batch are computed once for all layers. The host waits for no result."""
 
 from __future__ import annotations
 
@@ -48,12 +48,11 @@ def paged_attention(
 
     query [T, H, D], key [T, KV, D], value [T, KV, V]: a flat batch of tokens of any sequences.
     keys [blocks, KV, D, 16], values [blocks, KV, 16, V]: one layer of the cache, blocks of 16 tokens, written in place.
-    Values [..., 0] are none: those of the tokens are the first V numbers of their keys.
+    If values is [..., 0], there is no cache of values: a token's value is the first V numbers of its key.
     tables [S, W] int32: the blocks of each sequence, in order.   rows [T] int32: each token's sequence, -1 on padding.
-    positions [T] int64.   window: attend to the last so many positions only; 0 is all.
+    positions [T] int64.   window: attend only to so many last positions; 0 means all.
     cap: scores s become cap tanh(s / cap); 0 leaves them.   sinks [H]: one more score of each query, without a value.
-    Returns [T, H, V], zero on padding.
-    """
+    Returns [T, H, V], zero on padding."""
     out: torch.Tensor = torch.ops.whet.paged_attention(
         query, key, value, keys, values, tables, rows, positions, scale, window, cap, sinks
     )
@@ -74,7 +73,7 @@ def reference(
     cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`paged_attention` in torch: gathers every token's keys and masks later and padded ones."""
+    """Computes `paged_attention` in torch: gathers every token's keys, and masks later keys and padding."""
     (tokens, heads, dim), kv_heads = query.shape, key.shape[1]
     real = rows >= 0
     table = tables[rows.clamp(min=0).long()].long()
@@ -106,7 +105,7 @@ def reference(
 
 
 def _cpu(*given: Any) -> torch.Tensor:
-    """Implements the operator; the arguments are the operator's."""
+    """Implements the operator on a CPU, with the operator's arguments."""
     query, key, value, keys, values, tables, rows, positions, scale, window, cap, sinks = given
     kernel = load_kernel()
     (tokens, heads, dim), value_dim = query.shape, value.shape[2]
@@ -141,7 +140,7 @@ torch.library.register_fake("whet::paged_attention", _shape_only, lib=_operators
 
 @cache
 def load_kernel() -> ctypes._NamedFuncPointer | None:  # type: ignore[name-defined]
-    """The compiled kernel; None without a working C++ compiler."""
+    """Loads the compiled kernel; None without a working C++ compiler."""
     compiled = library(Path(__file__).with_suffix(".cpp"))
     if compiled is None:
         return None
@@ -154,7 +153,7 @@ def load_kernel() -> ctypes._NamedFuncPointer | None:  # type: ignore[name-defin
 
 @dataclass(frozen=True)
 class BlockIndex:
-    """The index of T tokens in S sequences, at most Q tokens of each, with up to K visible keys each."""
+    """The index of T tokens in S sequences. A sequence has at most Q of the tokens and at most K visible keys."""
 
     slots: torch.Tensor  # [T] where each token's key goes among those of the cache; padding goes to the spare block
     keys: torch.Tensor  # [S, K] where the keys of each sequence lie
@@ -166,7 +165,7 @@ class BlockIndex:
     def of(
         cls, tables: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, spare: int, longest: int, context: int
     ) -> BlockIndex:
-        """Makes an index from `paged_attention`'s arguments: `longest` is the number of tokens of the longest sequence,
+        """Builds an index from `paged_attention`'s arguments. `longest` is the largest number of tokens of a sequence,
         `context` the largest position + 1, `spare` an unused block."""
         width = min(tables.shape[1], -(-context // (BLOCK_SIZE * WIDTH_STEP)) * WIDTH_STEP)
         real, row, tables = rows >= 0, rows.clamp(min=0).long(), tables.long()
@@ -193,8 +192,8 @@ class BlockIndex:
         values: torch.Tensor,
         scores: Scores,
     ) -> torch.Tensor:
-        """[T, H, D], [T, KV, D], [T, KV, V] -> [T, H, V]; stores key and value in one layer of the cache, both [KV,
-        blocks, 16, .]. Arguments as in `paged_attention`; results on padding are meaningless."""
+        """Stores key and value in one layer of the cache, both [KV, blocks, 16, .], and attends: [T, H, D], [T, KV, D],
+        [T, KV, V] -> [T, H, V]. Arguments are as in `paged_attention`. Results on padding are meaningless."""
         kept = keys.flatten(1, 2), values.flatten(1, 2)
         for held, new in zip(kept, (key, value), strict=True):
             held.index_copy_(1, self.slots, new.transpose(0, 1).to(held.dtype))
@@ -210,7 +209,7 @@ class BlockIndex:
         return F.pad(out, (0, 0, 0, 0, 0, 1)).index_select(0, self.grid)
 
     def _mask(self, window: int) -> torch.Tensor:
-        """True where a token may attend to a key."""
+        """Returns a mask that is True if a token may attend to a key."""
         if window not in self.masks:
             at, positions = torch.arange(self.keys.shape[1], device=self.keys.device), self.positions[:, None, :, None]
             seen = at <= positions
@@ -219,8 +218,8 @@ class BlockIndex:
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, form: Scores) -> torch.Tensor:
-    """[s, H, Q, D], [s, KV, K, D], [s, KV, K, V], [s, 1, Q, K] -> [s, H, Q, V]. Kernels with a mask do not support
-    grouped heads: the heads of one key become queries, or, if there are several queries, keys are repeated."""
+    """Attends: [s, H, Q, D], [s, KV, K, D], [s, KV, K, V], [s, 1, Q, K] -> [s, H, Q, V]. Kernels with a mask do not
+    support grouped heads. So the heads of a key head become queries, or with several queries the keys are repeated."""
     sequences, heads, longest, dim = q.shape
     group = heads // k.shape[1]
     if longest == 1:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of paged attention on an accelerator: of one token a row, and of tiles of tokens.
-`paged_attention.reference` says the same in torch.
+"""Triton kernels of paged attention on an accelerator, for one token a row and for tiles of tokens. The reference in
+torch is `paged_attention.reference`.
 
-Triton's interpreter runs them on a CPU too (TRITON_INTERPRET=1). It knows no loop whose bound is a tensor: loops take
-their bound from the host there.
-"""
+Triton's interpreter also runs them on a CPU (TRITON_INTERPRET=1). It supports no loop whose bound is a tensor, so there
+the host passes the bound."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ def _attend(
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
     N: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Computes the attention of one row, for one key head, over a part of its context: softmax(query keys^T) values."""
+    """Computes attention of one row, for one key head, over a part of its context: softmax(query keys^T) values."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot, at = tl.load(slots + row).to(tl.int64), tl.load(positions + row).to(tl.int32)
     g, d, j = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, N)
@@ -88,8 +87,8 @@ def _attend(
 
 @triton.jit
 def _begin(own, sinks, heads, inside, split):
-    """The largest score, the sum of exp(. - largest), and the own key's part of it, over this key and the sink, which
-    belong to the first part of a context."""
+    """Returns the largest score, the sum of exp(. - largest), and the own key's share of it, over the own key and the
+    sink. Both belong to the first part of a context."""
     most = tl.where(split == 0, own, -1e30)
     share = tl.where(split == 0, 1.0, 0.0) + tl.zeros_like(own)
     total = share
@@ -104,7 +103,7 @@ def _begin(own, sinks, heads, inside, split):
 
 @triton.jit
 def _join(parts, sums, out, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr):
-    """Combines the results of one head of one row over the parts of its context."""
+    """Combines the results of all parts of the context, for one head of one row."""
     head, s, d = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, DP)
     most, total = tl.load(sums + (head * SPLITS + s) * 2), tl.load(sums + (head * SPLITS + s) * 2 + 1)
     share = tl.exp(most - tl.max(most, 0))
@@ -121,10 +120,9 @@ def decode_attention(
 ) -> torch.Tensor:  # fmt: skip
     """Writes the key and value of one token a row into its block, and computes its attention to positions 0..its own.
 
-    query [B, H, D], key and value [B, KV, D]; keys and values [KV, blocks, 16, D] of a layer, written in place; tables
-    [S, W] int32; slots [B] the row of the table; positions [B]; scale, window, cap and sinks as in `Scores`.
-    Returns [B, H, D].
-    """
+    query [B, H, D], key and value [B, KV, D]. keys and values [KV, blocks, 16, D] of a layer, written in place. tables
+    [S, W] int32. slots [B]: each token's row of the table. positions [B]. scale, window, cap and sinks as in `Scores`.
+    Returns [B, H, D]."""
     (rows, heads, dim), kv_heads = query.shape, key.shape[1]
     group, splits = heads // kv_heads, 1
     while splits < MOST_SPLITS and rows * kv_heads * splits < PROGRAMS:
@@ -159,8 +157,8 @@ def tile_attention(
     tables: torch.Tensor, slots: torch.Tensor, tiles: torch.Tensor, scale: float, window: int, cap: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`decode_attention` for several consecutive tokens of a sequence: slots [T] has the place of each key in the
-    cache, tiles [n, 4] come from `tiles.tiles_of`, and tables [S, W] has a row for each sequence."""
+    """Computes `decode_attention` for several consecutive tokens of a sequence. slots [T] has the place of each key in
+    the cache, tiles [n, 4] come from `tiles.tiles_of`, and tables [S, W] has a row for each sequence."""
     kept = [each.flatten(1, 2) for each in (keys, values)]
     for there, new in zip(kept, (key, value), strict=True):
         there.index_copy_(1, slots, new.transpose(0, 1).to(there.dtype))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses tokens from logits, with random numbers that depend only on the request and the position. Before that it
-changes logits: allowed tokens, bad words, then penalties, in vLLM's order. `sampling_triton` has a kernel for it."""
+"""Samples tokens from logits with random numbers that depend only on the request and the position. Constraints change
+the logits first, in vLLM's order: allowed tokens, bad words, penalties. `sampling_triton` has a kernel for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OFF = 2.0  # a top_p that the rounded sum of probabilities never reaches
 
 
 class KeyedRequest(Protocol):
-    """The prompt, the sampling parameters and the key of random numbers of a response to sample."""
+    """A response to sample: its prompt, its sampling parameters and the key of its random numbers."""
 
     @property
     def prompt_ids(self) -> tuple[int, ...]: ...
@@ -32,7 +32,7 @@ class KeyedRequest(Protocol):
 
 @dataclass(frozen=True)
 class Constraints:
-    """The constraints of S requests as columns, with U different prompts, D different rules and W bad words."""
+    """The constraints of S requests as columns. They have U different prompts, D different rules and W bad words."""
 
     repetition: torch.Tensor  # [S]
     presence: torch.Tensor  # [S]
@@ -46,7 +46,7 @@ class Constraints:
 
     @classmethod
     def of(cls, requests: Sequence[KeyedRequest], vocab_size: int, device: torch.device) -> Constraints:
-        """The columns of `requests`.  Raises: EngineError for rules that cannot be met."""
+        """Builds the columns of `requests`.  Raises: EngineError for rules that cannot be met."""
         params = [request.params for request in requests]
         rules: dict[Rules, int] = {}
         rule = [rules.setdefault((p.allowed_token_ids, p.bad_words), len(rules)) for p in params]
@@ -86,7 +86,7 @@ class Constraints:
         return Constraints(**{name: moved(each, device) for name, each in vars(self).items()})
 
     def rows(self, index: torch.Tensor | slice) -> Constraints:
-        """The columns of some of the requests."""
+        """Selects the columns of some requests."""
         return replace(
             self,
             repetition=self.repetition[index],
@@ -97,8 +97,8 @@ class Constraints:
         )
 
     def apply(self, logits: torch.Tensor, generated: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Applies the constraints to logits [S, V]. `generated` [S, T] has the tokens sampled so far, counts[s] of them
-        in row s; T is at least 1.  A row without constraints keeps its bits."""
+        """Applies the constraints to logits [S, V]. Row s of `generated` [S, T] has the counts[s] tokens sampled so
+        far; T is at least 1. A row without constraints does not change."""
         logits = logits.masked_fill(self.forbidden[self.rule], float("-inf"))
         if len(self.words):
             logits[self._ends_of_bad_words(generated, counts)] = float("-inf")
@@ -114,7 +114,7 @@ class Constraints:
         return logits - self.frequency[:, None] * times - self.presence[:, None] * is_used
 
     def _ends_of_bad_words(self, generated: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows and tokens that would complete a bad word."""
+        """Returns the rows and tokens where the token would complete a bad word."""
         starts = self.words[:, :-1]  # [W, K - 1]
         back = torch.arange(starts.shape[1], 0, -1, device=counts.device)
         at = counts[:, None] - back
@@ -125,7 +125,7 @@ class Constraints:
 
 
 def check_rules(rules: Rules, vocab_size: int) -> None:
-    """Raises: EngineError for tokens that the model does not have, and if no token would be allowed."""
+    """Checks that the model has all named tokens, and that a token stays allowed.  Raises: EngineError."""
     allowed, bad_words = rules
     for name, ids in (
         ("allowed_token_ids", allowed or ()),
@@ -169,7 +169,7 @@ class SamplingState:
 
     @classmethod
     def of(cls, requests: Sequence[KeyedRequest], vocab_size: int, device: torch.device) -> SamplingState:
-        """The columns of `requests`.  Raises: EngineError for constraints that cannot be met."""
+        """Builds the columns of `requests`.  Raises: EngineError for constraints that cannot be met."""
         params = list({id(request.params): request.params for request in requests}.values())  # many share theirs
         number = {id(each): number for number, each in enumerate(params)}
         row = torch.tensor([number[id(request.params)] for request in requests], dtype=torch.int64, device=device)
@@ -200,11 +200,11 @@ class SamplingState:
 
     @property
     def is_uncut(self) -> bool:
-        """True if all rows draw from softmax(logits / temperature), or take the most probable token."""
+        """Tells whether all rows draw from softmax(logits / temperature), or take the most probable token."""
         return self.constraints is None and not self.has_top and not self.has_min_p
 
     def wider(self, rows: int) -> SamplingState:
-        """The columns with `rows` more rows of zeros."""
+        """Appends `rows` rows of zeros to all columns."""
         columns: dict[str, Any] = {
             n: torch.cat([each, each.new_zeros(rows, *each.shape[1:])])
             for n, each in vars(self).items()
@@ -221,7 +221,7 @@ class SamplingState:
         return replace(self, **columns, constraints=constraints)
 
     def rows(self, index: torch.Tensor | slice) -> SamplingState:
-        """The columns of some of the requests."""
+        """Selects the columns of some requests."""
         columns: dict[str, Any] = {
             name: each[index] for name, each in vars(self).items() if isinstance(each, torch.Tensor)
         }
@@ -230,7 +230,7 @@ class SamplingState:
 
 
 def uniforms(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Random numbers [S] float32 in [0, 1), hashed from each row's key and position (splitmix64, Steele et al.
+    """Returns random numbers [S] float32 in [0, 1), hashed from each row's key and position (splitmix64, Steele et al.
     2014)."""
     x = keys + (positions + 1) * -7046029254386353131  # the golden ratio's 64 bits, as a signed number
     x = (x ^ _shift_right(x, 30)) * -4658895280553007687
@@ -240,19 +240,19 @@ def uniforms(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift: torch's own keeps the sign."""
+    """Shifts right and fills with zeros. (torch's own shift keeps the sign.)"""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def sample(
     logits: torch.Tensor, state: SamplingState, positions: torch.Tensor, generated: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples tokens [S] with their log-probs [S] from logits [S, V]; `positions` [S] counts the tokens sampled before,
-    and `generated` [S, T], T >= 1, has these tokens if rows have constraints.
+    """Samples tokens [S] from logits [S, V]. Returns them and their log-probs [S]. `positions` [S] counts the tokens
+    sampled before; `generated` [S, T], T >= 1, has these tokens if rows have constraints.
 
-    The chosen token is the first at which the cumulated probability exceeds the row's uniform number, so that a row's
-    choice depends on its own logits alone. Log-probs are of softmax(logits / temperature), before constraints, min-p,
-    top-k and top-p."""
+    The sampled token is the first whose cumulated probability exceeds the row's uniform number, so that a row's token
+    depends on its own logits alone. Log-probs are of softmax(logits / temperature), before constraints, min-p, top-k
+    and top-p."""
     logits = logits.float()
     log_probs = (logits if state.plain else logits / state.temperature[:, None]).log_softmax(-1)
     choices = log_probs
@@ -277,16 +277,16 @@ def sample(
 
 
 def likeliest(logits: torch.Tensor, state: SamplingState) -> list[Likeliest]:
-    """The most probable tokens of each row of [S, V] with the log-probs of `sample`: as many as the row that asks for
-    the most."""
+    """Returns the most probable tokens of each row of logits [S, V] with the log-probs of `sample`. Every row gets as
+    many as the row that requests the most."""
     log_probs = (logits.float() / state.temperature[:, None]).log_softmax(-1)
     found = log_probs.topk(min(state.num_likeliest, logits.shape[1]))
     return [tuple(zip(*row, strict=True)) for row in zip(found.indices.tolist(), found.values.tolist(), strict=True)]
 
 
 def _cut(log_probs: torch.Tensor, state: SamplingState) -> torch.Tensor:
-    """Sets tokens to -inf that have less than min_p of the largest probability, then tokens outside the remaining
-    top_k, then tokens outside the smallest set of most probable tokens with at least top_p of the remaining mass."""
+    """Sets tokens to -inf by min-p, then top-k, then top-p: below min_p times the largest probability; outside the
+    remaining top_k; outside the smallest set of most probable tokens with at least top_p of the remaining mass."""
     if state.has_min_p:
         probs = log_probs.exp()
         unlikely = probs < state.min_p[:, None] * probs.amax(-1, keepdim=True)
@@ -303,5 +303,5 @@ def _cut(log_probs: torch.Tensor, state: SamplingState) -> torch.Tensor:
 
 
 def is_stop(tokens: torch.Tensor, stop_ids: torch.Tensor) -> torch.Tensor:
-    """[S] bool: True if the token is among the row's `stop_ids` [S, K], which end its response."""
+    """Returns [S] bool: whether the token is among the row's `stop_ids` [S, K], which end its response."""
     return (tokens[:, None] == stop_ids).any(1)

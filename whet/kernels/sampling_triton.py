@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels that choose tokens in one pass over the logits on an accelerator. `sampling.sample` says the same in
-torch.
-"""
+"""Triton kernels that sample tokens in one pass over the logits, on an accelerator. The reference in torch is
+`sampling.sample`."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ TILE = 4096  # tokens of the vocabulary that one program reads
 
 @triton.jit
 def _tile(logits, slots, temperature, maxima, sums, likeliest, V, stride, tiles, TILE: tl.constexpr):
-    """Reduces a tile of logits / temperature: the largest, its index, and the sum of exp(. - largest)."""
+    """Reduces a tile of logits / temperature to its largest value, the index of it, and the sum of exp(. - largest)."""
     row, tile = tl.program_id(0), tl.program_id(1)
     at = tile * TILE + tl.arange(0, TILE)
     heat = tl.load(temperature + tl.load(slots + row))
@@ -29,7 +28,7 @@ def _tile(logits, slots, temperature, maxima, sums, likeliest, V, stride, tiles,
 
 @triton.jit
 def _uniform(key, count):
-    """The random number of `sampling.uniforms`."""
+    """Computes the random number of `sampling.uniforms`."""
     x = key.to(tl.uint64) + (count + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -42,7 +41,7 @@ def _pick(
     logits, slots, counts, keys, temperature, greedy, maxima, sums, likeliest, newest, tokens, log_probs,
     V, stride, tiles, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Chooses the token of one row: first the tile, then the token, at which the cumulated probability passes the
+    """Samples the token of one row: first finds the tile, then the token, where the cumulated probability passes the
     uniform number."""
     row, t = tl.program_id(0), tl.arange(0, TILES)
     slot = tl.load(slots + row)
@@ -73,11 +72,11 @@ def pick(
     logits: torch.Tensor, sampling: SamplingState, slots: torch.Tensor, counts: torch.Tensor, newest: torch.Tensor,
     results: torch.Tensor,
 ) -> None:  # fmt: skip
-    """`sampling.sample` for rows without cuts and constraints; parameters and the `newest` token are at `slots` [B].
+    """Computes `sampling.sample` for rows without cuts and constraints. `slots` [B] index parameters and `newest`
+    tokens.
 
     logits [B, V]; counts [B] tokens sampled before; results [2, B] int32 gets the tokens, and the bits of their
-    log-probs. Sums are of float32, by tiles: within 1e-5 of a boundary the token may be the next one.
-    """
+    log-probs. Sums are float32, tile by tile: within 1e-5 of a boundary the result may be the next token."""
     rows, size = logits.shape
     tiles = triton.cdiv(size, TILE)
     maxima, sums = torch.empty(2, rows, tiles, dtype=torch.float32, device=logits.device)

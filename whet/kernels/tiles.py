@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of tokens of one size, for attention that computes a token in the same way in any batch."""
+"""Tiles of a fixed number of tokens, for attention that computes a token in the same way in any batch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ TILE_ROWS = 64
 
 
 def tile_tokens(heads: int, kv_heads: int) -> int:
-    """The number of tokens in a tile of attention, whose rows are tokens times the heads of one key head."""
+    """Returns the number of tokens in a tile. A tile's rows are its tokens times the query heads of a key head."""
     return max(1, TILE_ROWS // power_of_two(heads // kv_heads))
 
 
 def tiles_of(
     lengths: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, tokens: int, least: int = 0
 ) -> torch.Tensor:
-    """Tiles of at most `tokens` tokens, [n, 4]: first token, number of tokens, row, and position of the first token.
-    The sequences are stored one after the other: their lengths, rows and first positions are [S]. Zeros follow, up to
-    `least` tiles."""
+    """Builds tiles of at most `tokens` tokens, [n, 4]: first token, number of tokens, row, position of the first token.
+    Sequences are stored one after another; `lengths`, `rows` and `positions` (first positions) are [S]. Zeros fill up
+    to `least` tiles."""
     counts = (lengths + tokens - 1) // tokens
     owner = torch.arange(len(lengths)).repeat_interleave(counts)
     before = (torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]) * tokens
@@ -29,5 +29,5 @@ def tiles_of(
 
 
 def power_of_two(length: int) -> int:
-    """The least power of two that is at least `length`, so that kernels compiled for a bound serve many batches."""
+    """Returns the least power of two that is at least `length`, so that compiled kernels serve many batches."""
     return 1 << max(0, length - 1).bit_length()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of packed rows in one call a layer: FlashAttention on an accelerator; only this file handles its versions.
+"""Attention over packed rows in one call a layer, by FlashAttention on an accelerator. Only this file handles its API.
 
-Queries are the tokens of all rows, one row after the other; the keys of a row are its shared prompt's and its own,
+Queries are the tokens of all rows, one row after another. The keys of a row are its shared prompt's and its own,
 gathered by index. Grouped heads are passed without copies."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _operators.define(
 
 @dataclass(frozen=True)
 class Stretches:
-    """The T tokens as S rows one after the other, the last row padding, with K keys, for one call of attention."""
+    """The T tokens as S rows one after another, with K keys, for one call of attention. The last row is padding."""
 
     queries: torch.Tensor  # [S + 1] int32: where each row's own tokens begin, and T
     keys: torch.Tensor  # [S + 1] int32: the same among the K keys
@@ -47,8 +47,8 @@ class Stretches:
     def of(
         cls, own_lengths: torch.Tensor, prefix_lengths: torch.Tensor, in_order: torch.Tensor, tile: int = 0
     ) -> Stretches:
-        """own_lengths and prefix_lengths [rows]; in_order [rows, L] index of each row's tokens among the T, its shared
-        prompt first, then -1; attention takes `tile` tokens at a time, 0: as many as a kernel takes."""
+        """Builds the call's layout. own_lengths and prefix_lengths are [rows]. in_order [rows, L] indexes each row's
+        tokens, its shared prompt first, then -1. `tile` is the number of tokens of a tile; 0: the kernel chooses."""
         total, device = int(own_lengths.sum()), in_order.device
         size = rounded(total, TOKENS_STEP)
         lengths = torch.cat([own_lengths, own_lengths.new_tensor([size - total])])
@@ -83,8 +83,8 @@ def varlen_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, where: Stretches, scale: float, window: int,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """softmax(scale query key^T) value over each row's keys up to the token itself, or its `window` newest; `sinks` [H]
-    as in `Scores`.
+    """Computes softmax(scale query key^T) value over each row's keys up to the token itself, or its `window` newest
+    keys. `sinks` [H] are as in `Scores`.
 
     [T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; differentiable."""
     out: torch.Tensor = _Varlen.apply(query, key, value, sinks, where, scale, window)
@@ -152,8 +152,8 @@ def _backward(grad: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
 def _to_tokens(
     grad: torch.Tensor, own: torch.Tensor | None, shared: torch.Tensor | None, users: torch.Tensor | None
 ) -> torch.Tensor:
-    """Converts the gradient of K keys to the gradient of T tokens. A shared token's gradients are summed in one order,
-    in float32."""
+    """Converts the gradient of K keys to the gradient of T tokens. A shared token's gradients are summed in float32,
+    always in the same order."""
     if own is None or shared is None or users is None:
         return grad
     found = grad.index_select(0, own)
@@ -163,7 +163,7 @@ def _to_tokens(
 
 
 def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *layout: Any) -> Any:
-    """The attention row by row in plain torch; differentiable."""
+    """Computes the attention row by row in plain torch; differentiable."""
     queries, keys, source, _, _, scale, window = layout
     if source is not None:
         key, value = key.index_select(0, source), value.index_select(0, source)
@@ -210,10 +210,10 @@ torch.library.register_fake("whet_varlen::backward", _grad_shapes, lib=_operator
 
 @cache
 def has_kernel(device: torch.device) -> bool:
-    """True if torch has FlashAttention for the device: NVIDIA's accelerators from Ampere on."""
+    """Tells whether torch has FlashAttention for the device: NVIDIA accelerators from Ampere on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def rounded(count: int, step: int) -> int:
-    """`count`, rounded up to a multiple of `step` if it is at least 2 `step`."""
+    """Rounds `count` up to a multiple of `step` if `count` is at least 2 `step`; else returns it unchanged."""
     return count if count < 2 * step else -(-count // step) * step

@@ -3,8 +3,8 @@
 
 A model loaded with `attn_implementation="whet"` gets no mask from transformers. A keyword of the model's forward
 selects the form: `packed=Layout` (concatenated rows), `paged=PagedContext` (a block KV cache), or neither (each row
-from the left edge, padding on its right). All three are causal, except in runs of a packed layout, and without dropout.
-"""
+from the left edge, padding on its right). All forms are without dropout and causal, except in runs of a packed
+layout."""
 
 from __future__ import annotations
 
@@ -28,43 +28,43 @@ LONGEST_HEAD = 256  # numbers of a head that FlashAttention takes
 
 
 def implementation(config: Any) -> str | dict[str, str]:
-    """The value of `attn_implementation` for a model with this transformers config: whet's attention for the text, and
-    torch's for a vision tower, whose tokens attend in both directions."""
+    """Returns the value of `attn_implementation` for a model with this transformers config: whet's attention for the
+    text, torch's for a vision tower, whose tokens attend in both directions."""
     if config.get_text_config() is config:
         return NAME
     return {"text_config": NAME, **{name: "sdpa" for name in config.sub_configs if name != "text_config"}}
 
 
 def takes_one_call(config: Any, device: torch.device, dtype: torch.dtype) -> bool:
-    """True if one call of FlashAttention computes a layer's attention over packed rows of a model with this text
-    config."""
+    """Tells whether one call of FlashAttention computes a layer's attention over packed rows, for a model with this
+    text config."""
     return fits_one_call(config, dtype) and has_kernel(device)
 
 
 def fits_one_call(config: Any, dtype: torch.dtype) -> bool:
-    """True if FlashAttention supports a model: bfloat16, heads of at most 256 numbers, no cap on scores."""
+    """Tells whether FlashAttention supports a model: bfloat16, head size at most 256, no cap on scores."""
     size, cap = head_size(config), config.to_dict().get("attn_logit_softcapping")
     return dtype == torch.bfloat16 and not cap and size <= LONGEST_HEAD and size % 8 == 0
 
 
 class PagedContext(Protocol):
-    """The argument `paged=` that a rollout engine passes."""
+    """The interface of the argument `paged=`, which a rollout engine passes."""
 
     flow: TokenFlow | None  # of models with linear attention
 
     @property
     def compiles(self) -> bool:
-        """True if `layer` returns an object that a compiled layer can read."""
+        """Tells whether `layer` returns an object that a compiled layer can read."""
         ...
 
     def layer(self, number: int) -> PagedContext:
-        """The context for one layer."""
+        """Returns the context for one layer."""
         ...
 
     def attend(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
-        """[T, H, D], [T, KV, D], [T, KV, V] -> [T, H, V]; stores key and value in the cache."""
+        """Stores key and value in the cache and attends: [T, H, D], [T, KV, D], [T, KV, V] -> [T, H, V]."""
         ...
 
 
@@ -83,7 +83,7 @@ def attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [b, H, T, D], key [b, KV, T, D], value [b, KV, T, V] -> [b, T, H, V], transformers' attention interface."""
+    """Attends for transformers: query [b, H, T, D], key [b, KV, T, D], value [b, KV, T, V] -> [b, T, H, V]."""
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     scores, latents = Scores(scale, sliding_window or 0, softcap or 0.0, s_aux), take_latents(module)
     if paged is not None:
@@ -118,7 +118,7 @@ def attention(
 def _in_one_call(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, where: Stretches
 ) -> torch.Tensor:
-    """[T, H, D], [K, KV, D], [K, KV, V] -> [T, H, V]."""
+    """Attends in one call: [T, H, D], [K, KV, D], [K, KV, V] -> [T, H, V]."""
     size, wide = value.shape[2], widened(value, key.shape[2])
     return varlen_attention(query, key, wide, where, scores.scale, scores.window, scores.sinks)[..., :size]
 
@@ -127,7 +127,7 @@ def _in_one_call(
 def _bunches(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores, packed: Layout
 ) -> torch.Tensor:
-    """[n, H, D], [K, KV, D], [K, KV, D] -> [n, H, V], for the n tokens of the bunches."""
+    """Attends bunch by bunch: [n, H, D], [K, KV, D], [K, KV, D] -> [n, H, V], for the n tokens of the bunches."""
     parts = ((queries, False), (keys, True), (values, True))
     spread = [SpreadTokens.apply(flat, packed.bunches, with_prompts) for flat, with_prompts in parts]
     grids = zip(packed.bunches, *spread, strict=True)
@@ -142,7 +142,7 @@ def _bunches(
 def _in_ring(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, packed: Layout, share: TokenShare
 ) -> torch.Tensor:
-    """[1, H, n, D], [1, KV, n, D], [1, KV, n, V] -> [1, n, H, V]: the keys and values of all rings are gathered."""
+    """Attends with keys and values of all rings: [1, H, n, D], [1, KV, n, D], [1, KV, n, V] -> [1, n, H, V]."""
     assert packed.ring_order is not None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     everyone, own = share.gather_rings(torch.cat([k, v], -1)), packed.ring_order

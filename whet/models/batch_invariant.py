@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model whose numbers for a token do not depend on the batch: products, norms, attention and head by the kernels of
-`kernels.batch_invariant`, the same for sampling and training."""
+"""Batch-invariant models: a token's results do not depend on the other tokens of the batch. Matrix products, norms,
+attention and output layer use the kernels of `kernels.batch_invariant`, in sampling and in training."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ KEY = "rollout.engine.options.batch_invariant"
 
 
 def fix_tiles(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> int:
-    """Replaces the modules of a model that have weights by their counterparts in this file; weights and names stay.
-    Returns the tokens of a tile of attention.  Raises: EngineError naming a part without a counterpart."""
+    """Replaces a model's modules by their batch-invariant counterparts in `FIXED`; weights and names stay.  Returns the
+    number of tokens of an attention tile.  Raises: EngineError naming a part without a counterpart."""
     if problem := _problem(model, device, dtype):
         raise EngineError(f"{KEY}=true", problem, "", "unset it")
     for module in model.modules():
@@ -34,7 +34,7 @@ def fix_tiles(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) 
 
 
 def _problem(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> str:
-    """Names the property that excludes a model from this form; empty if there is none."""
+    """Names the property for which a model cannot be batch-invariant; empty if there is none."""
     config, kind = model.config.get_text_config(), type(model).__name__
     if os.environ.get("TRITON_INTERPRET") != "1" and not runs_triton(device, f"{KEY} cannot be"):
         return f"needs an accelerator for which Triton compiles, and the model is on {device}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory that a model's layers keep between tokens: pages, which grow with every token, or a state of fixed size.
 
-The native engine's cache, the memory plan and the prefix cache read it here, independent of the type of model."""
+The native engine's cache, the memory plan and the prefix cache read it from here, whatever the type of model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ STATE_BYTES = 4  # of a number of a state, which is in float32
 
 @dataclass(frozen=True)
 class Pages:
-    """Keys and values of every token. With `latent` (its rank, and the size of the rotated part) one latent gives the
-    keys and values of all heads, and the cache has only that."""
+    """The keys and values of every token. With `latent` (its rank, and the size of the rotated part) one latent gives
+    the keys and values of all heads, and the cache stores only the latent."""
 
     heads: int
     key_size: int
@@ -24,20 +24,20 @@ class Pages:
 
     @property
     def stored(self) -> tuple[int, int, int]:
-        """Sizes of the cache: heads, numbers of a key, and numbers of a value (0 if keys and values share numbers)."""
+        """The sizes of the cache: heads, key size, value size (0 if values are part of the keys)."""
         return (self.heads, self.key_size, self.value_size) if self.latent is None else (1, sum(self.latent), 0)
 
     @property
     def numbers(self) -> int:
-        """The number of numbers that a token takes."""
+        """The number of values that the cache stores for a token."""
         heads, key_size, value_size = self.stored
         return heads * (key_size + value_size)
 
 
 @dataclass(frozen=True)
 class State:
-    """The matrices [heads, key_size, value_size] that a layer of linear attention passes from token to token, and the
-    newest `tokens` inputs of its convolution over `channels`."""
+    """The state of linear attention: the matrices [heads, key_size, value_size] that a layer passes from token to
+    token, and the newest `tokens` inputs of its convolution over `channels`."""
 
     channels: int
     tokens: int
@@ -47,12 +47,12 @@ class State:
 
     @property
     def numbers(self) -> int:
-        """The number of numbers that a sequence takes."""
+        """The number of values that the cache stores for a sequence."""
         return self.channels * self.tokens + self.heads * self.key_size * self.value_size
 
 
 def layer_caches(config: Any) -> tuple[Pages | State, ...]:
-    """The cache of each layer of a model with this transformers text config."""
+    """Returns the cache of each layer of a model with this transformers text config."""
     values = config.to_dict()
     heads, layers = key_value_heads(config), config.num_hidden_layers
     pages = Pages(heads, head_size(config), head_size(config))
@@ -71,7 +71,7 @@ def layer_caches(config: Any) -> tuple[Pages | State, ...]:
 
 
 def head_size(config: Any) -> int:
-    """The key size D of an attention head of a model with this transformers config."""
+    """Returns the key size D of an attention head of a model with this transformers config."""
     values = config.to_dict()
     if values.get("kv_lora_rank"):
         return int(values["qk_nope_head_dim"] + values["qk_rope_head_dim"])
@@ -79,20 +79,20 @@ def head_size(config: Any) -> int:
 
 
 def attention_heads(config: Any) -> int:
-    """The number of query heads of a model with this transformers config; 0 without attention."""
+    """Returns the number of query heads of a model with this transformers config; 0 without attention."""
     return int(getattr(config, "num_attention_heads", 0))
 
 
 def key_value_heads(config: Any) -> int:
-    """The number of key and value heads of a model with this transformers config."""
+    """Returns the number of key and value heads of a model with this transformers config."""
     return int(config.to_dict().get("num_key_value_heads") or attention_heads(config))
 
 
 def token_bytes(config: Any, item_bytes: int) -> int:
-    """The bytes of a token's pages in all layers, with `item_bytes` for each number."""
+    """Returns the bytes of a token's pages in all layers; each value takes `item_bytes`."""
     return item_bytes * sum(each.numbers for each in layer_caches(config) if isinstance(each, Pages))
 
 
 def sequence_bytes(config: Any) -> int:
-    """The bytes of a sequence's states in all layers, which do not grow with its length."""
+    """Returns the bytes of a sequence's states in all layers. They do not grow with its length."""
     return STATE_BYTES * sum(each.numbers for each in layer_caches(config) if isinstance(each, State))

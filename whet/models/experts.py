@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""whet's mixture of experts for transformers models: on a CPU, a token's result does not depend on other tokens.
+"""whet's mixture of experts for transformers models. On a CPU, a token's result does not depend on other tokens.
 
 Kernels for few rows round differently from kernels for many rows, and other tokens decide how many rows an expert gets.
-So an expert's rows are padded to at least `MIN_ROWS`. Experts may lie on several ranks (`ExpertShare`): tokens travel
-to them and back."""
+So an expert's rows are padded to at least `MIN_ROWS`. Experts may be on several ranks (`ExpertShare`); then the hidden
+states of tokens are sent to the ranks of their experts and back."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SHARE = "whet_share"  # the attribute of a module whose experts lie on several r
 
 @dataclass(frozen=True)
 class ExpertShare:
-    """The split of E experts over ranks: first over the ranks of `group`, which have other tokens, then over the ranks
-    of `tensor_group`, which have the same tokens."""
+    """The split of E experts over ranks. They are split first over the ranks of `group`, whose tokens differ, then over
+    the ranks of `tensor_group`, whose tokens are the same."""
 
     group: dist.ProcessGroup
     tensor_group: dist.ProcessGroup | None
@@ -35,7 +35,7 @@ class ExpertShare:
 def experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """hidden states [T, H], the k experts of each token [T, k] and their weights [T, k] -> [T, H]."""
+    """Computes the experts: hidden states [T, H], the k experts of each token and weights, both [T, k] -> [T, H]."""
     share: ExpertShare | None = getattr(module, SHARE, None)
     if share is not None:
         return _shared(module, hidden_states, top_k_index, top_k_weights, share)
@@ -55,7 +55,7 @@ def experts(
 
 
 def is_special(module: Any) -> bool:
-    """Tells whether transformers computes these experts with more than two products and a gate."""
+    """Tells whether transformers computes these experts with more than two matrix products and a gate."""
     return bool(module.has_bias or module.is_transposed or module.has_post_expert_norm or not module.has_gate)
 
 
@@ -71,7 +71,7 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def _shared(
     module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, share: ExpertShare
 ) -> torch.Tensor:
-    """`experts` where this rank has n of the E: rows travel to the ranks of their experts, and back."""
+    """Computes `experts` if this rank has n of the E experts. Rows are sent to the ranks of their experts, and back."""
     size, same = share.group.size(), share.tensor_group
     gate_up, down = module.gate_up_proj.to_local(), module.down_proj.to_local()
     n, k = gate_up.shape[0], chosen.shape[1]
@@ -99,7 +99,7 @@ def _shared(
 
 
 class _Rows(torch.autograd.Function):
-    """Exchanges rows [n, H] by all-to-all: `to` has the number of rows sent to each rank, `back` the number
+    """Exchanges rows [n, H] by all-to-all. `to` has the number of rows sent to each rank, `back` the number
     received."""
 
     @staticmethod
@@ -117,7 +117,7 @@ class _Rows(torch.autograd.Function):
 
 
 class _SummedGradient(torch.autograd.Function):
-    """The tensor itself; its gradient is summed over ranks, as each computes a part of the result from it."""
+    """Returns the tensor; sums its gradient over ranks, because each rank computes a part of the result from it."""
 
     @staticmethod
     def forward(ctx, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -132,7 +132,7 @@ class _SummedGradient(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks, from which all ranks compute the same results."""
+    """Sums a tensor over ranks. All ranks compute the same results from the sum."""
 
     @staticmethod
     def forward(ctx, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]

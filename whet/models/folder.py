@@ -24,8 +24,8 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @functools.cache
 def require_model(path: str | Path) -> None:
-    """Asks the hub once whether it has a model that is neither a local folder nor cached, since the hub's client would
-    retry for minutes.  Raises: ModelError."""
+    """Asks the hub once whether it has the model, if `path` is neither a local folder nor cached. (The hub's client
+    would retry for minutes.)  Raises: ModelError."""
     name, why = str(path), ""
     if Path(name).is_dir() or constants.HF_HUB_OFFLINE:
         return
@@ -51,7 +51,7 @@ def require_model(path: str | Path) -> None:
 
 @contextmanager
 def reading(path: str | Path, fault: str) -> Iterator[None]:
-    """Converts any error of transformers in the block to a ModelError that names the folder and its `fault`."""
+    """Converts any error of transformers in the block to a ModelError, which names the folder and its `fault`."""
     try:
         yield
     except ModelError:
@@ -122,7 +122,7 @@ def check_weights(path: str | Path, name: str = "model", *, allow_pickle: bool =
 
 
 def weight_files(folder: str | Path, name: str = "model", *, allow_pickle: bool = False) -> list[Path]:
-    """The weight files of a folder that has passed `check_weights`."""
+    """Lists the weight files of a folder that has passed `check_weights`."""
     kinds = [(name, ".safetensors"), *([("pytorch_model", ".bin")] if allow_pickle else [])]
     for stem, suffix in kinds:
         index = Path(folder, f"{stem}{suffix}.index.json")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen weights, chosen by name."""
+"""Freezes weights, which are selected by name."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TOWER = "vision"
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freezes every weight whose name matches a pattern (`*`, `?` and `[0-3]`, as in a shell); the pattern `vision`
-    stands for the towers of a model with media, including the layers that join them to the text.
+    """Freezes every weight whose name matches a pattern (`*`, `?` and `[0-3]`, as in a shell). The pattern `vision`
+    stands for the towers of a model with media, and the layers that connect them to the text.
 
     A tied weight has two names; a match of either freezes it.  Raises: ModelError for a pattern without a match, and if
     no trainable weight would remain."""

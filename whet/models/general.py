@@ -2,8 +2,8 @@
 """The general way to run a model: transformers' own forward and cache, over padded rows.
 
 Rows begin at the left edge and are padded on their right. A causal model reads its tokens in order, so padding after a
-row changes none of its states, whether from attention, a convolution or a recurrence. Loading a model tries it on a few
-tokens: each row must give the same result as alone."""
+row changes none of the row's states, whether by attention, a convolution or a recurrence. When a model is loaded, this
+is tested on a few tokens: each row must give the same result as alone."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ TOLERANCE = 1e-3  # of the largest state: more than rounding, less than a token 
 
 
 def forward(module: nn.Module, **arguments: Any) -> Any:
-    """Calls a module of transformers, without arguments that its forward does not take."""
+    """Calls a transformers module, and leaves out arguments that its forward does not accept."""
     taken = _taken(type(module))
     return module(**(arguments if taken is None else {name: arguments[name] for name in arguments if name in taken}))
 
 
 def cache_argument(module: nn.Module) -> str:
-    """The parameter name for the cache in a language model's forward."""
+    """Returns the name of the parameter for the cache in a language model's forward."""
     return "cache_params" if "cache_params" in inspect.signature(type(module).forward).parameters else "past_key_values"
 
 
 def _taken(kind: Any) -> frozenset[str] | None:
-    """The parameter names of a forward; None if it takes any keyword."""
+    """Returns the parameter names of a forward; None if it accepts any keyword."""
     parameters = inspect.signature(kind.forward).parameters.values()
     is_open = any(each.kind == inspect.Parameter.VAR_KEYWORD for each in parameters)
     return None if is_open else frozenset(each.name for each in parameters)
@@ -60,8 +60,8 @@ def use_own_attention(model: Any) -> None:
 
 
 def checked_small(model: Any, path: str | Path, lacks: str) -> Support:
-    """Does `checked` for a model on meta, with a copy that has random weights, few layers and few embedding rows; a
-    copy that cannot be made, or would be large, is not tried, with a line in the log."""
+    """Does `checked` for a model on meta, with a copy that has random weights, few layers and few embedding rows. If no
+    copy can be made, or it would be large, the test is skipped with a line in the log."""
     kind = type(model), model.config.to_json_string(), lacks
     if kind not in _TRIED:
         copy = None
@@ -80,7 +80,7 @@ def checked_small(model: Any, path: str | Path, lacks: str) -> Support:
 
 
 def _small(config: Any) -> Any:
-    """The config with few layers and tokens; lists with an entry for each layer become shorter too."""
+    """Returns the config with few layers and tokens. Lists with an entry for each layer are shortened too."""
     config = deepcopy(config)
     text = config.get_text_config()
     layers, few = text.num_hidden_layers, min(LAYERS, text.num_hidden_layers)
@@ -95,7 +95,7 @@ def _small(config: Any) -> Any:
 
 @torch.no_grad()
 def checked(model: Any, path: str | Path, lacks: str) -> Support:
-    """The general way for a model that `lacks` a part of whet's own way, after a try with a few tokens.
+    """Tests the general way on a few tokens, for a model that `lacks` a part of whet's own way.  Returns the support.
 
     Raises: ModelError if padding or later tokens change a row, or if the head does not give the logits."""
     training, body, config = model.training, body_of(model), model.config.get_text_config()
@@ -134,7 +134,7 @@ def _states(body: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = None
 
 
 def _decoded(body: nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """The states of the last tokens, computed one at a time after the others filled a cache."""
+    """Computes the states of the last tokens one token at a time, after the other tokens filled a cache."""
     name, states, cache = cache_argument(body), list[torch.Tensor](), None
     for start, stop in pairwise([0, *range(TOKENS - DECODED, TOKENS + 1)]):
         seen = None if mask is None else mask[:, :stop]

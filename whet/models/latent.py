@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-head latent attention over a cache of latents (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1).
 
-A module makes keys and values of all heads from one latent c of a token: k_h = [A_h c | r], v_h = B_h c, with a rotated
-part r that all heads share. So q_h k_h = (A_h^T q_h) c + q_h r, and the weighted sum of values is B_h times the
-weighted sum of latents: attention with one head of keys [c | r] and values c for any number of heads."""
+A module computes keys and values of all heads from one latent c of a token: k_h = [A_h c | r], v_h = B_h c, with a
+rotated part r that all heads share. So q_h k_h = (A_h^T q_h) c + q_h r, and the weighted sum of values is B_h times the
+weighted sum of latents. This is attention with one key head: keys [c | r] and values c serve any number of heads."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from whet.kernels.linear import FastLinear
 
 
 class LatentProjection(FastLinear):
-    """The layer from latents to keys and values. In a pass without gradient it keeps its input for `take_latents`."""
+    """The projection from latents to keys and values. Without gradient it keeps its input for `take_latents`."""
 
     latents: torch.Tensor | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # its name in torch
-        """[..., rank] -> [..., heads (D - rotary + V)]."""
+        """Projects latents: [..., rank] -> [..., heads (D - rotary + V)]."""
         if not torch.is_grad_enabled():
             self.latents = input
         return super().forward(input)
@@ -35,8 +35,8 @@ def keep_latents(model: nn.Module) -> None:
 
 
 def take_latents(module: Any) -> torch.Tensor | None:
-    """The latents [T, rank] from which `module` has just computed its attention; None for other modules, and in a pass
-    with gradient."""
+    """Returns the latents [T, rank] from which `module` has just computed its attention; None for other modules, and in
+    a pass with gradient."""
     linear = getattr(module, "kv_b_proj", None)
     linear = getattr(linear, "base_layer", linear)  # under an adapter
     if not isinstance(linear, LatentProjection) or linear.latents is None:
@@ -48,8 +48,8 @@ def take_latents(module: Any) -> torch.Tensor | None:
 def absorbed(
     module: Any, latents: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query and key [T, H, D], value [T, H, V] -> query [T, H, rank + rotary], key [T, 1, rank + rotary], value [T, 1,
-    rank], and the weight [H, V, rank] that maps a sum of these values to V numbers."""
+    """Converts query and key [T, H, D] and value [T, H, V] to query [T, H, rank + rotary], key [T, 1, rank + rotary]
+    and value [T, 1, rank]. Also returns the weight [H, V, rank] that maps a sum of these values to the value size."""
     rank, plain = latents.shape[1], key.shape[2] - module.qk_rope_head_dim
     weight = _weight(module.kv_b_proj, latents).view(query.shape[1], -1, rank)
     to_key, to_value = weight.split([plain, value.shape[2]], 1)
@@ -59,7 +59,7 @@ def absorbed(
 
 
 def _weight(linear: Any, latents: torch.Tensor) -> torch.Tensor:
-    """[heads (D - rotary + V), rank], with an adapter merged."""
+    """Returns the projection's weight [heads (D - rotary + V), rank], with an adapter merged."""
     if isinstance(linear, LatentProjection):
         return linear.weight
     whole: torch.Tensor = linear(torch.eye(latents.shape[1], dtype=latents.dtype, device=latents.device)).mT

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear attention (the gated delta rule, https://arxiv.org/abs/2412.06464) over packed rows and over requests.
 
-transformers' module computes everything but the two operations that mix tokens, a short causal convolution and the
+transformers' module computes everything except the two operations that mix tokens, a short causal convolution and the
 delta rule. A `TokenFlow` computes these two: it knows each token's predecessor, and the state at the start of each
-sequence.
-"""
+sequence."""
 
 from __future__ import annotations
 
@@ -24,20 +23,20 @@ OURS = set[Any]()  # classes of modules that follow a flow
 
 
 class TokenFlow(Protocol):
-    """Sequences of T tokens, stored one after the other."""
+    """The order of T tokens in several sequences, which are stored one after another."""
 
     def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The sum of weight [C, K] times the inputs of each token and the K - 1 tokens before it: [T, C] -> [T, C]."""
+        """Sums weight [C, K] times the inputs of each token and the K - 1 tokens before it: [T, C] -> [T, C]."""
         ...
 
     def scan(self, layer: int, rule: Rule, steps: Rule, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The delta rule, by chunks or step by step, on query and key [T, KH, K], value [T, VH, V], the log of the
-        decay and the rate [T, VH] -> [T, VH, V]."""
+        """Applies the delta rule, by chunks or step by step, to query and key [T, KH, K], value [T, VH, V], log decay
+        and rate [T, VH].   -> [T, VH, V]"""
         ...
 
 
 def is_followed(module: nn.Module) -> bool:
-    """True for a module of transformers whose tokens are mixed only by the two operations."""
+    """Tells whether only these two operations mix tokens in a transformers module."""
     return {CONVOLUTION, RULE} <= {*inspect.unwrap(type(module).forward).__code__.co_names}
 
 
@@ -57,14 +56,14 @@ def _following(kind: Any) -> Any:
 
     @torch.compiler.disable
     def convolve(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, activation: Any = None, **how: Any) -> Any:
-        """[1, C, T] -> [1, C, T]."""
+        """Convolves [1, C, T] -> [1, C, T]."""
         out = how["flow"].convolve(how["layer"], x[0].T, weight)
         out = out if bias is None else out + bias
         return (out if activation is None else ACT2FN[activation](out)).to(x.dtype).T[None]
 
     @torch.compiler.disable
     def scan(query: Any, key: Any, value: Any, g: Any, beta: Any, **how: Any) -> tuple[torch.Tensor, None]:
-        """[1, T, ...] -> [1, T, VH, V]."""
+        """Applies the delta rule: [1, T, ...] -> [1, T, VH, V]."""
         inputs = tuple(each[0] for each in (query, key, value, g, beta))
         return how["flow"].scan(how["layer"], rule, steps, inputs)[None], None
 

@@ -53,13 +53,13 @@ LARGEST = {"num_hidden_layers": 2**10, **dict.fromkeys((*SIZES, "max_position_em
 def load_policy(
     path: str | Path, *, adapter_path: str | None = None, allow_pickle: bool = False, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Loads the causal language model at `path` in float32 and without dropout, with whet's attention or, for other
+    """Loads the causal language model at `path` in float32 and without dropout. It uses whet's attention or, for other
     kinds of layers, transformers' own (`support_of`). A model that reads images gets its encoders (`encoders_of`), and
     its vision tower torch's attention.
 
     Adapters are merged into the weights: the adapters of `path`, if it is an adapter's folder, and the adapter at
-    `adapter_path`. Dropout would make the updated policy differ from the sampling policy, by random numbers without a
-    seed.  Raises: ModelError."""
+    `adapter_path`. Dropout is off because its random numbers would make the updated policy differ from the sampling
+    policy.  Raises: ModelError."""
     base, adapters = split_adapters(path)
     config = load_config(base, trust_remote_code=trust_remote_code)
     encoders = load_encoders(base, config, trust_remote_code=trust_remote_code)
@@ -81,7 +81,7 @@ def _class_of(encoders: Encoders | None) -> Any:
 
 @torch.no_grad()
 def check_finite(model: torch.nn.Module, path: str | Path) -> None:
-    """Raises: ModelError for NaN or infinity in the local weights of a model."""
+    """Checks this rank's weights for NaN and infinity.  Raises: ModelError."""
     for name, weight in model.named_parameters():
         here = weight.to_local() if isinstance(weight, DTensor) else weight
         # The sum is several times faster than a check of each number; it is finite if all are, unless it overflows.
@@ -94,7 +94,7 @@ def check_finite(model: torch.nn.Module, path: str | Path) -> None:
 def _load_whole(
     kind: Any, path: str, config: Any, allow_pickle: bool, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, set[str]]:
-    """The model of an auto class, and the names of weights that its files lack."""
+    """Loads the model of an auto class.  Returns it, and the names of weights that its files lack."""
     options = {
         "use_safetensors": None if allow_pickle else True,
         "trust_remote_code": trust_remote_code,
@@ -113,7 +113,7 @@ def _from_config(kind: Any, *, config: Any, **options: Any) -> Any:
 
 
 def _with_attention(make: Callable[..., Any], config: Any) -> Any:
-    """Calls `make` for a model with whet's attention; with the model's own if transformers cannot replace it."""
+    """Calls `make` for a model with whet's attention, or with the model's own if transformers cannot replace it."""
     try:
         return make(config=copy.deepcopy(config), attn_implementation=attention.implementation(config))
     except KeyError as error:
@@ -135,7 +135,7 @@ class MisfitError(WeightSyncError):
 
 
 def fitting(weights: Iterable[tuple[str, torch.Tensor]], model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Passes weights through as they come, checked against a rollout's model; `model` may be on meta.
+    """Passes weights through one by one, after checking them against a rollout's `model`, which may be on meta.
 
     Raises: MisfitError for a weight that the model lacks or has in another shape, and at the end if some are missing;
     the errors of `weights`."""
@@ -154,7 +154,7 @@ def fitting(weights: Iterable[tuple[str, torch.Tensor]], model: nn.Module) -> It
 
 
 def load_value_model(path: str | Path, **options: Any) -> ValueModel:
-    """Loads a value model: the body of the language model at `path`, and a new value head; `options` as in
+    """Loads a value model: the body of the language model at `path` with a new value head. `options` are as in
     `load_policy`.  Raises: ModelError."""
     return _value_model(load_policy(path, **options))
 
@@ -164,7 +164,7 @@ def load_reward_model(
 ) -> PreTrainedModel:
     """Loads the sequence classifier with one label at `path` in float32, with whet's attention and without dropout.
 
-    With `new_head_seed` a causal language model gets a new head from this seed.  Raises: ModelError."""
+    With `new_head_seed`, a causal language model is accepted, and gets a new head.  Raises: ModelError."""
     config = reward_config(path, is_new=new_head_seed is not None, trust_remote_code=trust_remote_code)
     check_weights(path, allow_pickle=allow_pickle)
     with reading(path, NO_CLASSIFIER), _without_report():
@@ -183,8 +183,8 @@ def load_reward_model(
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Hides transformers' report of missing weights inside the block: new heads are expected, and other weights are
-    checked here."""
+    """Hides transformers' report of missing weights inside the block. New heads are expected, and whet checks other
+    weights itself."""
     reports = logging.getLogger("transformers.modeling_utils")
 
     def is_shown(record: logging.LogRecord) -> bool:
@@ -203,7 +203,7 @@ def _check_causal(model: PreTrainedModel) -> None:
 
 
 def new_head(shape: torch.Size, seed: int) -> torch.Tensor:
-    """Initial weight of a reward model's head: normal with deviation 1 / sqrt(H + 1), H the hidden size.   [1, H]
+    """Draws the initial weight [1, H] of a reward model's head: normal with deviation 1 / sqrt(H + 1).
 
     Stiennon et al. 2020, https://arxiv.org/abs/2009.01325."""
     draw = torch.Generator().manual_seed(key(seed, "reward head"))
@@ -216,8 +216,8 @@ def is_classifier(config: Any) -> bool:
 
 
 def reward_config(path: str | Path, *, is_new: bool = False, trust_remote_code: bool = False) -> Any:
-    """Loads the config of the reward model at `path`; with `is_new` a model still to be trained, which may be a causal
-    language model.  Raises: ModelError for a model without a head, or with another number of labels than 1."""
+    """Loads the config of the reward model at `path`. With `is_new` the model is still to be trained, and may be a
+    causal language model.  Raises: ModelError for a model without a head, or with another number of labels than 1."""
     base, adapters = split_adapters(path)
     if adapters:
         change = "export the merged model first (`whet export`), and name its folder"
@@ -239,7 +239,7 @@ def reward_config(path: str | Path, *, is_new: bool = False, trust_remote_code: 
 def outline(
     path: str | Path, *, is_value_model: bool = False, is_reward_model: bool = False, trust_remote_code: bool = False
 ) -> TrainedModel:
-    """Makes the module of `load_policy`, `load_value_model` or `load_reward_model` from the config alone, without
+    """Builds the module of `load_policy`, `load_value_model` or `load_reward_model` from the config alone, without
     weights. Call it under `torch.device("meta")`, so that it takes no memory.  Raises: ModelError."""
     if is_reward_model:
         config, kind = reward_config(path, is_new=True, trust_remote_code=trust_remote_code), NO_CLASSIFIER
@@ -260,20 +260,20 @@ def outline(
 
 
 def body_of(model: torch.nn.Module) -> PreTrainedModel:
-    """The transformers model inside a policy or a value model."""
+    """Returns the transformers model inside a policy or a value model."""
     body = model.body if isinstance(model, ValueModel) else model
     assert isinstance(body, PreTrainedModel)
     return body
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a config's dtype name; `with_dtypes` has replaced `auto` before."""
+    """Returns the torch dtype of a config's dtype name. (`with_dtypes` has already replaced `auto`.)"""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def kept_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers in a model's files, by name, such as the biases that balance a router (DeepSeek-V3). They are never
-    trained, and are saved and exported unchanged."""
+    """Returns the buffers in a model's files, by name, such as the biases that balance a router (DeepSeek-V3). They are
+    never trained, and are saved and exported unchanged."""
     return {
         f"{owner}.{name}": buffer
         for owner, module in model.named_modules()
@@ -283,7 +283,7 @@ def kept_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def cast_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Casts weights to `dtype`; other tensors, such as rotary frequencies, stay."""
+    """Casts weights to `dtype`. Buffers, such as rotary frequencies, keep their dtype."""
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
 
@@ -297,7 +297,7 @@ def recompute_activations(model: torch.nn.Module) -> None:
 
 
 def layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers: the modules in the model's outermost ModuleLists, in order."""
+    """Lists the model's layers: the modules in its outermost ModuleLists, in order."""
     found: list[torch.nn.Module] = []
     for child in model.children():
         found.extend(child if isinstance(child, torch.nn.ModuleList) else layers(child))
@@ -320,8 +320,8 @@ def _prepare(model: PreTrainedModel, path: str | Path) -> None:
 
 
 def _remove_noise(model: PreTrainedModel) -> None:
-    """Sets dropout and router noise to 0. A router that draws experts at random in training (PhiMoE's) stays in
-    evaluation mode, which takes the best experts."""
+    """Sets dropout and router noise to 0. A router that samples experts in training (PhiMoE's) stays in evaluation
+    mode, in which it takes the best experts."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -333,7 +333,7 @@ def _remove_noise(model: PreTrainedModel) -> None:
 
 
 def _stay(mode: bool = True) -> None:
-    """Replaces a module's `train`, and does nothing."""
+    """Replaces the method `train` of a module, and does nothing."""
 
 
 def _value_model(model: PreTrainedModel) -> ValueModel:
@@ -343,10 +343,10 @@ def _value_model(model: PreTrainedModel) -> ValueModel:
 
 
 def load_tokenizer(path: str | Path, *models: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer at `path`, or of an adapter's base; without a padding token it pads with its end token.
+    """Loads the tokenizer at `path`, or of an adapter's base. If it has no padding token, it pads with its end token.
 
     It gets the encoders of the first of `models`, or of the model at `path` (`encoders_of`).  Raises: ModelError, also
-    where one of `models` has fewer embedding rows than the tokenizer has tokens."""
+    if one of `models` has fewer embedding rows than the tokenizer has tokens."""
     base, adapters = split_adapters(path)
     require_model(base)
     own = [adapter for adapter in adapters if (Path(adapter) / "tokenizer_config.json").is_file()]
@@ -375,7 +375,7 @@ def load_tokenizer(path: str | Path, *models: str | Path, trust_remote_code: boo
 
 
 def _encoders_at(path: str | Path, trust_remote_code: bool) -> Encoders | None:
-    """The encoders of the model at `path`; None for a text model and for a folder with only a tokenizer."""
+    """Loads the encoders of the model at `path`; None for a text model and for a folder with only a tokenizer."""
     base, _ = split_adapters(path)
     with suppress(OSError):
         if names_of(PreTrainedConfig.get_config_dict(base)[0].get("model_type", "")):
@@ -405,19 +405,19 @@ def _check_sizes(path: str, values: dict[str, Any]) -> None:
 
 
 def context_length(path: str | Path, *, trust_remote_code: bool = False) -> int:
-    """Maximum number of positions of the model at `path`.  Raises: ModelError."""
+    """Returns the maximum number of positions of the model at `path`.  Raises: ModelError."""
     return num_positions(load_config(path, trust_remote_code=trust_remote_code))
 
 
 def num_positions(config: Any) -> int:
-    """Maximum number of positions of a model with this transformers config; NO_LIMIT if it has no maximum."""
+    """Returns the maximum number of positions of a model with this transformers config; NO_LIMIT if it has none."""
     return int(getattr(config.get_text_config(), "max_position_embeddings", NO_LIMIT))
 
 
 def load_generation_config(path: str | Path) -> GenerationConfig | None:
     """Loads the generation config at `path`, or of an adapter's base; None without one.
 
-    Raises: ModelError for one that cannot be read."""
+    Raises: ModelError if it cannot be read."""
     path, _ = split_adapters(path)
     with reading(path, "has a generation_config.json that cannot be read"):
         try:
@@ -436,8 +436,8 @@ def load_generation_config(path: str | Path) -> GenerationConfig | None:
 def stop_token_ids(
     path: str | Path, tokenizer: PreTrainedTokenizerBase, chat: Mapping[str, Any] | None = None
 ) -> tuple[int, ...]:
-    """Token ids that end a response: the end tokens of the tokenizer, of the model's generation config, and of the chat
-    template with the arguments `chat`."""
+    """Returns the token ids that end a response: the end tokens of the tokenizer, of the model's generation config, and
+    of the chat template with the arguments `chat`."""
     found = {tokenizer.eos_token_id, end_of_turn(tokenizer, chat)}
     generation = load_generation_config(path)
     if generation is not None:
@@ -448,7 +448,7 @@ def stop_token_ids(
 
 @contextmanager
 def without_weight_bars() -> Iterator[None]:
-    """Hides transformers' progress bars over tensors and files inside the block; downloads keep theirs."""
+    """Hides transformers' progress bars over tensors and files inside the block. Downloads keep their bars."""
     before = set_tqdm_hook(lambda bar, args, kwargs: bar(*args, **{**kwargs, "disable": True}))
     try:
         yield
@@ -457,7 +457,7 @@ def without_weight_bars() -> Iterator[None]:
 
 
 class ValueModel(nn.Module):
-    """V(state) = head . hidden state. The head starts at 0, so that a new critic predicts 0 everywhere."""
+    """A value model: V(state) = head . hidden state. The head starts at 0, so a new critic predicts 0 everywhere."""
 
     def __init__(self, body: PreTrainedModel) -> None:
         super().__init__()
@@ -467,7 +467,7 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def values(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, H] -> [N], in float32."""
+        """Computes values in float32: [N, H] -> [N]."""
         return self.value_head(hidden).squeeze(-1).float()
 
 

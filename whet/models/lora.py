@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank adapters by peft, added in place, so that other weights keep their names: W x + alpha / rank B A x.
+"""Low-rank adapters: W x + alpha / rank B A x. peft adds them to the model in place, so other weights keep their names.
 
-Hu et al. 2021, https://arxiv.org/abs/2106.09685. B starts at 0, so a model with a new adapter, or with its adapter
-off, equals the base model.
-"""
+Hu et al. 2021, https://arxiv.org/abs/2106.09685. B starts at 0, so a model with a new adapter, or with its adapter off,
+equals the base model."""
 
 from __future__ import annotations
 
@@ -54,12 +53,11 @@ def add_adapter(
     *,
     adapts_head: bool = False,
 ) -> None:
-    """Adds a new adapter to `model` and freezes all other weights except a reward model's head; `dtype` is for the base
-    weights of adapted layers. A head adapted under `adapts_head` keeps its own weight, which may be shared with the
-    embedding.
+    """Adds a new adapter to `model` and freezes all other weights except a reward model's head. `dtype` is for the base
+    weights of adapted layers. With `adapts_head` the output layer is adapted too; its own weight, which may be shared
+    with the embedding, stays.
 
-    Raises: ModelError for a target that no layer has.
-    """
+    Raises: ModelError for a target that no layer has."""
     config, head = peft_config(model, settings, adapts_head=adapts_head), model.get_output_embeddings()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():  # peft's random values are replaced below
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")  # a head that is adapted is not merged
@@ -77,8 +75,8 @@ def add_adapter(
 
 
 def new_adapter(layer: str, shape: Sequence[int], seed: int) -> torch.Tensor:
-    """Initial A of a layer's adapter, distributed like the weight of a new torch linear layer. Each layer has its own
-    random key, so that values do not depend on the sharding."""
+    """Draws the initial A of a layer's adapter, distributed like the weight of a new torch linear layer. Each layer has
+    its own random key, so that values do not depend on the sharding."""
     draw = torch.Generator().manual_seed(key(seed, "lora", layer))
     weight = torch.empty(*shape, device="cpu")
     return nn.init.kaiming_uniform_(weight, a=5**0.5, generator=draw)
@@ -122,14 +120,14 @@ def _has(layers: Iterable[str], target: str) -> bool:
 
 
 def _tower(model: PreTrainedModel) -> str | None:
-    """A pattern for the module names in the model's vision tower."""
+    """Returns a pattern for the module names in the model's vision tower."""
     encoders = encoders_of(model)
     return None if encoders is None else rf"(.*\.)?({'|'.join(encoders.towers)})\..*"
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A hash that identifies the weights below an adapter, from names, shapes and about 64 numbers of each in bfloat16.
-    With sharded weights every rank must call it."""
+    """Returns a hash that identifies the base weights of an adapter, from names, shapes and about 64 numbers of each in
+    bfloat16. With sharded weights all ranks must call it."""
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
         if name == HEAD or any(f".{part}." in name for part in TRAINED_PARTS):
@@ -152,7 +150,7 @@ def merge_adapter(model: PreTrainedModel, path: str | Path, *, allow_pickle: boo
 
 
 def head_weight(head: Any) -> torch.Tensor:
-    """The weight of an output layer, merged with its adapter if that is on; differentiable."""
+    """Returns the weight of an output layer, merged with its adapter if the adapter is on; differentiable."""
     weight: torch.Tensor = head.weight
     if not hasattr(head, "lora_A") or head.disable_adapters:
         return weight
@@ -161,7 +159,7 @@ def head_weight(head: Any) -> torch.Tensor:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers with an adapter, by name. (Found by their attributes, because importing peft takes seconds.)"""
+    """Returns the layers with an adapter, by name, found by attributes, because importing peft takes seconds."""
     return {
         name: each for name, each in model.named_modules() if hasattr(each, "lora_A") and hasattr(each, "base_layer")
     }
@@ -169,7 +167,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """Switches the adapter off inside the block: the model is then the base model."""
+    """Switches the adapter off during the block, so that the model is the base model."""
     layers = adapted_layers(model).values()
     for layer in layers:
         layer.enable_adapters(False)
@@ -186,7 +184,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 def merged_weights(
     model: nn.Module, whole: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields all weights under their Hugging Face names, tied weights once, adapters merged; `whole` gathers a sharded
+    """Yields all weights by their Hugging Face names: tied weights once, adapters merged. `whole` gathers a sharded
     weight."""
     layers = adapted_layers(model)
     for name, parameter in model.named_parameters():
@@ -202,14 +200,14 @@ def merged_weights(
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the weights of the model's adapter under the names in an adapter's folder."""
+    """Yields the weights of the model's adapter by their names in an adapter folder."""
     for name, weight in model.named_parameters():
         if any(f".{part}." in name for part in TRAINED_PARTS):
             yield _in_folder(name), weight.detach()
 
 
 def adapter_config(names: Iterable[str], settings: LoraSettings) -> dict[str, Any]:
-    """The config in the folder of an adapter with weights of these names and with `settings`."""
+    """Returns the config for an adapter folder with weights of these names and with `settings`."""
     targets = sorted({name.split(".")[-3] for name in names})
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "r": settings.rank}
     return config | {"lora_alpha": _alpha(settings), "target_modules": targets}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs of a model for the sampled tokens of a batch, by name, for objectives and columns."""
+"""Outputs of a model for the sampled tokens of a batch, by name. Objectives and columns read them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PromptLogProbs = tuple[list[float], list[list[tuple[int, float]]]]
 
 @dataclass(frozen=True)
 class ForwardSettings:
-    """Settings of a forward pass; they change its results only by rounding."""
+    """The settings of a forward pass. They change its results only by rounding."""
 
     packing: bool = True
     share_prompts: bool = True  # with packing, a prompt that several rows have is computed once
@@ -65,19 +65,19 @@ def model_outputs(
     settings: ForwardSettings,
     temperature: float = 1.0,
 ) -> dict[str, torch.Tensor]:
-    """The outputs in `needs`, each [B, R] float32, `vocab_log_probs` [B, R, V], zero where `response_mask` is 0;
-    differentiable.
+    """Computes the outputs in `needs`, each [B, R] float32 (`vocab_log_probs` [B, R, V]). They are 0 where
+    `response_mask` is 0, and differentiable.
 
-    `batch` has the columns that `packing.layout` reads; `model` is a causal language model for `log_probs`, `entropy`,
-    `sum_pi_squared` and `vocab_log_probs`, a ValueModel for `values`, a RewardModel for `scores`, one a row, at its
-    last sampled token, or for `values`, before each token.  Raises: EngineError naming an output that the model lacks.
-    """
+    `batch` has the columns that `packing.layout` reads. `model` is a causal language model for `log_probs`, `entropy`,
+    `sum_pi_squared` and `vocab_log_probs`. It is a ValueModel for `values`. A RewardModel gives `scores`, one a row at
+    its last sampled token, or `values`, before each token.  Raises: EngineError naming an output that the model
+    lacks."""
     where = layout_of(batch, settings)
     return outputs_of(model, where.to(next(model.parameters()).device), needs, settings, temperature)
 
 
 def layout_of(batch: Mapping[str, Any], settings: ForwardSettings) -> Layout:
-    """The layout of a batch on its device for passes with these settings.  Raises: DataError."""
+    """Builds the layout of a batch on its device, for passes with these settings.  Raises: DataError."""
     packing, share = settings.packing, settings.token_share
     ring = share.ring if share is not None and share.rings > 1 else None
     has_runs = settings.both_ways and any(map(len, chain(*(batch.get(name, ()) for name in (MEDIA, LATER_MEDIA)))))
@@ -89,7 +89,7 @@ def layout_of(batch: Mapping[str, Any], settings: ForwardSettings) -> Layout:
 def outputs_of(
     model: nn.Module, where: Layout, needs: frozenset[str], settings: ForwardSettings, temperature: float = 1.0
 ) -> dict[str, torch.Tensor]:
-    """`model_outputs` for a batch whose layout is already on the model's device."""
+    """Computes `model_outputs` for a batch whose layout is already on the model's device."""
     offered = POLICY_OUTPUTS | ROUTER_OUTPUTS
     if isinstance(model, ValueModel):
         offered = VALUE_OUTPUTS
@@ -131,7 +131,7 @@ def statistics_of(
     temperature: float,
     form: LogitForm = LogitForm(),  # noqa: B008  # immutable
 ) -> dict[str, torch.Tensor]:
-    """`POLICY_OUTPUTS` of a language model, from hidden states [n, H] at the sampled tokens and its output layer."""
+    """Computes `POLICY_OUTPUTS` from hidden states [n, H] at the sampled tokens and the output layer."""
     hidden = hidden.to(settings.dtype)
     statistics = token_statistics(
         hidden,
@@ -153,8 +153,8 @@ def statistics_of(
 
 @torch.no_grad()
 def prompt_log_probs(model: nn.Module, prompt: Sequence[int], count: int, settings: ForwardSettings) -> PromptLogProbs:
-    """Log-probs of all tokens of a prompt except the first, and at each position the `count` most probable tokens with
-    their log-probs, most probable first."""
+    """Computes the log-probs of all tokens of a prompt except the first, and at each position the `count` most probable
+    tokens with their log-probs, most probable first."""
     if len(prompt) < 2:
         return [], []
     ids = torch.tensor([prompt])
@@ -170,14 +170,14 @@ def prompt_log_probs(model: nn.Module, prompt: Sequence[int], count: int, settin
 
 
 def states_of(model: nn.Module, where: Layout, settings: ForwardSettings) -> torch.Tensor:
-    """The hidden states after the model's layers, for the tokens of this rank: [T, H]."""
+    """Computes the hidden states [T, H] after the model's layers, for the tokens of this rank."""
     body, is_narrow = body_of(model), settings.dtype == torch.bfloat16
     with torch.autocast(where.input_ids.device.type, dtype=torch.bfloat16, enabled=is_narrow), _wide_states(body):
         return hidden_states(body, where, settings)
 
 
 def tokens_of(where: Layout, settings: ForwardSettings) -> int:
-    """The number of packed tokens of a rank, padding included."""
+    """Returns the number of packed tokens of a rank, padding included."""
     share = settings.token_share
     return where.size if share is None else share.padded(where.size) // share.size
 
@@ -185,7 +185,7 @@ def tokens_of(where: Layout, settings: ForwardSettings) -> int:
 def _of_routers(
     found: Recorded, at: SampledPlaces, names: frozenset[str], settings: ForwardSettings
 ) -> dict[str, torch.Tensor]:
-    """`PROBS` and `CHOICES` [B, R, E], and `LOADS` [L, E + 2], summed over the tokens of this rank."""
+    """Computes `PROBS` and `CHOICES` [B, R, E], and `LOADS` [L, E + 2] summed over the tokens of this rank."""
     tokens = at.states[: at.count]
     if not settings.packing:  # routers read the padded grid
         tokens = at.where.slots.index_select(0, tokens)
@@ -196,8 +196,8 @@ def _of_routers(
 
 @dataclass(frozen=True)
 class SampledPlaces:
-    """The sampled tokens that this rank computes: all, or with split tokens the ones whose preceding token is on this
-    rank."""
+    """The sampled tokens that this rank computes. If tokens are split over ranks, they are the ones whose preceding
+    token is on this rank."""
 
     states: torch.Tensor  # [n] index into the tokens that this rank has, padded
     targets: torch.Tensor  # [n]
@@ -208,8 +208,8 @@ class SampledPlaces:
 
     @classmethod
     def of(cls, where: Layout, settings: ForwardSettings, total: int | None = None) -> SampledPlaces:
-        """Finds the sampled tokens of a batch; split tokens are `total` with padding, by default as many as
-        `share.padded` gives."""
+        """Finds the sampled tokens of a batch. If tokens are split over ranks, `total` counts them with padding, by
+        default as `share.padded` does."""
         states, targets, share, owner = where.states, where.targets, settings.token_share, None
         if share is not None:
             total = total or share.padded(where.size)
@@ -221,7 +221,7 @@ class SampledPlaces:
         return cls(F.pad(states, padding), F.pad(targets, padding), count, owner, where, share)
 
     def to_columns(self, values: torch.Tensor) -> torch.Tensor:
-        """[n, ...] -> [B, R, ...], complete on every rank."""
+        """Puts values into columns that are complete on every rank: [n, ...] -> [B, R, ...]."""
         own = values[: self.count]
         if self.share is not None and self.owner is not None:
             own = self.share.gather(own, self.owner)
@@ -230,8 +230,8 @@ class SampledPlaces:
 
 @contextmanager
 def _wide_states(model: PreTrainedModel) -> Iterator[None]:
-    """Makes embeddings return float32 even if their weights have fewer bits. The residual stream, and the positions,
-    which take its dtype, are then the same as with float32 weights."""
+    """Makes embeddings return float32 even if their weights have fewer bits. Then the residual stream, and positions,
+    which take its dtype, are the same as with float32 weights."""
 
     def widen(module: nn.Module, args: object, out: torch.Tensor) -> torch.Tensor:
         return out.to(torch.promote_types(out.dtype, torch.float32))
@@ -244,8 +244,8 @@ def _wide_states(model: PreTrainedModel) -> Iterator[None]:
 
 
 def hidden_states(model: PreTrainedModel, where: Layout, settings: ForwardSettings) -> torch.Tensor:
-    """The last hidden state of each of the T real tokens, [T, H]. With packing, rows of padding follow; with split
-    tokens, only this rank's tokens."""
+    """Computes the last hidden states [T, H] of the T real tokens. With packing, rows of padding follow. If tokens are
+    split over ranks, only this rank's tokens are computed."""
     body, share = cast(PreTrainedModel, language_body(model)), settings.token_share
     extra, unseen = _media(body, where, settings)
     routed, packing, encoders = where.routed, settings.packing, encoders_of(body)
@@ -277,8 +277,8 @@ def hidden_states(model: PreTrainedModel, where: Layout, settings: ForwardSettin
 def _media(
     body: PreTrainedModel, where: Layout, settings: ForwardSettings
 ) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """Arguments of the forward pass for the rows' media; a sharded model without media gets a zero computed by the
-    vision tower."""
+    """Returns the arguments of the forward pass for the rows' media. A sharded model without media gets a zero computed
+    by the vision tower."""
     encoders = encoders_of(body)
     if where.media and encoders is None:
         found = f"reads text, and a row has {where.media[0].kind}s"

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of a batch for the model, and the only place that shifts states and tokens by one.
+"""The layout of a batch for the model. Only this file shifts states and tokens by one.
 
 A batch row is [left padding | prompt | response | right padding]. The model reads only its real tokens, either packed
 (rows concatenated, without padding) or padded (each row from the left edge, padding on its right). Both need only a
-causal mask, because padding comes after all real tokens.
-"""
+causal mask, because padding comes after all real tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ Ring = Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # of T tokens: those 
 
 @dataclass(frozen=True)
 class Grid:
-    """A padded grid of rows that are consecutive among T tokens."""
+    """Maps between a packed sequence of T tokens and a padded tensor [num_rows, width, ...] with some of its rows."""
 
     tokens: slice  # of the T tokens
     slots: torch.Tensor  # [tokens] each token's index in the flattened grid [num_rows, width]
@@ -46,12 +45,12 @@ class Grid:
     width: int
 
     def pad(self, flat: torch.Tensor) -> torch.Tensor:
-        """[T, ...] -> [num_rows, width, ...], with zeros in the padding; differentiable."""
+        """Copies tokens into the padded tensor: [T, ...] -> [num_rows, width, ...], 0 in padding; differentiable."""
         grid = padded(flat[self.tokens], self.slots, self.num_rows * self.width)
         return grid.unflatten(0, (self.num_rows, self.width))
 
     def unpad(self, grid: torch.Tensor) -> torch.Tensor:
-        """[num_rows, width, ...] -> [tokens, ...]; differentiable."""
+        """Copies tokens out of the padded tensor: [num_rows, width, ...] -> [tokens, ...]; differentiable."""
         return Unpad.apply(grid.flatten(0, 1), self.slots)
 
 
@@ -79,7 +78,7 @@ class Bunch(Grid):
 
     @cached_property
     def hidden(self) -> torch.Tensor:
-        """[num_rows or 1, width, prefix_width + width]: True where a query must not attend to a key."""
+        """Returns the mask [num_rows or 1, width, prefix_width + width], True for a key hidden from a query."""
         at = torch.arange(self.prefix_width + self.width, device=self.slots.device)
         later = at > at[self.prefix_width :, None]
         absent = self.prefix_width - self.prefix_lengths
@@ -91,10 +90,9 @@ class Bunch(Grid):
 
 @dataclass(frozen=True)
 class Layout(Grid):
-    """T real tokens of the rows with at least one sampled token, the longest row first; N tokens were sampled.
+    """The packed tokens of a batch: T real tokens of the rows with a sampled token, longest row first; N were sampled.
 
-    A shared prompt's tokens belong to its first row; its other rows begin after the prompt.
-    """
+    A shared prompt's tokens belong to its first row. Its other rows begin after the prompt."""
 
     input_ids: torch.Tensor  # [T]
     position_ids: torch.Tensor  # [T], or [3, T] for multimodal rotary positions
@@ -111,7 +109,7 @@ class Layout(Grid):
 
     @property
     def size(self) -> int:
-        """T with the padding of packed rows."""
+        """The number of packed tokens with padding; T is the number without padding."""
         return rounded(len(self.input_ids), TOKENS_STEP)
 
     def to(self, device: torch.device) -> Layout:
@@ -134,8 +132,8 @@ class Layout(Grid):
         return replace(whole, bunches=tuple(others), stretches=stretches)
 
     def with_runs(self, token_ids: Sequence[int]) -> Layout:
-        """The layout in which the tokens of each run of `token_ids`, which belong to a media, attend to each other in
-        both directions; without `stretches`."""
+        """Returns the layout in which each run of `token_ids`, the tokens of a media, attend to each other in both
+        directions. It has no `stretches`."""
         is_media = torch.isin(self.input_ids, self.input_ids.new_tensor(token_ids))
         begins = is_media & ~torch.nn.functional.pad(is_media, (1, -1))
         runs = begins.cumsum(0) * is_media  # 0 outside
@@ -147,16 +145,16 @@ class Layout(Grid):
 
     @cached_property
     def flow(self) -> PackedFlow:
-        """The order of the tokens for layers that pass on a state."""
+        """The order of the tokens for layers that pass a state from token to token."""
         return PackedFlow.of(self.before, self.size)
 
     @cached_property
     def sampled_by_row(self) -> torch.Tensor:
-        """The number of sampled tokens of each row, [num_rows]."""
+        """Counts the sampled tokens of each row, [num_rows]."""
         return torch.unique_consecutive(self.places // self.shape[1], return_counts=True)[1]
 
     def at_ends(self, pad_token_id: int | None) -> Layout:
-        """Keeps one place of each row: the last sampled token, with the state after the row's last token (as in
+        """Keeps one place of each row: its last sampled token, with the state after the row's last token (as in
         transformers, the last token that is not `pad_token_id`)."""
         index = torch.arange(len(self.input_ids), device=self.input_ids.device)
         if pad_token_id is not None:
@@ -168,19 +166,19 @@ class Layout(Grid):
         return replace(self, states=states, targets=self.input_ids[states], places=self.places[after - 1])
 
     def to_columns(self, sampled: torch.Tensor) -> torch.Tensor:
-        """[N, ...] -> [B, R, ...], zero where nothing was sampled; differentiable."""
+        """Puts values of sampled tokens into columns: [N, ...] -> [B, R, ...], 0 elsewhere; differentiable."""
         return padded(sampled, self.places, self.shape[0] * self.shape[1]).view(*self.shape, *sampled.shape[1:])
 
 
 def layout(
     batch: Columns, share_prompts: bool = False, in_stretches: bool = False, tile: int = 0, ring: Ring | None = None
 ) -> Layout:
-    """Makes the layout of a batch with `input_ids`, `attention_mask`, `position_ids` [B, L] and `response_mask` [B, R],
-    on their device: the host, before anything is copied to another device.
+    """Builds the layout of a batch with `input_ids`, `attention_mask`, `position_ids` [B, L] and `response_mask` [B,
+    R], on their device. That is the host, before anything is copied to another device.
 
     With `share_prompts` a prompt is computed once for all its rows, since later tokens do not change it. `in_stretches`
     is for attention in one call over all rows, without grids, `tile` tokens at once. With `ring`, some of the tokens
-    attend to all (`_in_ring`).  Raises: DataError when no token precedes a sampled one."""
+    attend to all (`_in_ring`).  Raises: DataError if no token precedes a sampled one."""
     response_mask = batch["response_mask"].bool()
     prompt_width = batch["input_ids"].shape[1] - response_mask.shape[1]
     kept = response_mask.any(1).nonzero()[:, 0]
@@ -230,20 +228,20 @@ def layout(
 
 
 def _before(in_order: torch.Tensor) -> torch.Tensor:
-    """The token before each in order, -1 at the first.   [rows, L] -> [rows, L]"""
+    """Returns the predecessor of each token in a row, -1 for the first.   [rows, L] -> [rows, L]"""
     return torch.nn.functional.pad(in_order, (1, -1), value=-1)
 
 
 def with_routed(where: Layout, routed: torch.Tensor) -> Layout:
-    """The layout with experts to replay: routed [B, R, layers, k] has at each sampled token the experts of the pass
-    that predicted it, at the token before it."""
+    """Returns the layout with experts to replay. `routed` [B, R, layers, k] has at each sampled token the experts of
+    the pass that predicted it; that pass read the token before it."""
     experts = routed.new_full((len(where.input_ids), *routed.shape[2:]), -1)
     experts[where.states] = routed.flatten(0, 1)[where.places]
     return replace(where, routed=experts)
 
 
 def _first_rows(batch: Mapping[str, Any], kept: torch.Tensor) -> torch.Tensor:
-    """The first of the rows `kept` with the same prompt as each: indices into `kept`."""
+    """Returns for each of the rows `kept` the first row with the same prompt, as indices into `kept`."""
     media = {MEDIA: [batch[MEDIA][row] for row in kept.tolist()]} if MEDIA in batch else {}
     return same_prompt({name: batch[name][kept] for name in ("response_mask", *PROMPT_COLUMNS)} | media)
 
@@ -257,8 +255,8 @@ def _in_ring(
     within: torch.Tensor,
     in_order: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Rows of attention made of pieces of the rows, namely the pieces with `tokens` [n]; the prefix of a piece is all
-    text before it in its row. Keys are the n tokens in the returned order, then the T in `places` [T].
+    """Returns rows of attention made of the pieces of rows that have `tokens` [n]. The prefix of a piece is all text
+    before it in its row. Keys are the n tokens in the returned order, then the T in `places` [T].
 
     rows [T] and within [T]: each token's row, and its index there.  Returns: the order of the n tokens, by piece;
     lengths, prefix_lengths, within and in_order of the pieces."""
@@ -286,7 +284,7 @@ def _in_ring(
 
 
 def _media(batch: Mapping[str, Any], rows: Sequence[int], has_prompt: Sequence[bool]) -> Iterator[Media]:
-    """Yields the media of rows in order; media of a prompt only if the row has the prompt's tokens."""
+    """Yields the media of rows in order, without a prompt's media if the row does not have the prompt's tokens."""
     for row, has_own in zip(rows, has_prompt, strict=True):
         if has_own and MEDIA in batch:
             yield from batch[MEDIA][row]
@@ -295,7 +293,7 @@ def _media(batch: Mapping[str, Any], rows: Sequence[int], has_prompt: Sequence[b
 
 
 def same_prompt(batch: Mapping[str, Any]) -> torch.Tensor:
-    """The first row with the same prompt (tokens, media, positions and padding) as each row, [B]."""
+    """Returns for each row [B] the first row with the same prompt: tokens, media, positions and padding."""
     rows, prompt_width = len(batch["input_ids"]), batch["input_ids"].shape[1] - batch["response_mask"].shape[1]
     prompts = [batch[name][..., :prompt_width].reshape(rows, -1) for name in PROMPT_COLUMNS]
     first: dict[tuple[bytes, object], int] = {}
@@ -307,10 +305,9 @@ def same_prompt(batch: Mapping[str, Any]) -> torch.Tensor:
 def _bunches(
     own_lengths: torch.Tensor, prefix_lengths: torch.Tensor, within: torch.Tensor, in_order: torch.Tensor
 ) -> Iterator[Bunch]:
-    """Yields bunches of rows; the rows are sorted by falling lengths; `within` [T] is each token's index in its row.
+    """Yields bunches of rows, which are sorted by falling length. `within` [T] is each token's index in its row.
 
-    prefix_lengths [rows]; in_order [rows, L] index of each row's tokens among the T, its shared prompt first.
-    """
+    prefix_lengths [rows]; in_order [rows, L] index of each row's tokens among the T, its shared prompt first."""
     lengths, prefixes, device = own_lengths.tolist(), prefix_lengths.tolist(), within.device
     row = token = 0
     while row < len(lengths):
@@ -345,9 +342,9 @@ def _bunches(
 
 
 class SpreadTokens(torch.autograd.Function):
-    """Copies the tokens of each bunch into its grid, with or without shared prompts: [T, ...] -> for each bunch
-    [num_rows, (prefix_width +) width, ...]. One function for all bunches, so that the gradient is one tensor, not a
-    sum."""
+    """Copies the tokens of each bunch into its padded tensor, with or without shared prompts: [T, ...] -> for each
+    bunch [num_rows, (prefix_width +) width, ...]. One function copies for all bunches, so that the gradient is one
+    tensor, not a sum."""
 
     @staticmethod
     def forward(ctx, flat: torch.Tensor, bunches: tuple[Bunch, ...], with_prompts: bool):  # type: ignore[no-untyped-def]
@@ -376,12 +373,12 @@ class SpreadTokens(torch.autograd.Function):
 
 
 def padded(flat: torch.Tensor, slots: torch.Tensor, size: int) -> torch.Tensor:
-    """Copies rows of `flat` to `slots` of `size` rows, zeros elsewhere; differentiable."""
+    """Copies rows of `flat` to the rows `slots` of a tensor with `size` rows, 0 elsewhere; differentiable."""
     return flat.new_zeros((size, *flat.shape[1:])).index_copy_(0, slots, flat)
 
 
 class Unpad(torch.autograd.Function):
-    """The inverse of `padded`. Slots differ, so the gradient is a copy, while `index_select` would sum."""
+    """Inverts `padded`. Slots are distinct, so the gradient is a copy, while `index_select` would sum."""
 
     @staticmethod
     def forward(ctx, padded: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]

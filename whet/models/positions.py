@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions of tokens: of rows, of packs and of decode steps, on one axis, or with media on three."""
+"""Position ids of tokens: for rows, for packed rows and for decode steps, on one axis, or with media on three."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from whet.types import Media
 
 
 def position_ids(attention_mask: torch.Tensor, rows: Sequence[torch.Tensor | None] | None = None) -> torch.Tensor:
-    """[B, L] -> [B, L]: a row's real tokens are numbered from 0; left padding has 0, right padding the last number.
+    """Numbers a row's real tokens from 0: [B, L] -> [B, L]. Left padding has 0, right padding the last number.
 
     With multimodal rotary positions [B, L] -> [B, 3, L] (time, height, width): `rows` holds for each row the positions
-    [3, n] of its first n real tokens, from `rotary_positions`, or None. Text after them continues from the largest.
-    """
+    [3, n] of its first n real tokens, from `rotary_positions`, or None. Text after them continues from the largest."""
     plain = (attention_mask.cumsum(1) - 1).clamp(min=0)
     if rows is None:
         return plain
@@ -34,18 +33,18 @@ def position_ids(attention_mask: torch.Tensor, rows: Sequence[torch.Tensor | Non
 
 
 def next_position(positions: torch.Tensor) -> int:
-    """Position of the first token after tokens at positions [n] or [3, n]."""
+    """Returns the position of the next token after tokens at positions [n] or [3, n]."""
     return int(positions.max()) + 1 if positions.numel() else 0
 
 
 def rotary_positions(
     token_ids: Sequence[int], media: Sequence[Media], opening: int | None = None
 ) -> torch.Tensor | None:
-    """[3, T]: time, height and width of each token, as `get_rope_index` of transformers' Qwen models counts them. An
+    """Computes time, height and width [3, T] of each token, like `get_rope_index` of transformers' Qwen models. An
     image of 4 x 6 patches takes 6 positions. None for models that only count tokens, and without media.
 
     The first `opening` tokens (unset: all) are the prompt. Text after it continues from the largest position, also
-    behind a video, as decoding does.  Raises: DataError where patch tokens and media do not agree."""
+    after a video, as in decoding.  Raises: DataError if patch tokens and media do not agree."""
     grids = [(grid, each.tokens.time_step) for each in media if each.tokens is not None for grid in each.tokens.grids]
     steps = [(grid, step) for grid, step in grids if step is not None]
     if not steps:
@@ -61,7 +60,7 @@ def rotary_positions(
 
 
 def patches(token_ids: Sequence[int], media: Sequence[Media]) -> list[list[int]]:
-    """The indices of the patch tokens of each media.  Raises: DataError where tokens and media do not agree."""
+    """Finds the indices of the patch tokens of each media.  Raises: DataError if tokens and media do not agree."""
     measured = [each.tokens for each in media if each.tokens is not None]
     known = {each.token_id for each in measured}
     found = [place for place, token in enumerate(token_ids) if token in known]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routers of a mixture of experts: their choices for the sampled tokens, and the loss that balances them.
+"""The routers of a mixture of experts: how they route the sampled tokens, and the loss that balances them.
 
-A router computes logits [tokens, E] and chooses experts; both are read at the states that predict a sampled token. Only
-tokens that the loss reads count, so that packing, padding and micro-batches do not change the numbers, as they would
-with all tokens of a forward pass."""
+A router computes logits [tokens, E] and chooses experts. Both are read at the states that predict a sampled token. Only
+tokens that the loss reads count, so that packing, padding and micro-batches do not change the numbers. With all tokens
+of a forward pass they would."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Recorded = list[tuple[torch.Tensor, torch.Tensor]]  # by layer with experts: log
 
 
 def auxiliary_coefficient(config: Any) -> float:
-    """The factor of the routers' auxiliary loss; 0 unless the model's config asks for it with
+    """Returns the factor of the routers' auxiliary loss; 0 unless the model's config requests the loss by
     `output_router_logits`."""
     values = config.get_text_config().to_dict()
     coefficient = values.get("router_aux_loss_coef") or values.get("aux_loss_alpha") or 0.0
@@ -31,7 +31,7 @@ def auxiliary_coefficient(config: Any) -> float:
 
 
 def routers_of(model: nn.Module) -> list[tuple[nn.Module, int]]:
-    """The routers of a model in the order of its layers, each with the index of the logits in its output."""
+    """Lists the routers of a model in the order of its layers, each with the index of the logits in its output."""
     body = body_of(model)
     recorder: Any = getattr(body, "_can_record_outputs", None) or {}
     recorder = recorder.get("router_logits")
@@ -44,7 +44,7 @@ def routers_of(model: nn.Module) -> list[tuple[nn.Module, int]]:
 
 @contextmanager
 def recorded(model: nn.Module, is_wanted: bool) -> Iterator[Recorded]:
-    """Records the outputs of routers inside the block, in the order of layers; none unless `is_wanted`."""
+    """Records the outputs of routers inside the block, in the order of layers. Records nothing unless `is_wanted`."""
     found: Recorded = []
     with ExitStack() as hooks:
         for router, index in routers_of(model) if is_wanted else []:
@@ -62,20 +62,20 @@ def _listener(found: Recorded, index: int) -> Callable[[nn.Module, object, Any],
 
 
 def mean_probs(found: Recorded, at: torch.Tensor) -> torch.Tensor:
-    """The mean over layers of each expert's probability, at the tokens `at` [N] that routers read.  [N, E]"""
+    """Averages each expert's probability over layers, at the tokens with the indices `at` [N].  [N, E]"""
     return torch.stack([_rows(logits, at).float().softmax(-1) for logits, _ in found]).mean(0)
 
 
 @torch.no_grad()
 def mean_choices(found: Recorded, at: torch.Tensor) -> torch.Tensor:
-    """The mean over layers of each expert's share of choices.  [N, E]"""
+    """Averages over layers how often each token with an index in `at` is routed to each expert.  [N, E]"""
     return torch.stack([_counts(logits, chosen, at) for logits, chosen in found]).mean(0)
 
 
 @torch.no_grad()
 def loads(found: Recorded, at: torch.Tensor) -> torch.Tensor:
-    """The number of choices of each expert by layer; then the sum of the entropies of the probabilities, in nats, and
-    the number of tokens.  [L, E + 2]"""
+    """Counts for each layer how often tokens are routed to each expert; appends the summed entropy of router
+    probabilities, in nats, and the number of tokens. `at` indexes the tokens that count.  [L, E + 2]"""
     by_layer = []
     for logits, chosen in found:
         log_probs = _rows(logits, at).float().log_softmax(-1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing of mixtures of experts: recorded while a rollout samples, and replayed by the routers of the trainer.
+"""Routing replay for mixtures of experts: a rollout records its routing, and the trainer's routers replay it.
 
 Ma et al. 2025 (R3), https://arxiv.org/abs/2510.11370: rounding may let two engines choose different experts, which
 changes the token's probability far more than rounding itself."""
@@ -24,7 +24,7 @@ DTYPE = torch.int16
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Yields a list to which every layer with experts adds its router's choices [T, k] inside the block."""
+    """Yields a list. During the block, every layer with experts adds its router's chosen experts [T, k] to it."""
     chosen: list[torch.Tensor] = []
 
     def note(module: nn.Module, arguments: Any) -> None:
@@ -39,14 +39,14 @@ def recording(model: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 def as_bytes(chosen: list[torch.Tensor], keep: torch.Tensor | None) -> list[bytes]:
-    """Returns the choices of `recording` for each token (of `keep`, if given): int16 k, then [layers, k] experts."""
+    """Encodes the experts from `recording` as bytes for each token (of `keep`, if given): int16 k, [layers, k]."""
     table = torch.stack(chosen, 1)
     table = (table if keep is None else table[keep]).flatten(1)
     return [row.tobytes() for row in F.pad(table, (1, 0), value=chosen[0].shape[1]).to(DTYPE).numpy()]
 
 
 def as_column(rows: Sequence[Sequence[bytes]], width: int) -> torch.Tensor | None:
-    """[B, width, layers, k] from rows of `as_bytes`, -1 where a token has no choices; None if no token has any."""
+    """Builds [B, width, layers, k] from rows of `as_bytes`, -1 for tokens without experts; None if all lack them."""
     some = next((np.frombuffer(each, np.int16) for row in rows for each in row if each), None)
     if some is None:
         return None
@@ -60,7 +60,7 @@ def as_column(rows: Sequence[Sequence[bytes]], width: int) -> torch.Tensor | Non
 
 
 class _Replayed(TorchFunctionMode):
-    """Makes `torch.topk` over the E experts return given choices, with their values."""
+    """Replaces the result of `torch.topk` over the E experts by given experts and their values."""
 
     def __init__(self, chosen: torch.Tensor, num_experts: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class _Replayed(TorchFunctionMode):
 
 
 def replay(layers: list[nn.Module]) -> None:
-    """Makes layers with experts use the argument `ARGUMENT`, without changing their modules."""
+    """Makes layers with experts use the experts in the argument `ARGUMENT`, without changing their modules."""
     mixtures = [(layer, next(expert_modules(layer), None)) for layer in layers]
     for number, (layer, experts) in enumerate((layer, found[1]) for layer, found in mixtures if found is not None):
         _hook(layer, number, experts.num_experts)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context parallelism: each rank has a part of the tokens, and inside attention more tokens with a part of the heads.
+"""Context parallelism: each rank has a part of the tokens; inside attention it has more tokens and fewer heads.
 
 Jacobs et al. 2023 (Ulysses), https://arxiv.org/abs/2309.14509. A layer has two exchanges, before and after attention.
-With more ranks than heads, keys and values are gathered too, as in Llama 3 (2024), https://arxiv.org/abs/2407.21783.
-"""
+With more ranks than heads, keys and values are gathered too, as in Llama 3 (2024), https://arxiv.org/abs/2407.21783."""
 
 from __future__ import annotations
 
@@ -25,10 +24,9 @@ SUPPORTED = {"full_attention", "sliding_attention"}  # layer types in which only
 class TokenShare:
     """The split of tokens over the ranks of `group`, in equal parts.
 
-    The ranks are `rings` rows of `heads` ranks. In attention the ranks of a row exchange their tokens for heads, and
-    gather the keys and values of other rows. A row of ranks has one part from the start of the tokens and one from
-    their end, so that all rows of ranks have about as many pairs of query and key (a causal triangle).
-    """
+    The ranks form a grid of `rings` rows with `heads` ranks each. In attention the ranks of a row exchange their tokens
+    for heads, and gather the keys and values of other rows. A row of ranks has a part from the start of the tokens and
+    a part from their end, so that all rows compute about as many pairs of query and key (the mask is a triangle)."""
 
     group: dist.ProcessGroup
     heads_group: dist.ProcessGroup
@@ -46,42 +44,42 @@ class TokenShare:
 
     @property
     def rings(self) -> int:
-        """The number of parts between which keys and values are gathered."""
+        """The number of rows of ranks, between which keys and values are gathered."""
         return dist.get_world_size(self.ring_group)
 
     def padded(self, count: int) -> int:
-        """`count`, rounded up so that all ranks get equal parts."""
+        """Rounds `count` up so that all ranks get equal parts."""
         step = self.size if self.rings == 1 else 2 * self.size
         return -(-count // step) * step
 
     def order(self, total: int, device: torch.device) -> torch.Tensor:
-        """The tokens of each rank, [size, total / size]."""
+        """Returns the token numbers of each rank, [size, total / size]."""
         halves = torch.arange(total, device=device).view(2 * self.rings, -1) if self.rings > 1 else None
         if halves is None:
             return torch.arange(total, device=device).view(self.size, -1)
         return torch.cat([halves[: self.rings], halves[self.rings :].flip(0)], 1).view(self.size, -1)
 
     def places(self, total: int, device: torch.device) -> torch.Tensor:
-        """The index of each token in the tokens of all ranks, one rank after the other, [total]."""
+        """Returns each token's index in the concatenated tokens of all ranks, [total]."""
         return self.order(total, device).flatten().argsort()
 
     def ring(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the tokens of this row of ranks, of `count`, and each one's index after gathering all rows."""
+        """Returns the tokens of this row of ranks, of `count`, and each token's index after all rows are gathered."""
         total, host = self.padded(rounded(count, TOKENS_STEP)), torch.device("cpu")
         tokens = self.order(total, host).view(self.rings, -1)[dist.get_rank(self.ring_group)]
         return tokens[tokens < count], self.places(total, host)
 
     def own(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The part of this rank: [..., T] -> [..., T / size]."""
+        """Selects this rank's part: [..., T] -> [..., T / size]."""
         return tokens[..., self.order(tokens.shape[-1], tokens.device)[self.rank]]
 
     def gather_rings(self, states: torch.Tensor) -> torch.Tensor:
-        """[T / rings, ...] -> [T, ...] of all rows of ranks, one after the other; differentiable."""
+        """Gathers and concatenates the states of all rows of ranks: [T / rings, ...] -> [T, ...]; differentiable."""
         gathered: torch.Tensor = _GatherParts.apply(states, self.ring_group)
         return gathered.flatten(0, 1)
 
     def to_heads(self, states: torch.Tensor) -> torch.Tensor:
-        """[1, H, T / size, D] -> [1, H / heads, T / rings, D]; fewer heads than ranks are repeated first."""
+        """Exchanges tokens for heads: [1, H, T / size, D] -> [1, H / heads, T / rings, D]; repeats too few heads."""
         heads = dist.get_world_size(self.heads_group)
         if (count := states.shape[1]) < heads:
             states = states.repeat_interleave(heads // count, dim=1)
@@ -89,18 +87,18 @@ class TokenShare:
         return _exchange(parts, self.heads_group).transpose(0, 1).flatten(1, 2)[None]
 
     def own_heads(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The part of the heads that this rank has in attention: [H] -> [H / heads]."""
+        """Selects the heads that this rank computes in attention: [H] -> [H / heads]."""
         return numbers.chunk(dist.get_world_size(self.heads_group))[dist.get_rank(self.heads_group)]
 
     def to_tokens(self, states: torch.Tensor) -> torch.Tensor:
-        """[1, T / rings, H / heads, D] -> [1, T / size, H, D]."""
+        """Exchanges heads for tokens: [1, T / rings, H / heads, D] -> [1, T / size, H, D]."""
         heads = dist.get_world_size(self.heads_group)
         parts = states[0].unflatten(0, (heads, -1))  # [heads, T / size, H / heads, D]
         return _exchange(parts, self.heads_group).transpose(0, 1).flatten(1, 2)[None]
 
     def gather(self, own: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
-        """Gathers the values of N tokens from all ranks, [n, ...] -> [N, ...]; `owner` [N] is the rank of each token,
-        and a rank's values are in token order. Differentiable if all ranks compute the same from the result."""
+        """Gathers the values of N tokens from all ranks, [n, ...] -> [N, ...]. `owner` [N] is the rank of each token; a
+        rank's values are in token order. Differentiable if all ranks compute the same from the result."""
         counts = owner.bincount(minlength=self.size)
         most = int(counts.max()) if len(owner) else 0
         padding = [0, 0] * (own.dim() - 1) + [0, most - len(own)]
@@ -113,8 +111,8 @@ class TokenShare:
 
 
 def heads_ranks(config: Any, size: int, tensor: int = 1) -> int:
-    """The largest number of `size` ranks that can share a model's heads, of which each of `tensor` ranks has a part.
-    Raises: ConfigError for layers that mix tokens outside of attention."""
+    """Returns the largest divisor of `size` that is a possible number of ranks to share a model's heads, of which each
+    of `tensor` ranks has a part.  Raises: ConfigError for layers that mix tokens outside of attention."""
     heads, kv_heads = config.num_attention_heads // tensor, config.num_key_value_heads // tensor
     if others := sorted(set(getattr(config, "layer_types", None) or ()) - SUPPORTED):
         expected = f"layers in which only attention mixes tokens, and this model has {', '.join(others)}"
@@ -124,7 +122,7 @@ def heads_ranks(config: Any, size: int, tensor: int = 1) -> int:
 
 
 def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Exchanges [size, ...] by all-to-all: part r goes to rank r, and index r holds rank r's part; differentiable."""
+    """Exchanges [size, ...] by all-to-all: sends part r to rank r, receives rank r's part at r; differentiable."""
     exchanged: torch.Tensor = _Exchange.apply(parts, group)
     return exchanged
 
@@ -159,7 +157,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _GatherParts(torch.autograd.Function):
-    """Gathers [...] -> [size, ...]; each rank's gradient is summed over all ranks, as they compute different
+    """Gathers [...] -> [size, ...]. Sums each rank's gradient over all ranks, because they compute different
     results."""
 
     @staticmethod

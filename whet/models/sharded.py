@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharded models: each process reads only its parts of the weights."""
+"""Sharded models: each process reads only its shards of the weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from whet.models.lora import ADAPTER, HEAD, TRAINED_PARTS, adapted_layers, new_a
 
 
 def empty_model(path: str | Path, device: torch.device, **options: bool) -> TrainedModel:
-    """Makes the module of `outline` (with `options`), with its weights on `meta` and its buffers, such as rotary
+    """Builds the module of `outline` (with `options`). Its weights are on `meta`, its buffers, such as rotary
     frequencies, on `device`.  Raises: ModelError."""
     with torch.device("meta"):
         model = outline(path, **options)
@@ -57,9 +57,9 @@ def fill(
     has_new_head: bool = False,
     allow_pickle: bool = False,
 ) -> None:
-    """Reads this rank's parts of the weights at `path` into a sharded `model` on `meta`. A value head starts at 0;
-    `new_adapter` fills a new adapter; with `has_new_head`, `new_head` fills the head of a reward model that the files
-    lack.  Raises: ModelError."""
+    """Loads this rank's shards of the weights at `path` into a sharded `model` on `meta`. A value head starts at 0. A
+    new adapter is filled by `new_adapter`. With `has_new_head`, `new_head` fills the head of a reward model, which the
+    files lack.  Raises: ModelError."""
     body = body_of(model)
     layers = adapted_layers(body)
     with open_slices(path, allow_pickle) as files, without_weight_bars():
@@ -94,7 +94,7 @@ def fill(
 
 @torch.no_grad()
 def copy_part(weight: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copies `whole` into `weight`, or the local part if it is sharded."""
+    """Copies `whole` into `weight`; if `weight` is sharded, copies only the local part."""
     if not isinstance(weight, DTensor):
         weight.copy_(whole)
         return
@@ -111,14 +111,14 @@ def _allocate(module: nn.Module, name: str, device: torch.device) -> None:
 
 
 def like(weight: DTensor, own: torch.Tensor, shape: torch.Size) -> DTensor:
-    """Makes a tensor of this `shape`, sharded like `weight`, from this rank's `own` part."""
+    """Builds a tensor of this `shape`, sharded like `weight`, from this rank's `own` part."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(own, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride)
 
 
 @contextmanager
 def open_slices(path: str | Path, allow_pickle: bool) -> Iterator[Iterator[tuple[str, Any]]]:
-    """Opens a model's files. Yields the weights by name; a weight is read from disk when it is indexed.
+    """Opens a model's files. Yields names with slices, which read a weight from disk when they are indexed.
     Raises: ModelError."""
     base, adapters = split_adapters(path)
     if adapters:
@@ -142,7 +142,7 @@ def _read_slices(folder: Path, files: ExitStack, allow_pickle: bool) -> Iterator
 
 
 def _name_with_adapter(name: str, layers: Mapping[str, Any]) -> str:
-    """The name of a weight in a model whose `layers` have adapters."""
+    """Returns a weight's name in a model whose `layers` have adapters."""
     owner, _, rest = name.rpartition(".")
     is_adapted = any(owner == layer or owner.endswith(f".{layer}") or layer.endswith(f".{owner}") for layer in layers)
     return f"{owner}.base_layer.{rest}" if is_adapted else name

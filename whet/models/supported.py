@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way in which whet runs a model: its own, with whet's attention on packed rows and a block cache; or the general
-one, transformers' own forward over padded rows (`models.general`), for layers that mix tokens in other ways.
+"""The support of a model. whet's own way runs it with whet's attention on packed rows and a block cache. The general
+way runs transformers' own forward over padded rows (`models.general`), for layers that mix tokens otherwise.
 
 A model runs in whet's own way if `_unsupported` finds nothing. To support a new kind of layers, extend whet's attention
 and caches first, then `LAYER_TYPES`, `ARGUMENTS` or `_unsupported`."""
@@ -45,7 +45,7 @@ _FOUND: dict[tuple[type, str], str] = {}  # of models that this process has chec
 
 @dataclass(frozen=True)
 class Support:
-    """The way in which a model runs."""
+    """The way in which whet runs a model, and the properties of this way."""
 
     lacks: str = ""  # the part of the model that the own way does not have; empty where it has all of them
     pads_left: bool = True  # padding on the left changes nothing: rows of any lengths are sampled together, by a mask
@@ -58,19 +58,19 @@ class Support:
 
 
 def support_of(model: Any) -> Support:
-    """The way in which a model from `load_policy` and similar functions runs."""
+    """Returns how whet runs a model from `load_policy` and similar functions."""
     found = getattr(body_of(model), "support", None)
     return found if isinstance(found, Support) else Support()
 
 
 def set_support(model: Any, support: Support) -> None:
-    """Stores the way of a model for `support_of`."""
+    """Stores `support` in the model, for `support_of`."""
     vars(body_of(model))["support"] = support
 
 
 def lack_of(model: Any, path: str | Path) -> str:
-    """Names the part of a transformers model, made with whet's attention, that whet's own way lacks; "" if it lacks
-    nothing.  Raises: ModelError for a model that is no language model."""
+    """Names the part of a transformers model, made with whet's attention, that whet's own way does not support; "" if
+    it supports all.  Raises: ModelError for a model that is no language model."""
     config = model.config.get_text_config()
     if config.model_type in ENCODERS:
         found = f"is a {type(model).__name__} with attention in both directions (it is an encoder)"
@@ -86,7 +86,7 @@ def lack_of(model: Any, path: str | Path) -> str:
 
 
 def _unsupported(model: Any, config: Any) -> Iterator[str]:
-    """Yields descriptions of unsupported parts, the most informative one first."""
+    """Yields descriptions of the model's unsupported parts, the most informative one first."""
     values = config.to_dict()
     if config.model_type in BY_TYPE:
         yield BY_TYPE[config.model_type]
@@ -125,7 +125,7 @@ class _EnoughError(Exception):
 
 
 def _unsupported_calls(decoder: Any, config: Any) -> Iterator[str]:
-    """Runs a token through the model, as shapes without values, and checks that its calls of attention fit a cache."""
+    """Runs a token through the model, as shapes without values. Yields reasons why attention does not fit a cache."""
     calls, is_counted = list[tuple[int, torch.Size, torch.Size, torch.Size]](), False
 
     def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Scores) -> torch.Tensor:

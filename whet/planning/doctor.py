@@ -42,7 +42,7 @@ APART_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check. Advice means that something should be changed."""
+    """The result of a check. `advice`, if any, says what to change."""
 
     what: str
     found: str
@@ -51,12 +51,12 @@ class Finding:
 
     @property
     def status(self) -> Literal["ok", "note", "problem"]:
-        """The severity."""
+        """The severity: ok, note or problem."""
         return "ok" if not self.advice else "problem" if self.is_problem else "note"
 
 
 def examine(run_dir: Path) -> dict[str, list[Finding]]:
-    """Runs all checks; returns the findings by section."""
+    """Runs all checks.  Returns the findings by section."""
     requirements = _requirements()
     return {
         "python": list(_python()),
@@ -91,7 +91,7 @@ def _python() -> Iterator[Finding]:
 
 
 def _requirements() -> dict[str, list[Requirement]]:
-    """The requirements of whet by extra; the ones of every installation under ""."""
+    """Returns the requirements of whet by extra; under "" the requirements of every installation."""
     found: dict[str, list[Requirement]] = {"": []}
     try:
         texts = metadata.requires(DISTRIBUTION) or []
@@ -133,7 +133,7 @@ def _plain(requirement: Requirement) -> str:
 
 
 def _engines(requirements: dict[str, list[Requirement]]) -> Iterator[Finding]:
-    """Checks the engines that a config can name. An engine with an extra of its name needs that extra."""
+    """Checks the engines that a config can name. If an extra has the engine's name, the engine needs that extra."""
     for what, names in (
         ("rollout.engine.name", ROLLOUT_ENGINES.names()),
         ("engine.name", ENGINES.names()),
@@ -154,7 +154,7 @@ def _engines(requirements: dict[str, list[Requirement]]) -> Iterator[Finding]:
 
 
 def _problem(name: str) -> str:
-    """The error with which a rollout engine with its default options would refuse to start; "" without one."""
+    """Returns the error with which a rollout engine with default options would refuse to start; "" without one."""
     try:
         check_engine(TrainConfig.model_validate({"rollout": {"engine": {"name": name}}}))
     except ConfigError as error:
@@ -245,7 +245,7 @@ def _writable(folder: Path) -> bool:
 
 
 def examine_cluster(config: RunConfig, run_dir: Path) -> dict[str, list[Finding]]:
-    """Checks the cluster: a section for the cluster and one for each node."""
+    """Checks a Ray cluster.  Returns findings for the cluster, and for each node."""
     try:
         from whet.controller.ray.survey import survey, versions
     except ModuleNotFoundError:
@@ -272,7 +272,7 @@ def examine_cluster(config: RunConfig, run_dir: Path) -> dict[str, list[Finding]
 
 
 def of_node(report: NodeReport, here: Mapping[str, str], paths: list[str]) -> Iterator[Finding]:
-    """Yields the findings of one node: its versions compared with `here`, and whether it has the files `paths`."""
+    """Yields the findings of one node. Its versions are compared with `here`; `paths` are files that it should see."""
     if report.failure:
         is_alive = report.node.is_alive
         advice = "read the log of its raylet" if is_alive else "`ray status` may have the reason"

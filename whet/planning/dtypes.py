@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dtype for the config value `auto`: bfloat16 if all machines of a run multiply it, else float32.
+"""The dtype for the config value `auto`: bfloat16 if all machines of a run have instructions for it, else float32.
 
-Without such instructions a bfloat16 product takes ten to eighty times as long as a float32 product (LOG.md)."""
+Without such instructions a bfloat16 matrix product takes ten to eighty times as long as a float32 one (LOG.md)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ C = TypeVar("C", bound=Section)
 
 
 def with_dtypes(config: C, kept: Mapping[str, Dtype] | None = None, *, elsewhere: bool = False) -> C:
-    """The config with a named dtype in place of each `auto`. `kept` are the dtypes of the run that is resumed, by key.
-    `elsewhere`: the plan is for accelerators of other machines.
+    """Replaces each dtype `auto` in a config by a named dtype. `kept` has the dtypes of the run that is resumed, by
+    key. `elsewhere`: the plan is for accelerators of other machines.
 
-    Logs the choice, and warns of bfloat16 where it is slow.  Raises: ConfigError if Ray's nodes cannot be reached."""
+    Logs the dtypes, and warns of bfloat16 where it is slow.  Raises: ConfigError if Ray's nodes cannot be reached."""
     kept, cluster = kept or {}, config.get("cluster")
     wanted = {name: config[name].dtype for name in ("model", "rollout") if name in config}
     wanted = {name: kept.get(f"{name}.dtype", dtype) if dtype == "auto" else dtype for name, dtype in wanted.items()}
@@ -37,8 +37,8 @@ def with_dtypes(config: C, kept: Mapping[str, Dtype] | None = None, *, elsewhere
 def choose(
     dtype: Dtype, key: str, cluster: ClusterConfig | None = None, elsewhere: bool = False
 ) -> Literal["float32", "bfloat16"]:
-    """The dtype for `auto` on the machines of a run (None: this process); other dtypes unchanged, with a warning for
-    bfloat16 if a machine does not multiply it. `key` names the setting."""
+    """Chooses the dtype for `auto` on the machines of a run (None: this process). Other dtypes are returned unchanged,
+    with a warning for bfloat16 if a machine has no instructions for it. `key` names the setting."""
     if dtype == "float32":
         return dtype
     has_bfloat16, why = (True, "accelerators multiply it") if elsewhere else _machines(cluster)
@@ -55,7 +55,7 @@ def choose(
 
 
 def _machines(cluster: ClusterConfig | None) -> tuple[bool, str]:
-    """Tells whether all machines of a run multiply bfloat16, with the reason."""
+    """Tells whether all machines of a run have instructions for bfloat16, and the reason."""
     if cluster is not None and cluster.backend == "ray":
         if uses_accelerators(cluster):
             return True, "accelerators multiply it"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Free memory of this machine (within control groups and `ulimit -v`), of its accelerators, and free disk."""
+"""Free memory of this machine (within control groups and `ulimit -v`) and of its accelerators, and free disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ANYWAY = "WHET_START_ANYWAY"  # environment variable: starts a run even if it do
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """The bytes that this process can still allocate, and the name of the limit that applies."""
+    """The bytes that this process can still allocate, and the limit that bounds them."""
 
     bytes: int
     bound: str
@@ -31,7 +31,7 @@ class FreeMemory:
 
 
 def free_memory() -> FreeMemory | None:
-    """The least free memory among machine, control groups and `ulimit -v`; None if unknown."""
+    """Returns the least free memory among machine, control groups and `ulimit -v`; None if unknown."""
     found = [*_machine(), *_control_groups(), *_address_space()]
     return min(found, key=lambda free: free.bytes, default=None)
 
@@ -44,7 +44,7 @@ def uses_accelerators(cluster: ClusterConfig) -> bool:
 
 
 def free_accelerator(cluster: ClusterConfig) -> FreeMemory | None:
-    """The free memory of the fullest accelerator that a run would use; None for a run on the host."""
+    """Returns the free memory of the fullest accelerator that a run would use; None for a run on the host."""
     from whet import devices  # takes seconds, which the first answer of `whet plan` has not
 
     if not uses_accelerators(cluster):
@@ -60,7 +60,7 @@ def free_accelerator(cluster: ClusterConfig) -> FreeMemory | None:
 
 
 def stated(gib: float | None, name: str) -> FreeMemory | None:
-    """The memory of "an accelerator" or "a node" as the user gave it; None if not given.
+    """Converts a memory size that the user stated for `name`, such as "an accelerator"; None if not stated.
 
     Raises: ConfigError."""
     if gib is None:
@@ -79,7 +79,7 @@ def total_memory() -> int | None:
 
 
 def free_disk(path: Path) -> int:
-    """The free bytes of the disk at `path`, which need not exist yet."""
+    """Returns the free bytes of the disk at `path`, which need not exist yet."""
     return shutil.disk_usage(existing(path)).free
 
 
@@ -93,7 +93,7 @@ def check_disk(needed: int, run_dir: Path, reclaimed_bytes: int = 0) -> None:
 
 
 def existing(path: Path) -> Path:
-    """The path itself or its nearest parent that is an existing folder."""
+    """Returns the path itself or its nearest parent that is an existing folder."""
     path = path.absolute()
     return next(each for each in (path, *path.parents) if os.path.isdir(each))  # noqa: PTH112  # never raises
 

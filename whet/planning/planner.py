@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner's view of a run before it starts. The planner is a plugin; without it a run starts without advice."""
+"""The planner's interface to a run before it starts. The planner is a plugin; without it a run starts unplanned."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Setup:
-    """A config, with its roles, objectives and lengths."""
+    """The setup of a run, for the planner: its config, roles, objectives and lengths."""
 
     config: RunConfig
     roles: Mapping[str, RoleSettings]  # roles with a model
@@ -36,7 +36,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of a run: prompts or examples for training and validation, steps."""
+    """Numbers of a run: prompts or examples for training and validation, and steps."""
 
     train: int
     val: int
@@ -53,7 +53,7 @@ def _not_estimated(config: RunConfig) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Planner:
-    """The functions that a run calls before it starts; without the plugin a run has the defaults."""
+    """The functions of the planner that a run calls before it starts. The defaults are for a run without the plugin."""
 
     # Checks memory and disk, by the setups of other configs too; of the disk, bytes become free at the start. Returns
     # the bytes of a checkpoint; 0 where they are not estimated.  Raises: ConfigError.
@@ -69,6 +69,6 @@ class Planner:
 
 
 def planner(*, is_needed: bool = False) -> Planner:
-    """The planner of runs.  Raises: RegistryError where its plugin was deleted and `is_needed`."""
+    """Returns the planner of runs.  Raises: RegistryError if `is_needed` and its plugin was deleted."""
     found: Planner = PARTS["planner"].load()() if is_needed or "planner" in PARTS else Planner()
     return found

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process kit: children that are forked on demand, their messages, deadlines and end. It loads no torch."""
+"""Child processes that are forked on demand: their messages, deadlines and end. It does not import torch."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls in daemon threads, for other people's code that may hang: the caller bounds its wait, and the program can end
-while they still run."""
+"""Calls in daemon threads, for other people's code that may hang. The caller bounds its wait, and the program can end
+while the calls still run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Mailbox:
-    """Calls that any thread submits and the owner's thread runs."""
+    """A queue of calls: any thread submits them, and the owner's thread runs them."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None  # that broke it
@@ -29,7 +29,7 @@ class Mailbox:
         self._promises: set[Future[Any]] = set()
 
     def promise(self) -> Future[Any]:
-        """Returns a future that the owner fulfils, or that `fail` breaks."""
+        """Returns a future that the owner fulfils. `fail` makes it raise an error."""
         future: Future[Any] = Future()
         self._promises.add(future)
         future.add_done_callback(self._promises.discard)
@@ -45,12 +45,12 @@ class Mailbox:
         return future
 
     def serve(self, seconds: float) -> None:
-        """Runs the waiting calls in order; if there is none, waits for the first."""
+        """Runs the waiting calls in order. If there is none, waits up to `seconds` for the first."""
         while self.take(seconds):
             seconds = 0.0
 
     def take(self, seconds: float | None = None) -> bool:
-        """Runs the next call.  Returns False at the end, and if no call comes within `seconds`."""
+        """Runs the next call.  Returns False after `close`, and if no call comes within `seconds`."""
         with suppress(Empty):
             if (entry := self._calls.get(timeout=seconds)) is None:
                 return False
@@ -64,11 +64,11 @@ class Mailbox:
         return False
 
     def close(self) -> None:
-        """Ends one serving thread after the calls submitted so far."""
+        """Ends one serving thread, after the calls submitted so far."""
         self._calls.put(None)
 
     def fail(self, error: BaseException) -> None:
-        """Breaks all promises, present and later, with the error of the first call of `fail`."""
+        """Makes all promises, present and later, raise the error of the first call of `fail`."""
         self.error = self.error or error
         for future in list(self._promises):
             _fail(future, self.error)
@@ -103,8 +103,8 @@ os.register_at_fork(after_in_child=_loops.clear)  # a child has none of the thre
 
 
 def in_loop(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Runs a coroutine in the event loop of a thread that lives as long as this process: the calling thread may have an
-    event loop already. Cancelling the future cancels the coroutine."""
+    """Runs a coroutine in an event loop that has its own thread until this process ends, because the calling thread may
+    already run an event loop. Cancelling the future cancels the coroutine."""
     import asyncio
 
     if (loop := _loops.get("")) is None:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Child processes that serve calls, each call with a deadline. One thread owns them.
 
-Produces: events, from `poll`. Waits: only in `poll`, for all children together, never for a single one: bytes that a
-child does not accept yet stay in a buffer, and half a message is completed when the rest arrives.
-"""
+Produces: events, from `poll`. Waits: only in `poll`, for all children together, never for a single one. Bytes that a
+child does not accept yet stay in a buffer, and half a message is completed when the rest arrives."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ CLOSED = "closed its connection, and was killed"
 
 @dataclass
 class UnansweredCall:
-    """A call without a reply yet."""
+    """A call that has no reply yet."""
 
     task: Any  # the owner's object for the call
     seconds: float
@@ -36,7 +35,7 @@ class UnansweredCall:
 
 
 class Callee(Child):
-    """A child process, with its pending calls and the bytes not yet sent or not yet complete."""
+    """A child process, with its pending calls, its unsent bytes and its incomplete messages."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -53,7 +52,7 @@ class Callee(Child):
 
     @property
     def deadline(self) -> float:
-        """The time.monotonic() at which the child is killed."""
+        """The time, as of `time.monotonic`, at which the child is killed."""
         return min([self.leaves_by, *(call.deadline for call in self.calls.values())])
 
 
@@ -68,7 +67,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a child: it died, or was killed for a broken message or at a deadline."""
+    """The end of a child: it died, or it was killed for a broken message or at a deadline."""
 
     child: Callee
     why: str  # follows "the process" in a sentence
@@ -114,7 +113,7 @@ class Children:
         return child
 
     def call(self, child: Callee, task: Any, content: bytes, seconds: float) -> None:
-        """Sends a call without waiting. A child that has ended raises no error here: `poll` returns an `Ended`."""
+        """Sends a call without waiting. If the child has ended, no error is raised here; `poll` returns an `Ended`."""
         child.calls[self._next] = call = UnansweredCall(task, seconds)
         if not self.in_turn or len(child.calls) == 1:
             call.deadline = time.monotonic() + seconds
@@ -123,7 +122,7 @@ class Children:
         self._write(child)
 
     def kill(self, child: Callee) -> None:
-        """Ends a child and all processes that it started; no event follows."""
+        """Ends a child and all processes that it started. No event follows."""
         if self._running.pop(child.connection.fileno(), None) is not None:
             self._server.kill(child)
 
@@ -195,7 +194,7 @@ class Children:
         return bool(data)
 
     def _reply(self, child: Callee, number: int, content: bytes) -> Reply:
-        """The reply in a message.  Raises: BrokenMessageError if the message is no reply to a pending call."""
+        """Reads the reply in a message.  Raises: BrokenMessageError if the message is no reply to a pending call."""
         due = next(iter(child.calls), None) if self.in_turn else number
         try:
             value = pickle.loads(content)

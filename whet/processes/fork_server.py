@@ -23,7 +23,7 @@ CLOSE_SECONDS = 5.0  # for all children to end
 
 
 class Child:
-    """A process, and the owner's end of the connection to it."""
+    """A child process, and the owner's end of the connection to it."""
 
     def __init__(self, number: int, connection: socket.socket) -> None:
         self.number, self.connection = number, connection
@@ -46,12 +46,12 @@ def exit_text(code: int) -> str:
 
 
 class ForkServer:
-    """Starts child processes. `target` is a function as "package.module:function" that returns their main function.
+    """Starts child processes. `target`, as "package.module:function", returns the main function of the children.
 
-    `target` is called once, in a new interpreter (the template), with `argument`: children share everything that it
-    loads. Each child has a process group of its own, and its standard output is `stdout` (default: standard error). It
-    ends with all processes that it started, at the latest when this process ends, even by kill -9. `ps` shows template
-    and children as "whet NAME". Any thread may call; a forked copy of this process ends no child."""
+    `target` is called once with `argument` in a new interpreter, the template; children share everything that it loads.
+    Each child has its own process group, and its standard output is `stdout` (default: standard error). It ends with
+    all processes that it started, at the latest when this process ends, even by kill -9. `ps` shows template and
+    children as "whet NAME". Any thread may call; a forked copy of this process ends no child."""
 
     def __init__(self, target: str, argument: bytes = b"", *, stdout: int | None = 2, name: str = "child") -> None:
         self._target, self._argument, self._stdout, self._name = target, argument, stdout, name
@@ -64,7 +64,7 @@ class ForkServer:
         self._start()
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable when a child has ended."""
+        """Returns the file descriptor that becomes readable when a child has ended."""
         return self._control.fileno()
 
     @property
@@ -73,7 +73,7 @@ class ForkServer:
         return bool(self._ending)
 
     def spawn(self, kind: type[C]) -> C:
-        """Starts a child and returns it; replaces a template that has died."""
+        """Starts a child and returns it. If the template has died, starts a new one first."""
         ours, theirs = socket.socketpair()
         with self._lock, theirs:
             child = kind(self._next, ours)
@@ -89,9 +89,9 @@ class ForkServer:
         return child
 
     def kill(self, child: Child) -> None:
-        """Ends a child and all processes that it started, without waiting; its exit code stays unset. `read` closes its
-        connection after it has ended: a child that sees the connection close begins a normal exit, which takes longer
-        than its start."""
+        """Ends a child and all processes that it started, without waiting. Its exit code stays unset. `read` closes its
+        connection only after it has ended: a child that sees the connection close would begin a normal exit, which
+        takes longer than its start."""
         with self._lock, contextlib.suppress(OSError):
             if self._running.pop(child.number, None) is None:
                 child.connection.close()

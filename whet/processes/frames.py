@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages over a stream socket: the number of the call, a body, and buffers.
+"""Messages over a stream socket. A message has the number of its call, a body, and buffers.
 
     header    magic, number, count of buffers, bytes and checksum of the body, checksum of the header
     body      the size of each buffer, then the content
@@ -36,9 +36,9 @@ def send(connection: socket.socket, number: int, frames: Sequence[Frame]) -> Non
 
 
 def receive(connection: socket.socket, allocate: Callable[[int], memoryview]) -> tuple[int, list[Frame]]:
-    """Reads one message: its number, then the content and the buffers, in memory that `allocate` returns.
+    """Reads one message: its number, then content and buffers, into memory from `allocate`.
 
-    Raises: EOFError where the other side closed; BrokenMessageError; OSError."""
+    Raises: EOFError if the other side closed; BrokenMessageError; OSError."""
     header = _read(connection, memoryview(bytearray(_HEADER_BYTES)))
     number, count, size, checksum = _parse(header)
     body = _checked(_read(connection, allocate(size)), checksum)
@@ -47,21 +47,21 @@ def receive(connection: socket.socket, allocate: Callable[[int], memoryview]) ->
 
 
 def pack(number: int, content: Frame, sizes: Sequence[int] = ()) -> bytes:
-    """Header and body of a message whose buffers have `sizes` bytes."""
+    """Returns header and body of a message whose buffers have `sizes` bytes."""
     body = struct.pack(f"<{len(sizes)}Q", *sizes) + content
     fields = _FIELDS.pack(MAGIC, number, len(sizes), len(body), crc32(body))
     return fields + _CHECKSUM.pack(crc32(fields)) + body
 
 
 class FrameReader:
-    """Splits a stream of bytes into messages; these have no buffers."""
+    """Splits a stream of bytes into messages without buffers."""
 
     def __init__(self) -> None:
         self._arrived = bytearray()
 
     def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """Yields number and content of each complete message.  Raises: BrokenMessageError, after the complete messages
-        before it."""
+        """Yields number and content of each complete message.  Raises: BrokenMessageError, after yielding the complete
+        messages before it."""
         self._arrived += data
         start = 0
         try:

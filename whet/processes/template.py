@@ -94,7 +94,7 @@ def sendable(kind: type[E], error: WhetError) -> E:
 
 
 async def serve_tasks(caller: Caller, reply: Callable[[int, bytes], Coroutine[Any, Any, None]]) -> None:
-    """Runs `reply` as a separate task for each call, until the caller closes the connection."""
+    """Runs `reply` in its own task for each call, until the caller closes the connection."""
     import asyncio
 
     loop, tasks = asyncio.get_running_loop(), set[Any]()
@@ -139,7 +139,7 @@ def main(control: int, owner: int, target: str, argument: bytes, name: str) -> N
 
 
 def short_name(name: str) -> str:
-    """A process's name, cut so that "whet " and it fit the 15 bytes that the kernel keeps; a rank keeps its number."""
+    """Shortens a process's name so that it fits, after "whet ", into the kernel's 15 bytes; a rank keeps its number."""
     pool, _, rank = name.rpartition(" ")
     room = 15 - len(NAMED)
     return f"{pool[: room - len(rank) - 1]} {rank}" if pool and rank.isdecimal() else name[:room]

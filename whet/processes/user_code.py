@@ -16,8 +16,8 @@ import cloudpickle  # type: ignore[import-untyped]
 
 
 def pickle_code(value: Any, target: str | Callable[..., Any]) -> bytes:
-    """Pickles `value`, which contains `target`: by reference if other processes can import the target, else with its
-    code.
+    """Pickles `value`, which contains `target`: by reference if other processes can import the target, otherwise with
+    its code.
 
     Raises: errors of pickling an object that the target refers to."""
     module = None if isinstance(target, str) else sys.modules.get(target.__module__)
@@ -32,8 +32,8 @@ def pickle_code(value: Any, target: str | Callable[..., Any]) -> bytes:
 
 
 def pin(sources: dict[str, bytes]) -> None:
-    """Makes the user's modules load from `sources` (path to content), instead of installed modules or whet's own. Files
-    missing in `sources` are read and added. Compiled files are ignored: they may be of another version."""
+    """Makes the user's modules load from `sources` (content by path), except installed modules and whet's own. Files
+    missing in `sources` are read and added. Compiled files are ignored, because they may be of another version."""
     installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     installed = (*installed, f"{Path(__file__).parents[1]}{os.sep}")
     get_code = SourceFileLoader.get_code

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Untrusted programs, the limits of a run and the ways in which it ends; the contract of sandboxes, and sandboxes by
-name, one of each in a process."""
+"""The contract of sandboxes: untrusted programs, the limits of a run and how it ends; and the sandboxes of this process
+by name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COMPILING = Limits(seconds=30.0, cpu_seconds=30.0, memory_bytes=2**30, file_byte
 
 @dataclass(frozen=True)
 class Job:
-    """A program: a command line, or Python code that runs in an interpreter which has common modules loaded."""
+    """A job to run: a command line, or Python code for an interpreter that has common modules loaded."""
 
     argv: Sequence[str] = ()
     code: str = ""
@@ -53,7 +53,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Ran:
-    """The end of a run. `end` is "ok" for exit code 0, "failed" for another code, "compile" if the program does not
+    """The result of a run. `end` is "ok" for exit code 0, "failed" for another code, "compile" if the program does not
     compile, else the limit that ended it."""
 
     end: End
@@ -66,7 +66,7 @@ class Ran:
 
 
 def until_late(run: Callable[[bytes], Ran], inputs: Sequence[bytes]) -> list[Ran]:
-    """Runs a program for each input. After one that took too long it is not run again: the others get the same end."""
+    """Runs a program for each input. After a timeout it is not run again: the other inputs get the same end."""
     runs: list[Ran] = []
     for given in inputs:
         runs.append(runs[-1] if runs and runs[-1].end == "timeout" else run(given))
@@ -75,7 +75,7 @@ def until_late(run: Callable[[bytes], Ran], inputs: Sequence[bytes]) -> list[Ran
 
 @dataclass(frozen=True)
 class Language:
-    """A language: the file name of its source, the command that compiles it, and the command that runs it."""
+    """A programming language: the file name of a source, and the commands that compile it and run it."""
 
     file: str
     run: Sequence[str]
@@ -85,7 +85,7 @@ class Language:
 
 @dataclass(frozen=True)
 class Program:
-    """A program in one of the sandbox's `languages`."""
+    """A program in one of the sandbox's `languages`, with its limits and files."""
 
     language: str
     source: str
@@ -108,7 +108,7 @@ class Sandbox(Protocol):
         """The languages of programs; a service has its own names for them."""
 
     def run(self, program: Program, inputs: Sequence[bytes]) -> list[Ran]:
-        """Compiles a program, and runs it for each standard input.  Raises: SandboxError if the sandbox fails."""
+        """Compiles a program, and runs it once for each standard input.  Raises: SandboxError if the sandbox fails."""
 
     def close(self) -> None:
         """Ends the running programs."""
@@ -116,7 +116,7 @@ class Sandbox(Protocol):
 
 @cache
 def open_sandbox(name: str, python: str | None = None, languages: str = "{}", paths: tuple[str, ...] = ()) -> Sandbox:
-    """The sandbox `bubblewrap`, `unisolated`, a service at http://HOST:PORT, or another registered one.
+    """Opens the sandbox `bubblewrap`, `unisolated`, a service at http://HOST:PORT, or another registered one.
 
     `python` is the interpreter of programs on this machine; `languages` has further languages as JSON: `{"lua":
     {"file": "a.lua", "run": ["lua", "a.lua"]}}`; `paths` are folders of toolchains on this machine.  Raises:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The console: a tracker that prints one line a step with the main metrics, and the progress of phases that take long.
+"""The console: a tracker that prints a line with the main metrics for each step, and the progress of long phases.
 
-On a terminal the lines have columns, and progress is a bar; elsewhere (a log file, CI) each number has its name, and
+On a terminal the lines have columns, and progress is a bar. Elsewhere (a log file, CI) each number has its name, and
 progress is lines."""
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ REFRESH_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class ConsoleColumn:
-    """A column of the step lines: its title, and its metrics: the first that the step has; for a pattern the `reduce`
-    of all matches. It is hidden until its number differs from `unless`: a number, or another column's title."""
+    """A column of the step lines. It shows the first of `metrics` that the step has; for a pattern, the `reduce` of all
+    matches. It is hidden until its number differs from `unless`: a number, or another column's title."""
 
     title: str
     metrics: tuple[str, ...]
@@ -43,7 +43,7 @@ class ConsoleColumn:
     width: int = 8  # on a terminal, at least; 13 columns fit 120 characters
 
     def number(self, metrics: Mapping[str, float]) -> float | None:
-        """The number of a step in this column."""
+        """Returns the number of a step in this column."""
         for pattern in self.metrics:
             if found := [value for name, value in metrics.items() if fnmatchcase(name, pattern)]:
                 return self.reduce(found)
@@ -77,10 +77,10 @@ VALIDATION = "val/"  # prefix of the metrics of a validation, which have a line 
 
 
 class ConsoleTracker:
-    """Prints a line a step: the step, the columns that are not hidden, and the remaining time.
+    """Prints a line for each step: the step, the columns that are not hidden, and the remaining time.
 
-    The remaining time assumes the mean pace of this process, with the time between steps, up to `likely_steps`, where
-    a run is expected to stop early; from there on up to `total_steps`."""
+    The remaining time assumes the mean pace of this process, including the time between steps. It counts up to
+    `likely_steps`, at which a run is expected to stop early; after that, up to `total_steps`."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class ConsoleTracker:
         self._notes = dict(NOTES)  # not told yet
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
-        """Prints the line of a step, and one for a validation; ignores tables."""
+        """Prints the line of a step, and a line for its validation, if any. Ignores tables."""
         numbers = {column.title: column.number(metrics) for column in self._columns}
         if any(number is not None for number in numbers.values()):
             self._print_step(step, numbers)
@@ -146,8 +146,8 @@ class ConsoleTracker:
 
 
 def _validated(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics of a validation to show: without zero failures, a reward that equals the accuracy, and, with
-    only one data source, metrics by source."""
+    """Returns the metrics of a validation to show. Left out are failures of 0, a reward that equals the accuracy, and,
+    with only one data source, metrics by source."""
     found = {name.removeprefix(VALIDATION): value for name, value in metrics.items() if name.startswith(VALIDATION)}
     if found.get("failures") == 0:
         del found["failures"]
@@ -163,7 +163,7 @@ def _validated(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def clock_time(seconds: float) -> str:
-    """A duration as h:mm:ss, or m:ss below an hour."""
+    """Formats a duration as h:mm:ss, or as m:ss below an hour."""
     minutes, second = divmod(round(seconds), 60)
     hour, minute = divmod(minutes, 60)
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
@@ -171,7 +171,7 @@ def clock_time(seconds: float) -> str:
 
 @cache
 def shared_console() -> Console:
-    """The console of the process. Lines and progress bars must use the same object, or they overwrite each other."""
+    """Returns the console of this process. Lines and progress bars must share it, or they overwrite each other."""
     return Console(highlight=False)
 
 
@@ -195,7 +195,7 @@ class _Phase:
 
 @contextmanager
 def long_phase(name: str) -> Iterator[None]:
-    """Shows the block, a whole command's work, as a phase after it has run long: on a terminal, else on stderr."""
+    """Shows the block, the work of a whole command, as a phase if it runs long: on a terminal, else on stderr."""
     console = shared_console()
     shown = LongPhases(console if console.is_terminal else Console(stderr=True, highlight=False))
     with shown.watch(), phase(name):
@@ -203,11 +203,10 @@ def long_phase(name: str) -> Iterator[None]:
 
 
 class LongPhases:
-    """Shows the current phase of a run after it has run for long: a progress bar on a terminal, elsewhere lines, each
-    after twice the time of the line before.
+    """Shows the current phase of a run after it has run for long. On a terminal it is a progress bar. Elsewhere it is
+    lines, each after twice the time of the line before.
 
-    The counts from `phases.counted` are shown with the phase, and without a terminal also at its end.
-    """
+    The counts from `phases.counted` are shown with the phase, and without a terminal also at its end."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console or shared_console(), clock
@@ -236,7 +235,7 @@ class LongPhases:
                 self._end(opened)
 
     def count(self, done: int, total: int, note: str) -> None:
-        """Sets the progress of the innermost phase, unless that is a step. A smaller number starts another round."""
+        """Sets the progress of the innermost phase, unless it is a step. A smaller number starts another round."""
         if self._open and self._open[-1].name != STEP:
             phase = self._open[-1]
             if done < phase.done:
@@ -291,7 +290,7 @@ class LongPhases:
         return ", ".join(phase.name for phase in phases if phase.name != STEP)
 
     def _state(self, phases: list[_Phase], seconds: float) -> str:
-        """The progress of the last phase, the time so far, and the remaining time at this pace."""
+        """Formats the progress of the last phase, the time so far, and the remaining time at this pace."""
         last = phases[-1]
         parts = [clock_time(seconds)]
         if last.total:

@@ -40,7 +40,7 @@ class Panel:
 
 
 def plot_learning_curve(path: Path, series: Sequence[Series], *, title: str, y_label: str = "reward") -> None:
-    """Draws the curves into a PNG file. A long curve is drawn faint, with its running mean in full colour."""
+    """Draws the curves into a PNG file. A long curve is faint, and its running mean has full colour."""
     figure = _figure(8, 4.5)
     axes = figure.add_subplot()
     _fill(axes, series, y_label)
@@ -65,7 +65,7 @@ class Drawing(Figure):
 
 
 def plot_panels(panels: Sequence[Panel], *, title: str = "") -> Drawing:
-    """Draws graphs side by side, at most three a row. A label has the same colour in all graphs, with one legend."""
+    """Draws graphs side by side, at most three a row, with one legend. A label has the same colour in all graphs."""
     columns = min(3, math.ceil(math.sqrt(len(panels))))
     rows = math.ceil(len(panels) / columns)
     figure = _figure(max(8, 5 * columns), 4.5 if rows == 1 else 3.2 * rows + 0.5)
@@ -101,7 +101,7 @@ def _fill(axes: Axes, series: Sequence[Series], y_label: str) -> None:
 
 
 def running_mean(values: Sequence[float], reach: int) -> list[float]:
-    """The mean of each value and up to `reach` neighbours on either side."""
+    """Averages each value with up to `reach` neighbours on either side."""
     numbers = np.asarray(values, dtype=float)
     return [float(np.nanmean(numbers[max(0, i - reach) : i + reach + 1])) for i in range(len(numbers))]
 

@@ -55,8 +55,8 @@ PEAK_FLOPS = {
 def observed(
     run_dir: Path, steps: Collection[int], next_step: Callable[[], int], ranks: Around = nullcontext
 ) -> Iterator[None]:
-    """Profiles the chosen steps of the loop inside the block, and logs the time of each phase at its end. `ranks` is
-    opened around each chosen step, with the path of its files without endings."""
+    """Profiles the chosen steps of the loop inside the block, and logs the time of each phase at its end. Opens `ranks`
+    around each chosen step, with the path of the step's files without endings."""
     clock = PhaseClock()
     try:
         with watching(StepProfile(run_dir / "profile", steps, next_step, ranks).phase), watching(clock.phase):
@@ -66,7 +66,7 @@ def observed(
 
 
 class StepProfile:
-    """Profiles `steps`, used as `phases.watching(StepProfile(...).phase)`; `next_step` gives the next one."""
+    """Profiles `steps`. Use it as `phases.watching(StepProfile(...).phase)`. `next_step` returns the next step."""
 
     def __init__(self, folder: Path, steps: Collection[int], next_step: Callable[[], int], ranks: Around) -> None:
         self._folder, self._steps, self._next_step, self._ranks = folder, set(steps), next_step, ranks
@@ -74,7 +74,7 @@ class StepProfile:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Opens a range of the trace; around a chosen step, opens the trace itself."""
+        """Opens a range of the trace. Around a chosen step, opens the trace itself."""
         step = self._next_step()
         with ExitStack() as stack:
             if name == STEP and step in self._steps:
@@ -108,7 +108,7 @@ class StepProfile:
 
 @contextmanager
 def in_range(name: str) -> Iterator[None]:
-    """Makes the block a range of the trace, and of NVTX on a GPU."""
+    """Makes the block a range of the trace, and on a GPU an NVTX range."""
     short = name.removeprefix("time/")
     with record_function(short), torch.cuda.nvtx.range(short) if has_nvtx() else nullcontext():
         yield
@@ -120,14 +120,14 @@ def has_nvtx() -> bool:
 
 
 def recorder() -> profile:
-    """torch's profiler for the operators of this thread and of the accelerator."""
+    """Builds torch's profiler for the operators of this thread and of the accelerator."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     return profile(activities=activities, profile_memory=True)
 
 
 @dataclass
 class Timeline:
-    """Memory over the seconds of a step."""
+    """The memory of this process over the seconds of a step."""
 
     samples: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, resident bytes, bytes on the GPU
     tensors: list[tuple[float, int]] = field(default_factory=list)  # seconds, bytes of tensors made in this step
@@ -154,7 +154,7 @@ class Timeline:
             self._sample()
 
     def add_tensors(self, trace: Path) -> None:
-        """Reads allocations on the host from the trace; tensors allocated before the step count as 0."""
+        """Adds the allocations on the host from the trace. Tensors allocated before the step count as 0."""
         with gzip.open(trace, "rt", encoding="utf-8") as file:
             content: dict[str, Any] = json.load(file)
         base = content.get("baseTimeNanoseconds", 0)
@@ -208,7 +208,7 @@ class Timeline:
 
 
 class PhaseClock:
-    """Measures the time of each phase, from its construction on; use it with `phases.watching(clock.phase)`."""
+    """Measures the time of each phase from its construction on. Use it as `phases.watching(clock.phase)`."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._last = clock, clock()
@@ -217,7 +217,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the time of the block to `name`, without the time of inner phases; a validation counts as a whole."""
+        """Adds the time of the block to `name`, without the time of inner phases. A validation counts as one phase."""
         short = name.removeprefix("time/")
         self._count()
         self._open.append(VALIDATION if VALIDATION in self._open else NAMES.get(short, short))
@@ -228,7 +228,7 @@ class PhaseClock:
             self._open.pop()
 
     def table(self) -> str:
-        """The times as text: one line for each phase, the longest first."""
+        """Formats the times: one line for each phase, the longest first."""
         self._count()
         total = sum(self.seconds.values())
         rows = [*sorted(self.seconds.items(), key=lambda row: -row[1]), ("all", total)]
@@ -243,22 +243,22 @@ class PhaseClock:
 
 
 def status_bytes(name: str) -> int:
-    """A number of the process's status file in bytes: VmRSS is resident memory, VmHWM its peak; 0 without a file."""
+    """Reads a number of bytes from the status file: VmRSS is resident memory, VmHWM its peak; 0 without a file."""
     found = re.search(rf"^{name}:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
     return int(found[1]) * 1024 if found else 0
 
 
 class SystemMeter:
     """Measures the process of the loop (`driver`) and all processes started since the last measurement, under the names
-    that `ps` shows (`reward`, `env`, `main_0`: rank 0 of a pool), or else `workers`; with `name` this process and its
-    children under that name. Processes on other machines are not seen."""
+    that `ps` shows (`reward`, `env`, `main_0`: rank 0 of a pool), or else `workers`. With `name`, measures this process
+    and its children under that name. Processes on other machines are not seen."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, name: str = "") -> None:
         self._clock, self._at, self._name = clock, clock(), name
         self._seconds = {each: sum(map(_cpu_seconds, pids)) for each, pids in _processes(name).items()}
 
     def measure(self, device: torch.device | None = None) -> dict[str, float]:
-        """The metrics `system/...`: resident memory in GiB, processor cores in use, and `accelerator_use`."""
+        """Returns the metrics `system/...`: resident memory in GiB, processor cores in use, and `accelerator_use`."""
         now, found = self._clock(), dict[str, float]()
         passed, self._at = max(now - self._at, 1e-9), now
         for name, pids in _processes(self._name).items():
@@ -272,9 +272,9 @@ class SystemMeter:
 
 
 def accelerator_use(device: torch.device | None = None) -> dict[str, float]:
-    """The use of this process's accelerator: the peak memory of tensors so far in GiB, and the share of the last second
-    in which it was busy, if the driver reports it. In a process without tensors, the memory of all programs on `device`
-    now. Empty without an accelerator."""
+    """Measures this process's accelerator: the peak memory of its tensors so far in GiB, and the share of the last
+    second in which the accelerator was busy, if its driver reports it. If the process has no tensors, the memory is
+    that of all programs on `device` now. Empty without an accelerator."""
     has_own, is_named = torch.accelerator.is_available(), device is not None and device != devices.HOST
     return _use(device, is_named) if has_own or is_named else {}
 
@@ -292,7 +292,7 @@ def _use(device: torch.device | None, is_named: bool) -> dict[str, float]:
 
 
 def by_driver(device: torch.device | None) -> tuple[float, int]:
-    """The share of the last second in which a GPU was busy, and the bytes that all programs hold on it.
+    """Returns the share of the last second in which a GPU was busy, and the bytes that all programs hold on it.
 
     Raises: any error if its driver does not report this; NVIDIA's driver does through a library."""
     if torch.version.hip is not None:
@@ -307,7 +307,7 @@ def by_driver(device: torch.device | None) -> tuple[float, int]:
 
 
 def peak_flops() -> float:
-    """The peak speed of this process's accelerator in bfloat16 operations a second; 0.0 if it is unknown."""
+    """Returns the peak speed of this process's accelerator in bfloat16 operations a second; 0.0 if unknown."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return 0.0
     name = torch.cuda.get_device_name()
@@ -322,7 +322,7 @@ def _processes(name: str = "") -> dict[str, list[int]]:
 
 
 def _descendants(pid: int, name: str) -> Iterator[tuple[int, str]]:
-    """Yields the descendants of a process, each with its name, or else the name of the process that started it."""
+    """Yields the descendants of a process. Each has its own name, or else the name of the process that started it."""
     with suppress(OSError):  # it has ended
         for thread in (PROC / str(pid) / "task").iterdir():
             for child in map(int, (thread / "children").read_text().split()):

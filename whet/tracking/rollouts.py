@@ -21,11 +21,11 @@ COMPARISONS = {"=": eq, "!=": ne, "<": lt, "<=": le, ">": gt, ">=": ge}
 
 
 def find_rollouts(run: Path, step: int | None = None, *, kind: str | None = None) -> Path:
-    """The file of a step's trajectories, by default of the last step.
+    """Finds the file of a step's trajectories, by default of the last step.
 
-    `kind` is "step", "validation" or "dropped" (by the filter); by default the trained ones, or if the step has none,
-    the ones of its validation. `run` may also be the folder of an evaluation, or such a file itself.  Raises: DataError
-    naming the nearest steps that have a file."""
+    `kind` is "step" (trained), "validation" or "dropped" (by the filter); by default "step", or if the step has no such
+    file, "validation". `run` may also be the folder of an evaluation, or such a file itself.  Raises: DataError naming
+    the nearest steps that have a file."""
     if run.is_file():
         return run
     if (run / "answers.jsonl").is_file() and not (run / "rollouts").is_dir():
@@ -51,7 +51,7 @@ def find_rollouts(run: Path, step: int | None = None, *, kind: str | None = None
 
 
 def read_rollouts(file: Path) -> list[Record]:
-    """The trajectories of a file, without an incomplete last line.  Raises: DataError."""
+    """Reads the trajectories of a file, without an incomplete last line.  Raises: DataError."""
     rows: list[Record] = []
     for number, line in enumerate(file.read_text("utf-8", "replace").split("\n")[:-1], start=1):
         try:
@@ -68,7 +68,7 @@ def read_rollouts(file: Path) -> list[Record]:
 
 
 def selected(rows: Sequence[Record], conditions: Iterable[str] = (), sort: str | None = None) -> list[Record]:
-    """The rows that meet all conditions, sorted by a field (`-field`: largest first; rows without it last).
+    """Selects the rows that meet all conditions, sorted by a field (`-field`: largest first; rows without it last).
 
     Raises: DataError for a field that no row has, and for an unreadable condition."""
     kept = list(rows)
@@ -86,8 +86,8 @@ def selected(rows: Sequence[Record], conditions: Iterable[str] = (), sort: str |
 
 
 def holds(condition: str, row: Record, rows: Sequence[Record]) -> bool:
-    """Tells whether a row meets `field<1`, `field=text`, `field~part of its text`, `field` or `!field` (a field counts
-    unless it is missing, empty or false; the number 0 counts). Numbers are compared as numbers."""
+    """Tells whether a row meets a condition: `field<1`, `field=text`, `field~part of its text`, `field` or `!field`. (A
+    field counts unless it is missing, empty or false; the number 0 counts.) Numbers are compared as numbers."""
     found = CONDITION.fullmatch(condition)
     if found is None:
         name = _known(condition.strip().removeprefix("!").strip(), rows)
@@ -109,7 +109,7 @@ def holds(condition: str, row: Record, rows: Sequence[Record]) -> bool:
 
 
 def field_of(row: Record, name: str) -> Any:
-    """A field of a row, or of a mapping in it: `parts.format`."""
+    """Returns a field of a row, or with a name such as `parts.format` a field of a mapping in the row."""
     value: Any = row
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -117,13 +117,13 @@ def field_of(row: Record, name: str) -> Any:
 
 
 def task_of(row: Record) -> tuple[str, ...]:
-    """The task of a trajectory: its prompt, and the digests of its media unless later turns have read more."""
+    """Returns the task of a trajectory: its prompt, and the digests of its media unless it has several turns."""
     media = row.get("media") if row.get("turns", 1) == 1 else ()
     return str(row.get("prompt")), *(str(each.get("digest")) for each in media or ())
 
 
 def place_of(row: Record) -> str:
-    """The row of the data and the number in the group, for any epoch: `12:3`."""
+    """Returns the data row and the number in the group of a trajectory, without the epoch: `12:3`."""
     return str(row.get("uid")).partition(":")[2]
 
 
@@ -168,7 +168,7 @@ def reasons(row: Record) -> list[str]:
 
 
 def _known(name: str, rows: Sequence[Record]) -> str:
-    """The field that a user's `name` refers to.  Raises: DataError."""
+    """Returns the field that a user's `name` means.  Raises: DataError."""
     name = ALIASES.get(name, name)
     fields = {key: None for row in rows for key in row}
     inner = [f"{key}.{part}" for row in rows for key, value in row.items() if isinstance(value, dict) for part in value]
@@ -179,7 +179,7 @@ def _known(name: str, rows: Sequence[Record]) -> str:
 
 
 def _comparable(value: Any) -> float | str:
-    """A number, also if it is written as text; else text."""
+    """Converts a value to a number, also from text; else to text."""
     try:
         return float(value)
     except (TypeError, ValueError):

@@ -47,7 +47,7 @@ BEST = ("val/accuracy", "-val/loss", "filter/sampled_score", "critic/score/mean"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run as read from its folder."""
+    """A run, as read from its folder."""
 
     path: Path
     config: Mapping[str, Any]
@@ -59,7 +59,7 @@ class RunFolder:
 
     @property
     def step(self) -> int:
-        """Steps done; without the tracker `jsonl`, from the run's end or its newest checkpoint."""
+        """The number of steps done; without the tracker `jsonl`, from the run's end or its newest checkpoint."""
         if self.records:
             return int(self.records[-1]["step"])
         saved = (each.name.rpartition("_")[2] for each in (self.path / "checkpoints").glob("global_step_*"))
@@ -72,21 +72,21 @@ class RunFolder:
         return sorted({name for record in self.records for name in record} - {"step"})
 
     def curve(self, metric: str) -> tuple[list[float], list[float]]:
-        """The steps that have a metric, and its values; steps where it is NaN are left out."""
+        """Returns the steps that have a metric, and its values. Steps with NaN are left out."""
         points = [(r["step"], x) for r in self.records if isinstance(x := r.get(metric), int | float) and x == x]
         return [step for step, _ in points], [value for _, value in points]
 
     @property
     def best_metric(self) -> str:
-        """The metric that selects the best checkpoint, or else the first of the usual ones that was logged; a minus
-        before it means that lower is better."""
+        """The metric that selects the best checkpoint; if it was not logged, the first usual metric that was. A leading
+        minus means that lower is better."""
         chosen = (self.config.get("trainer") or {}).get("best_metric")
         known = {name for record in self.records for name in record}
         usual = next(filter(None, (first_of([name], known) for name in BEST)), BEST[0])
         return chosen if chosen and str(chosen).removeprefix("-") in known else usual
 
     def best(self, metric: str) -> tuple[float, int] | None:
-        """The best value of a metric (with a minus before its name, the lowest), and its first step, or None."""
+        """Returns the best value of a metric and its first step, or None. With a leading minus, the lowest is best."""
         pick = min if metric.startswith("-") else max
         steps, values = self.curve(metric.removeprefix("-"))
         found = pick(values, default=None)
@@ -100,12 +100,12 @@ def write_state(folder: Path, state: State, total_steps: int | None = None, erro
 
 
 def is_run(folder: Path) -> bool:
-    """Tells whether a folder is a run's folder; whet's first version wrote no inputs.json."""
+    """Tells whether a folder is a run's folder. (whet's first version wrote no inputs.json.)"""
     return (folder / CONFIG).is_file() and any((folder / name).exists() for name in (INPUTS, *METRIC_FILES))
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The run folders in a folder and its subfolders, sorted by path; folders inside a run are not searched."""
+    """Finds the run folders in a folder and its subfolders, sorted by path. Folders inside a run are not searched."""
     found = []
     for place, folders, _ in os.walk(folder):
         if is_run(Path(place)):
@@ -154,21 +154,21 @@ def is_locked(folder: Path) -> bool:
 
 
 def main_metrics(runs: Sequence[RunFolder]) -> list[str]:
-    """The main metrics (`MAIN`) that any of the runs has, then the metrics of best checkpoints."""
+    """Returns the main metrics (`MAIN`) that any of the runs has, then the metrics that select best checkpoints."""
     found = main_names({name for run in runs for name in run.metrics}, lambda name: [run.curve(name) for run in runs])
     also = (run.best_metric for run in runs if run.best_metric.lstrip("-") in run.metrics)
     return found + [name for name in dict.fromkeys(also) if name not in found]
 
 
 def main_names(known: Collection[str], curve: Callable[[str], object]) -> list[str]:
-    """The main metrics among `known`, without metrics whose curve equals an earlier one's."""
+    """Returns the main metrics among `known`, without metrics whose curve equals the curve of an earlier one."""
     rows = [first_of(names, known) for names in MAIN]
     curves = [curve(name.lstrip("-~")) if name else None for name in rows]
     return [name for at, name in enumerate(rows) if name and curves[at] not in curves[:at]]
 
 
 def first_of(patterns: Iterable[str], known: Collection[str]) -> str:
-    """The first known metric of a row of `MAIN` or `BEST`, with its sign; "" if none is known."""
+    """Returns the first known metric of a row of `MAIN` or `BEST`, with its sign; "" if none is known."""
     pairs = ((pattern, pattern.lstrip("-~")) for pattern in patterns)
     found = [(row.removesuffix(name), each) for row, name in pairs for each in sorted(known) if fnmatchcase(each, name)]
     first = min(found, key=lambda each: each[1] == "val/loss", default=("", ""))  # other losses before it
@@ -176,7 +176,7 @@ def first_of(patterns: Iterable[str], known: Collection[str]) -> str:
 
 
 def chosen_metrics(runs: Iterable[RunFolder], patterns: Iterable[str]) -> list[str]:
-    """The metrics of the runs that match names and patterns (`val/*`), in the order of the patterns.
+    """Returns the metrics of the runs that match names or patterns (`val/*`), in the order of the patterns.
 
     Raises: DataError naming the nearest metrics if a pattern matches none."""
     known = sorted({name for run in runs for name in run.metrics})
@@ -190,20 +190,20 @@ def chosen_metrics(runs: Iterable[RunFolder], patterns: Iterable[str]) -> list[s
 
 
 def unknown(what: str, name: str, known: Iterable[str], near: Sequence[str]) -> DataError:
-    """Returns the error for a name that no run has, with the nearest names, or all names."""
+    """Returns the error for a name that no run has. It lists the nearest names, or all names."""
     hint = f"did you mean {' or '.join(near)}?" if near else ""
     return DataError(what, name, "" if near else f"one of {', '.join(known)}", hint)
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Finds up to three names that resemble a name, or contain it."""
+    """Finds up to three known names that resemble `name` or contain it."""
     names = list(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     return list(dict.fromkeys([*close, *(each for each in names if name.lower() in each.lower())]))[:3]
 
 
 def short_names(folders: Iterable[Path]) -> list[str]:
-    """A name for each folder: as many last parts of its path as distinguish the folders."""
+    """Returns a short name for each folder: as many last parts of its path as distinguish the folders."""
     parts = [folder.absolute().parts for folder in folders]
     for length in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(each[-length:]) for each in parts]
@@ -213,7 +213,7 @@ def short_names(folders: Iterable[Path]) -> list[str]:
 
 
 def read_steps(folder: Path) -> list[dict[str, float]]:
-    """Metrics and timings of each step as one record, by step."""
+    """Reads metrics and timings of each step as one record, in the order of steps."""
     merged: dict[int, dict[str, float]] = {}
     for name in METRIC_FILES:
         if (folder / name).is_file():

@@ -56,21 +56,21 @@ class TrackedRun:
 
 
 def no_key(name: str) -> ConfigError:
-    """The error for a service without an API key. Without this check its library would prompt for one and wait."""
+    """Returns the error for a service without an API key. Without this check its library would prompt and wait."""
     otherwise = f"write to the run's folder with {name.upper()}_MODE=offline"
     change = f"run `{name} login`, set {name.upper()}_API_KEY, or {otherwise}"
     return ConfigError("trainer.logger", f"{name} finds no API key", change=change)
 
 
 class Service(Tracker, Protocol):
-    """A tracker that `open_services` makes from a `TrackedRun`."""
+    """A tracker of a service, which `open_services` builds from a `TrackedRun`."""
 
     run_id: str
     last_step: int  # the last step that the service already has
 
 
 def open_services(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
-    """Starts the named services, and sends them the steps that they lack of a resumed run.
+    """Starts the named services. If a run resumes, sends them the steps that they lack.
 
     Raises: ConfigError if a service does not start."""
     path = run.folder / RUN_IDS

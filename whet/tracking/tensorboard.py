@@ -16,8 +16,8 @@ from whet.tracking.tracker import NO_TABLES, TableRow, Tables
 
 @register_tracker("tensorboard", package="tensorboard")
 class TensorboardTracker:
-    """Writes scalars, tables as Markdown text, and the config as text. A run that resumes purges the scalars after its
-    checkpoint, so that a repeated step is shown once."""
+    """Writes scalars, tables as Markdown text, and the config as text. When a run resumes, scalars after its checkpoint
+    are purged, so that a repeated step is shown once."""
 
     def __init__(self, run: TrackedRun) -> None:
         folder = run.folder / "tensorboard"
@@ -39,7 +39,7 @@ class TensorboardTracker:
 
 
 def markdown(rows: Sequence[TableRow]) -> str:
-    """A table in Markdown, with markup in its cells escaped."""
+    """Formats a table in Markdown, and escapes markup in its cells."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

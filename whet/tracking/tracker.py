@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tracker protocol, several trackers as one, and the tracker of files: one JSON object a line, with the step.
+"""The tracker protocol, several trackers as one, and the tracker of files, which writes one JSON object a line.
 
 A killed run may leave an incomplete last line; a run that resumes truncates the file to its step."""
 
@@ -30,7 +30,7 @@ class Tracker(Protocol):
         """Logs the metrics of one step by name (`area/what`), and tables of its trajectories."""
 
     def close(self, failed: bool = False) -> None:
-        """Writes pending metrics and the end state of the run; the last call. The last call."""
+        """Writes pending metrics and the end state of the run. No call follows."""
 
 
 class Trackers:
@@ -59,9 +59,9 @@ class Trackers:
 
 
 class JsonlTracker:
-    """Appends one line a step: the step, then the metrics sorted by name, so that equal runs write equal bytes.
+    """Appends a line for each step: the step, then the metrics sorted by name, so that equal runs write equal bytes.
 
-    NaN and infinities are written as null. `log` writes each line to the operating system before it returns, so lines
+    NaN and infinities are written as null. `log` passes each line to the operating system before it returns, so lines
     survive a killed process. An incomplete last line of a killed run is removed at the start."""
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +83,7 @@ class JsonlTracker:
 
 
 def json_line(value: object) -> str:
-    """Returns a value as a line of a JSONL file; lone surrogates, which UTF-8 cannot encode, are escaped."""
+    """Formats a value as a line of a JSONL file. Lone surrogates, which UTF-8 cannot encode, are escaped."""
     return printable(json.dumps(value, ensure_ascii=False, default=str)) + "\n"
 
 
@@ -111,13 +111,13 @@ def read_records(path: Path) -> list[Record]:
 
 
 def with_nan(record: Record) -> Record:
-    """The record with NaN in place of null."""
+    """Replaces null in a record by NaN."""
     return {name: math.nan if value is None else value for name, value in record.items()}
 
 
 def cut_back(path: Path, step: int) -> list[Record]:
-    """Truncates a JSONL file of metrics after the records of `step`, and returns the remaining records; does not create
-    a file.
+    """Truncates a JSONL file of metrics after the records of `step`.  Returns the remaining records. A missing file is
+    not created.
 
     The file is replaced atomically.  Raises: DataError for a damaged line."""
     if not path.exists():

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets: weights in buffers of a fixed size that describe their own content, so that every link can carry them; and
-the two ends of a link, one sender and one or several receivers.
+"""Buckets: buffers of a fixed size with weights and a description of them, so that every link can carry them; and the
+two ends of a link, one sender and one or several receivers.
 
 A bucket has two numbers (characters of the header, bytes in use), the header as JSON, and from HEADER_BYTES on pieces
 of weights. A weight that does not fit into the rest of a bucket continues in the next one. A digest of all weights is
-cheap enough for every update, on any device.
-"""
+cheap enough for every update, on any device."""
 
 from __future__ import annotations
 
@@ -38,14 +37,13 @@ COLUMN_FACTOR, ROW_FACTOR = -7046029254386353131, -4658895280553007687  # odd, s
 def send(
     weights: Weights, version: int, outlets: Sequence[Outlet], dtype: torch.dtype, base: DeltaBase | None = None
 ) -> str | None:
-    """Sends all weights, floating-point ones in `dtype`; as deltas if the receivers have the version of `base`, which
-    then becomes this version.  Returns their digest.
+    """Sends all weights, floating-point ones in `dtype`. If the receivers have the version of `base`, sends deltas;
+    `base` then becomes this version.  Returns the digest of the weights.
 
-    Every rank iterates over all weights, as gathering them may need it: also a rank without outlets, which returns
-    None, and a rank whose link broke.
+    Every rank iterates over all weights, because gathering them may need all ranks. This includes a rank without
+    outlets, which returns None, and a rank whose link broke.
 
-    Raises: DeadlineError, LinkClosedError.
-    """
+    Raises: DeadlineError, LinkClosedError."""
     digest, before = Digest(), None if base is None else base.begin()
     packers = [_Packer(outlet, version, digest, before) for outlet in outlets]
     broken: DeadlineError | LinkClosedError | None = None
@@ -73,12 +71,11 @@ def send(
 def receive(
     inlet: Inlet, version: int, digest: Digest, base: DeltaBase | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields whole weights as they arrive, each after its checksum was verified, and adds them to `digest`. Deltas
-    refer to the version of `base`, which then becomes this version.
+    """Yields full weights as they arrive, each after its checksum was verified, and adds them to `digest`. Deltas refer
+    to the version of `base`, which then becomes this version.
 
     A weight may be a view of the bucket: copy it before the next one is requested.
-    Raises: WeightSyncError for another version, a wrong checksum or digest; DeadlineError.
-    """
+    Raises: WeightSyncError for another version, a wrong checksum or digest; DeadlineError."""
     held = None if base is None else base.begin()
     begun = torch.empty(0)  # the bytes of a weight that continues in the next bucket
     due: tuple[str, int] | None = None  # its name, and its next byte
@@ -166,7 +163,7 @@ class Header(BaseModel):
 
     @classmethod
     def read(cls, bucket: torch.Tensor) -> Header:
-        """Reads the header of a bucket.  Raises: WeightSyncError where it cannot be parsed."""
+        """Reads the header of a bucket.  Raises: WeightSyncError if it cannot be parsed."""
         octets = bucket[:HEADER_BYTES].cpu().numpy().tobytes()
         length, _ = _SIZES.unpack_from(octets)
         try:
@@ -177,7 +174,7 @@ class Header(BaseModel):
 
 
 def used_bytes(bucket: torch.Tensor) -> int:
-    """The number of used bytes of a bucket; only its start must have arrived."""
+    """Returns the number of used bytes of a bucket. Only the start of the bucket must have arrived."""
     used: int = _SIZES.unpack(bucket[: _SIZES.size].cpu().numpy().tobytes())[1]
     return used
 
@@ -221,7 +218,7 @@ class _Packer:
         self._bucket = None
 
     def _bucket_with_room(self, header_chars: int) -> torch.Tensor:
-        """The current bucket, or the next one if the current bucket or its header is full."""
+        """Returns the current bucket, or the next one if the current bucket or its header is full."""
         if self._bucket is not None and (self._end >= len(self._bucket) or self._header_room < header_chars):
             self.post()
         if self._bucket is None:
@@ -231,8 +228,8 @@ class _Packer:
 
 
 class Digest:
-    """The sum, modulo 2^64, of a hash of each weight's name, dtype, shape and checksum: equal for equal weights in any
-    order. Checksums are computed on the weights' device; the host reads all of them at once, at the first use."""
+    """A digest of weights in any order: the sum, modulo 2^64, of a hash of each weight's name, dtype, shape and
+    checksum. Checksums are computed on the weights' device; the host reads all of them at once, at the first use."""
 
     def __init__(self) -> None:
         self._sum = 0
@@ -241,7 +238,7 @@ class Digest:
 
     @classmethod
     def of(cls, weights: Weights) -> Digest:
-        """The digest of all weights."""
+        """Computes the digest of all weights."""
         digest = cls()
         for name, weight in weights:
             digest.add(name, weight)
@@ -252,8 +249,8 @@ class Digest:
         self._unread.append((name, f"{weight.dtype} {tuple(weight.shape)}", *_sums(weight)))
 
     def checksum(self, name: str) -> int:
-        """sum_j c_j sum_i x_ij + sum_i r_i sum_j x_ij modulo 2^64, over the bits of an added weight as a table x of
-        64-bit words with 512 columns. Changed, moved or missing words change it; it does not resist an attack."""
+        """Returns sum_j c_j sum_i x_ij + sum_i r_i sum_j x_ij modulo 2^64. x is the bits of an added weight as a table
+        of 64-bit words with 512 columns. Changed, moved or missing words change it; it does not resist an attack."""
         self._read()
         return self._checksums[name]
 
@@ -273,7 +270,7 @@ class Digest:
 
 
 def _sums(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The two sums of a checksum, [2] on the weight's device, and the weight's number of bytes."""
+    """Computes the two sums of a checksum, [2] on the weight's device, and the weight's number of bytes."""
     octets = bytes_of(weight)
     size, row_bytes = len(octets), 8 * TABLE_WIDTH
     whole = size // row_bytes
@@ -287,7 +284,7 @@ def _sums(weight: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def bytes_of(weight: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes in order, 8-byte aligned: a view where the tensor is contiguous and aligned, else a copy."""
+    """Returns the tensor's bytes, 8-byte aligned: a view if the tensor is contiguous and aligned, else a copy."""
     flat = weight.detach().contiguous().view(-1)
     octets = flat.view(torch.uint8)
     return octets if octets.storage_offset() % 8 == 0 else octets.clone()
@@ -305,7 +302,7 @@ def attach(rollout: SharesModule, module: PreTrainedModel, weights: Weights, ver
 
 
 def copy(load: Callable[[Weights, int], None], weights: Weights, version: int, dtype: torch.dtype) -> str:
-    """Copies weights into the rollout by its `load`, one at a time.  Returns the digest of the copied weights."""
+    """Copies weights one at a time into the rollout by its `load`.  Returns the digest of the copied weights."""
     digest = Digest()
 
     def converted_weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -323,26 +320,26 @@ SLOTS = 2  # buckets of the sender: it fills one while the other is being sent
 
 
 class LinkClosedError(WeightSyncError):
-    """Raised when the other side has closed the link; its own error has the reason."""
+    """Raised when the other side has closed the link. The other side's own error has the reason."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A broken link, returned instead of a digest. Raised as an error it would end all ranks, although a lost rank only
-    breaks the links of others."""
+    """A broken link, returned instead of a digest. As a raised error it would end all ranks, although a lost rank
+    breaks only the links of others."""
 
     error: DeadlineError | LinkClosedError
 
 
 class LinkEnd(ABC):
-    """An end of a link; each wait for the other end is limited to `deadline_seconds`."""
+    """An end of a link. Each wait for the other end is limited to `deadline_seconds`."""
 
     def __init__(self, deadline_seconds: float) -> None:
         self.deadline_seconds = deadline_seconds
 
     @abstractmethod
     def finish(self) -> None:
-        """Ends a version: each receiver confirms that its weights are verified, the sender waits for all of them.
+        """Ends a version: each receiver confirms that its weights are verified, and the sender waits for all of them.
         Raises: DeadlineError, LinkClosedError."""
 
     @abstractmethod
@@ -362,14 +359,14 @@ class LinkEnd(ABC):
 
 
 class Outlet(LinkEnd):
-    """The sender's end."""
+    """The sender's end of a link."""
 
     address: str  # to which receivers connect
 
     @abstractmethod
     def buffer(self) -> torch.Tensor:
-        """The memory for the next bucket, after its previous content has been read. Waits until its last content has
-        been read.  Raises: DeadlineError, LinkClosedError."""
+        """Returns the memory for the next bucket. Waits until its previous content has been read.  Raises:
+        DeadlineError, LinkClosedError."""
 
     @abstractmethod
     def post(self, used: int) -> None:
@@ -377,7 +374,7 @@ class Outlet(LinkEnd):
 
 
 class Inlet(LinkEnd):
-    """A receiver's end."""
+    """A receiver's end of a link."""
 
     @abstractmethod
     def bucket(self) -> torch.Tensor:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deltas of weights: the elements whose bits differ from the version before, exact for every dtype. In bytes:
 
-    top | mask | values    top: a bit for each byte of the mask, set unless that is 0; mask: the bytes with a bit set,
-                           which has one for each element that changed; values: the new elements. No bytes: no change.
+    top | mask | values    mask: a bit for each element, set if it changed; bytes of 0 are left out. top: a bit for each
+                           byte of the mask, 0 if it is left out. values: the new elements. No bytes: no change.
 
-Where a share p of the elements changes, an element takes about 1/64 + (1 - (1 - p)^8) / 8 + p * itemsize bytes."""
+If a share p of the elements changes, an element takes about 1/64 + (1 - (1 - p)^8) / 8 + p * itemsize bytes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by b
 
 
 class DeltaBase:
-    """The weights of a version in host memory, at one end of a link: the next version may then be sent as a delta."""
+    """The weights of a version in host memory, at one end of a link. The next version can then be sent as a delta."""
 
     def __init__(self) -> None:
         self.version: int | None = None  # None before the first one, and while one is on its way
         self.weights: dict[str, torch.Tensor] = {}
 
     def begin(self) -> int | None:
-        """Begins the next version.  Returns the version that the base has."""
+        """Begins the next version.  Returns the version of the stored weights."""
         before, self.version = self.version, None
         return before
 
@@ -34,7 +34,7 @@ class DeltaBase:
         self.weights[name].copy_(weight)
 
     def replace(self, name: str, weight: torch.Tensor) -> torch.Tensor | None:
-        """Replaces a weight.  Returns the bytes of its delta; None where the whole weight has fewer."""
+        """Replaces a weight.  Returns the bytes of its delta; None if the full weight has fewer bytes."""
         before = self.weights.get(name)
         found = None if before is None else delta(before.to(weight.device), weight)
         self.keep(name, weight)
@@ -49,7 +49,7 @@ class DeltaBase:
 
 
 def delta(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """The bytes of the change between two weights of equal dtype and shape, on their device."""
+    """Returns the bytes of the change between two weights of equal dtype and shape, on their device."""
     words = WORDS[after.itemsize]
     old, new = (each.detach().contiguous().view(-1).view(words) for each in (before, after))
     changed = old != new
@@ -83,7 +83,7 @@ def _packed(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(octets: torch.Tensor, count: int) -> torch.Tensor:
-    """The first `count` bits of packed bytes."""
+    """Returns the first `count` bits of packed bytes."""
     return ((octets[:, None] >> _places(octets.device)) & 1).view(-1)[:count].bool()
 
 

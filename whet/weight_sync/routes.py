@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of weights: the sender and the kind of link for each receiver; the controller's side of a weight sync; and two
-kinds of link: a broadcast to other machines, over gloo, or nccl between accelerators; and shared memory between
-processes of one machine.
+"""Weight sync between processes. It chooses a sender and a kind of link for each receiver, and controls a sync. There
+are two kinds of link: a broadcast to other machines, over gloo, or over nccl between accelerators; and shared memory
+between processes of one machine.
 
 The ranks of two pools have no common process group, so a broadcast makes its own, with the sender as rank 0. The sender
-opens the group's store on the address under which others reach it; nothing but the network restricts who connects.
+opens the group's store on the address at which others reach it; nothing but the network restricts who connects.
 
 For shared memory a socket carries one byte for each full bucket, and one byte back for each bucket that was read. The
 memory has no name that could remain after a crash: its descriptor is sent through the socket, whose folder only this
@@ -57,7 +57,7 @@ class RankSite:
 
     @classmethod
     def here(cls, address: str, device: torch.device) -> RankSite:
-        """The site of this process, which computes on `device` and which others reach at `address`."""
+        """Returns the site of this process, which computes on `device` and is reached at `address`."""
         folder = Path(tempfile.gettempdir()).stat()  # containers with separate files cannot share sockets either
         accelerator = str(torch.get_device_module(device).get_device_properties(device).uuid) if spans(device) else None
         return cls(f"{socket.gethostname()} {folder.st_dev} {folder.st_ino}", address, accelerator)
@@ -65,7 +65,7 @@ class RankSite:
 
 @dataclass(frozen=True)
 class Route:
-    """The route of the weights to one rank of the rollout; `address` is set once the sender has opened its end."""
+    """The route of the weights to one rank of the rollout. `address` is set after the sender has opened its end."""
 
     sender: int  # rank
     way: Way
@@ -78,9 +78,8 @@ class Route:
 def plan_routes(senders: Sequence[RankSite], receivers: Sequence[RankSite]) -> list[Route]:
     """Chooses a route for each receiver.
 
-    Between distinct accelerators: one broadcast from rank 0. Otherwise through shared memory from the first training
-    rank on the receiver's machine; receivers on machines without one get a broadcast from rank 0.
-    """
+    If all ranks have distinct accelerators, rank 0 broadcasts. Otherwise weights go through shared memory from the
+    first training rank on the receiver's machine; receivers on machines without one get a broadcast from rank 0."""
     devices = [senders[0].accelerator, *(receiver.accelerator for receiver in receivers)]
     on_accelerator = None not in devices and len(set(devices)) == len(devices)
     first_on = {sender.machine: rank for rank, sender in reversed(list(enumerate(senders)))}
@@ -96,14 +95,14 @@ def plan_routes(senders: Sequence[RankSite], receivers: Sequence[RankSite]) -> l
 
 
 def with_addresses(routes: Sequence[Route], opened: Sequence[dict[Way, str]]) -> list[Route]:
-    """The routes with the addresses of the outlets that the training ranks opened."""
+    """Returns the routes with the addresses of the outlets that the training ranks opened."""
     return [replace(route, address=opened[route.sender][route.way]) for route in routes]
 
 
 def open_outlets(
     routes: Sequence[Route], sender: int, address: str, deadline_seconds: float, device: torch.device
 ) -> dict[Way, Outlet]:
-    """Opens the outlets of a training rank that computes on `device`; receivers of a broadcast connect to `address`."""
+    """Opens the outlets of a training rank that computes on `device`. Receivers of a broadcast connect to `address`."""
     own = [route for route in routes if route.sender == sender]
     near, far = ([route for route in own if route.way == way] for way in ("memory", "broadcast"))
     outlets: dict[Way, Outlet] = {}
@@ -124,19 +123,19 @@ def open_inlet(route: Route, deadline_seconds: float, device: torch.device) -> I
 
 
 def weight_sync(actor: WorkerGroup, rollout: WorkerGroup, dtype: str, deadline_seconds: float) -> WeightSync:
-    """Chooses the way of sending weights: `rollout.sync` if each rollout rank has an actor rank in its process, else
-    `BetweenPools`. `dtype` is the rollout's."""
+    """Chooses how weights are sent: by `rollout.sync` if each rollout rank has an actor rank in its process, else by
+    `BetweenPools`. `dtype` is the dtype of the rollout."""
     if all(rollout.is_beside_actor()):
         return lambda version, *_: _common(rollout.sync(version), version)
     return BetweenPools(actor, rollout, dtype, deadline_seconds)
 
 
 class BetweenPools:
-    """Sends weights from the ranks of the actor to the ranks of the rollout, in other processes.
+    """Sends weights from the actor's ranks to rollout ranks in other processes.
 
     Links are opened for the first version and reused until the ranks change. Both sides are called at the same time and
     wait for each other, for one bucket at most half of `deadline_seconds`: so a hanging receiver does not make the
-    sender late. If the rollout takes deltas, the first version over a link is still whole."""
+    sender late. Even if the rollout accepts deltas, the first version over a link is sent whole."""
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, dtype: str, deadline_seconds: float) -> None:
         self._actor, self._rollout, self._dtype = actor, rollout, dtype
@@ -147,8 +146,8 @@ class BetweenPools:
     def __call__(
         self, version: int, ranks: Mapping[int, int] | None = None, lost: dict[int, Loss] | None = None
     ) -> str:
-        """Sends one version to `ranks` (by default all), a mapping from each rank to a number that changes with its
-        process. `lost` collects ranks that are lost while others continue; without it their loss is an error.
+        """Sends one version to `ranks` (by default all), which maps each rank to a number that changes with its
+        process. `lost` collects ranks that are lost while others continue; without it a loss is an error.
 
         Raises: WeightSyncError, DeadlineError, WorkerError."""
         ranks = ranks or dict.fromkeys(self._rollout.reporting, 0)
@@ -180,7 +179,7 @@ class BetweenPools:
         return _common(digests, version)
 
     def _open(self, ranks: Iterable[int], lost: dict[int, Loss]) -> None:
-        """Opens links to ranks, and closes earlier ones; starts again if a rank is lost meanwhile."""
+        """Opens links to ranks, and closes earlier ones. Starts again if a rank is lost meanwhile."""
         left, seconds = None, self._deadline_seconds / 2
         while left is None or len(left) > len(self._on("open_inlet", left, lost)):
             asked = [rank for rank in ranks if rank not in lost]
@@ -191,7 +190,7 @@ class BetweenPools:
             left = {rank: (route, seconds) for rank, route in zip(there, routes, strict=True)}
 
     def _on(self, method: str, arguments: Mapping[int, tuple[Any, ...]], lost: dict[int, Loss]) -> list[Any]:
-        """Calls ranks at the same time.  Returns results; `lost` collects ranks that are lost while others continue."""
+        """Calls ranks at the same time.  Returns results. `lost` collects ranks that are lost while others continue."""
         calls = {rank: self._rollout.start_on(rank, method, *each) for rank, each in arguments.items()}
         found = list[Any]()
         for rank, call in calls.items():
@@ -205,7 +204,7 @@ class BetweenPools:
 
 
 def _common(digests: Iterable[str | None], version: int) -> str:
-    """The digest that all ranks share.  Raises: WeightSyncError if they differ."""
+    """Returns the digest that all ranks share.  Raises: WeightSyncError if they differ."""
     found = {digest for digest in digests if digest is not None}
     if len(found) != 1:
         shown = ", ".join(sorted(found))
@@ -214,7 +213,7 @@ def _common(digests: Iterable[str | None], version: int) -> str:
 
 
 class CollectiveOutlet(Outlet):
-    """The sender's end for several receivers; the process group is made at the first bucket."""
+    """The sender's end of a broadcast to several receivers. The first bucket makes the process group."""
 
     def __init__(
         self,
@@ -234,7 +233,7 @@ class CollectiveOutlet(Outlet):
         self._posted = 0
 
     def buffer(self) -> torch.Tensor:
-        """The next slot, after its content has been sent."""
+        """Returns the next slot, after its content has been sent."""
         if self._group is None:
             with self.waiting("waiting for rollout ranks to connect for weights"):
                 self._group = _group(self._store, 0, self._size, self._host, self._slots.device, self.deadline_seconds)
@@ -242,7 +241,7 @@ class CollectiveOutlet(Outlet):
         return self._slots[self._posted % SLOTS]
 
     def post(self, used: int) -> None:
-        """Starts to send the slot: first its header, which holds the number of bytes after it."""
+        """Starts to send the slot: first its header, which has the number of the following bytes."""
         slot, bucket = self._posted % SLOTS, self._slots[self._posted % SLOTS]
         with self.waiting("sending weights to rollout ranks"):
             parts = [bucket[:HEADER_BYTES], bucket[HEADER_BYTES:used]]
@@ -267,7 +266,7 @@ class CollectiveOutlet(Outlet):
 
 
 class CollectiveInlet(Inlet):
-    """A receiver's end: `rank` of a group of `size`, in which the sender at `address` is rank 0."""
+    """A receiver's end of a broadcast: `rank` in a group of `size`, in which the sender at `address` is rank 0."""
 
     def __init__(
         self,
@@ -294,7 +293,7 @@ class CollectiveInlet(Inlet):
         return self._bucket
 
     def release(self) -> None:
-        """Does nothing: the next broadcast waits for this rank."""
+        """Does nothing, because the next broadcast waits for this rank."""
 
     def finish(self) -> None:
         with self.waiting("confirming that the weights are verified"):
@@ -312,14 +311,14 @@ class CollectiveInlet(Inlet):
 
 
 def spans(device: torch.device) -> bool:
-    """True if a broadcast between two devices of this type does not pass through host memory."""
+    """Tells whether a broadcast between two devices of this type bypasses host memory."""
     return dist.Backend.default_device_backend_map.get(device.type) == "nccl"
 
 
 def _group(
     store: dist.Store, rank: int, size: int, host: str, device: torch.device, deadline_seconds: float
 ) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
-    """Makes the process group; waits for the other ranks."""
+    """Makes the process group, after waiting for the other ranks."""
     timeout = timedelta(seconds=deadline_seconds)
     if spans(device):
         nccl = dist.ProcessGroupNCCL.Options()
@@ -342,7 +341,7 @@ def _end(group: Any) -> None:
 
 
 def _address_towards(host: str, port: int) -> str:
-    """The local address on the route to another machine; sends nothing."""
+    """Returns the local address on the route to another machine; sends nothing."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
@@ -350,7 +349,7 @@ def _address_towards(host: str, port: int) -> str:
 
 
 class SharedMemoryOutlet(Outlet):
-    """The sender's end for several receivers; with `spares`, a receiver that fails is dropped alone."""
+    """The sender's end for several receivers in shared memory. With `spares`, only a receiver that fails is dropped."""
 
     def __init__(
         self, receivers: int, deadline_seconds: float, bucket_bytes: int = BUCKET_BYTES, *, spares: bool = False
@@ -370,7 +369,7 @@ class SharedMemoryOutlet(Outlet):
         self._posted = 0
 
     def buffer(self) -> torch.Tensor:
-        """The next slot, after every receiver has read it."""
+        """Returns the next slot, after every receiver has read it."""
         self._accept()
         self._wait_for(SLOTS - 1)
         return self._slots[self._posted % SLOTS]
@@ -415,7 +414,7 @@ class SharedMemoryOutlet(Outlet):
 
     @contextmanager
     def _sparing(self, receiver: socket.socket, doing: str) -> Iterator[None]:
-        """Waits for a receiver; with `spares`, a receiver that fails is dropped."""
+        """Waits for a receiver in the block. With `spares`, a receiver that fails is dropped."""
         try:
             with self.waiting(doing):
                 yield
@@ -428,7 +427,7 @@ class SharedMemoryOutlet(Outlet):
 
 
 class SharedMemoryInlet(Inlet):
-    """A receiver's end. It connects at once, and gets the shared memory with the first bucket."""
+    """A receiver's end of shared memory. It connects at once, and gets the memory with the first bucket."""
 
     def __init__(self, address: str, deadline_seconds: float) -> None:
         super().__init__(deadline_seconds)
@@ -440,7 +439,7 @@ class SharedMemoryInlet(Inlet):
         self._num_read = 0
 
     def bucket(self) -> torch.Tensor:
-        """The next slot, once it is full."""
+        """Returns the next slot after it is full."""
         with self.waiting("waiting for weights"):
             if self._slots is None:
                 _, (file,), _, _ = socket.recv_fds(self._socket, 1, 1)  # ValueError without a descriptor
@@ -456,7 +455,7 @@ class SharedMemoryInlet(Inlet):
             self._socket.sendall(b".")
 
     def finish(self) -> None:
-        """Does nothing: the last bucket is released only after all weights are verified."""
+        """Does nothing, because the last bucket is released only after all weights are verified."""
 
     def close(self) -> None:
         self._socket.close()

@@ -18,14 +18,14 @@ from whet.errors import WorkerError
 
 
 class FramedMessage:
-    """Frames pickled as out-of-band buffers: Ray copies them once, into its object store, where they are read."""
+    """Frames pickled as out-of-band buffers. Ray copies them once, into its object store, and they are read there."""
 
     def __init__(self, frames: Sequence[Any]) -> None:
         self.frames = [memoryview(frame) for frame in frames]
 
     @property
     def size(self) -> int:
-        """The number of bytes of all frames."""
+        """Returns the number of bytes of all frames."""
         return sum(frame.nbytes for frame in self.frames)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
@@ -70,7 +70,7 @@ class RankActor:
         return Location(address, context.get_node_id(), gpu_ids, self._store.port if opens_store else None)
 
     def assign(self, spec: RankSpec, gpu_ids: Sequence[str]) -> None:
-        """Makes the actor a rank of its pool; it sees the GPUs `gpu_ids`, or else the GPUs that Ray assigned to it."""
+        """Makes the actor a rank of its pool, which sees the GPUs `gpu_ids`, by default the GPUs that Ray gave it."""
         if gpu_ids:
             manager: Any = get_accelerator_manager_for_resource("GPU")
             manager.set_current_process_visible_accelerator_ids(list(gpu_ids))
@@ -84,7 +84,7 @@ class RankActor:
 
     @ray.method(concurrency_group=CONCURRENT)
     def serve_concurrent(self, header: bytes, payload: FramedMessage) -> FramedMessage:
-        """Serves a call at the same time as others."""
+        """Serves a call while other calls run."""
         return self.serve(header, payload)
 
     def ping(self) -> None:

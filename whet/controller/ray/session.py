@@ -48,7 +48,7 @@ CHECK_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster."""
+    """A node of the Ray cluster: its id, address and resources."""
 
     id: str
     address: str
@@ -63,7 +63,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Reservation:
-    """The nodes reserved for a launch: a bundle of the group for each."""
+    """The nodes reserved for a launch. Each bundle of the placement group reserves one node."""
 
     name: str  # unique to the launch
     group: PlacementGroup
@@ -72,10 +72,10 @@ class Reservation:
 
 @contextmanager
 def connected(cluster: ClusterConfig) -> Iterator[bool]:
-    """Connects to the cluster that the config names, else to a running one, else starts one. The block's end closes the
-    connection, and a cluster that was started. Yields whether the cluster was started here (no node can join it).
+    """Connects to the Ray cluster in the config, else to a running one, else starts one. Yields whether it was started
+    here; then no other node can join it. The end of the block disconnects, and ends a cluster that was started.
 
-    Raises: ConfigError where no cluster runs at the address."""
+    Raises: ConfigError if no cluster runs at the address."""
     if ray.is_initialized():
         yield False
         return
@@ -104,10 +104,10 @@ def connected(cluster: ClusterConfig) -> Iterator[bool]:
 
 @contextmanager
 def authenticated(*, starts: bool) -> Iterator[None]:
-    """Sends this machine's token to a running cluster, which may ask for it; Ray itself does so only for address auto.
+    """Sends this machine's token to a running cluster, which may require it. Ray itself sends it only for address auto.
 
-    A cluster that the block `starts` gets its own token if the machine has none. Ray would write one to
-    ~/.ray/auth_token, and every later `ray start --head` would ask other nodes for it."""
+    If the block `starts` a cluster and the machine has no token, the cluster gets a new token. Ray would write it to
+    ~/.ray/auth_token, and every later `ray start --head` would then require it of other nodes."""
     if not HAS_TOKENS:
         yield
         return
@@ -138,12 +138,12 @@ def _token_hint() -> str:
 
 
 def alive_nodes() -> list[Node]:
-    """The live machines of the cluster, by address."""
+    """Lists the live machines of the cluster, by address."""
     return [node for node in all_nodes() if node.is_alive]
 
 
 def all_nodes() -> list[Node]:
-    """Machines of the cluster, dead ones included, by address."""
+    """Lists the machines of the cluster, dead ones included, by address."""
     names = ("NodeID", "NodeManagerAddress", "NodeManagerPort", "Resources", "Alive")
     nodes = [Node(*(each[name] for name in names)) for each in ray.nodes()]
     return sorted(nodes, key=lambda node: (node.address, node.id))
@@ -152,8 +152,8 @@ def all_nodes() -> list[Node]:
 def reserve(slots: Sequence[Slot], cluster: ClusterConfig, *, is_alone: bool) -> Reservation:
     """Reserves the resources of all ranks on the nodes of their slots. `is_alone`: no node can join the cluster.
 
-    Where a node has fewer CPUs than processes, each gets a fraction. Missing and busy nodes are waited for: an
-    autoscaler may add them.  Raises: ConfigError where none can join; WorkerError at the deadline."""
+    If a node has fewer CPUs than processes, each process gets a fraction. Waits for missing and busy nodes, because an
+    autoscaler may add them.  Raises: ConfigError if a missing node cannot join; WorkerError at the deadline."""
     processors = processors_of(slots)
     each_node = [(gpus, processors[node]) for node, gpus in enumerate(cluster.gpus)]
     cpus = _cpus(each_node)
@@ -183,8 +183,8 @@ def reserve(slots: Sequence[Slot], cluster: ClusterConfig, *, is_alone: bool) ->
 
 
 def _cpus(wanted: list[tuple[int, int]]) -> float | None:
-    """CPUs for each process, at most 1, on the live nodes with the most CPUs; None if too few nodes are alive. `wanted`
-    has the GPUs and CPUs of each node."""
+    """Returns the CPUs for each process, at most 1, on the live nodes with the most CPUs; None if too few nodes are
+    alive. `wanted` has the GPUs and CPUs of each node."""
     left = sorted(alive_nodes(), key=lambda node: -node.total.get("CPU", 0.0))
     found = 1.0
     for gpus, cpus in sorted(wanted, reverse=True):  # a node for many GPUs is one for fewer too
@@ -197,20 +197,20 @@ def _cpus(wanted: list[tuple[int, int]]) -> float | None:
 
 
 def head_address() -> tuple[str, int]:
-    """Address and port of the cluster's control store."""
+    """Returns the address and port of the cluster's control store."""
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def attempt(seconds: float, action: Callable[[], Any]) -> None:
-    """Runs an action that may fail, for at most `seconds`: Ray waits for a minute if the head node is lost."""
+    """Runs an action that may fail, for at most `seconds`. Ray waits for a minute if the head node is lost."""
     late = DeadlineError("Ray", f"no answer in {seconds:g} s", change="check it with `ray status`")
     with contextlib.suppress(DeadlineError, RayError, RuntimeError, ValueError):
         within(seconds, action, late)
 
 
 def _connection_error(address: str) -> OSError | None:
-    """The error of a connection to host:port; None if it succeeds. Ray itself would try for half a minute."""
+    """Tries to connect to host:port.  Returns the error, or None. Ray itself would try for half a minute."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError("cluster.address", address, "host:port, auto or local")

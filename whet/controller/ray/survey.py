@@ -35,7 +35,7 @@ CLOCK_READINGS = 5  # the fastest one counts
 
 @dataclass(frozen=True)
 class NodeReport:
-    """The report of a node."""
+    """The report of a node about its packages, clock, disk, paths and connections to other nodes."""
 
     node: Node
     failure: str = ""  # the reason where the other fields are unset
@@ -49,7 +49,7 @@ class NodeReport:
 def survey(cluster: ClusterConfig, packages: Sequence[str], paths: Sequence[str]) -> tuple[str, list[NodeReport]]:
     """Returns the address of the running cluster, and a report of each node, dead ones included.
 
-    Raises: ConfigError where no cluster runs."""
+    Raises: ConfigError if no cluster runs."""
     here = sys.modules[__name__]
     cloudpickle.register_pickle_by_value(here)  # for nodes without whet
     try:
@@ -70,8 +70,8 @@ def survey(cluster: ClusterConfig, packages: Sequence[str], paths: Sequence[str]
 
 
 def bfloat16_by_node(cluster: ClusterConfig) -> dict[str, list[str]]:
-    """The processor instructions for bfloat16 products, by node address; empty if no cluster runs yet and the run
-    starts one on this machine.  Raises: ConfigError."""
+    """Returns the processor instructions for bfloat16 matrix products, by node address. Empty if no cluster runs yet
+    and the run starts one on this machine.  Raises: ConfigError."""
     named = cluster.address or os.environ.get("RAY_ADDRESS") or read_ray_address()
     if not ray.is_initialized() and named in (None, "local"):
         return {}
@@ -82,7 +82,7 @@ def bfloat16_by_node(cluster: ClusterConfig) -> dict[str, list[str]]:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Versions of Python and of the installed packages among `packages`."""
+    """Returns the versions of Python and of the installed packages among `packages`."""
     found = {"python": platform.python_version()}
     for name in packages:
         try:
@@ -97,7 +97,7 @@ class _Probe:
     """An actor that examines its node, using only the standard library."""
 
     def listen(self, address: str) -> int:
-        """Starts to accept connections.  Returns the port."""
+        """Starts to accept connections on `address`.  Returns the port."""
         server = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
         def accept() -> None:
@@ -114,7 +114,7 @@ class _Probe:
     def examine(
         self, packages: Sequence[str], paths: Sequence[str], others: Mapping[str, tuple[str, int]], seconds: float
     ) -> dict[str, Any]:
-        """Returns the fields of a Report."""
+        """Returns the fields of a `NodeReport`."""
         unreached = {}
         for address, listener in others.items():
             try:
@@ -131,7 +131,7 @@ class _Probe:
 
 
 def _there(node: Node) -> dict[str, Any]:
-    """Ray options that place an actor on the node, even if its CPUs are in use."""
+    """Returns the Ray options that place an actor on the node, even if its CPUs are in use."""
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False)}
 
 
@@ -151,7 +151,7 @@ def _report(
 
 
 def _clock(probe: Any) -> float:
-    """Seconds by which the node's clock is ahead, from the reading with the shortest round trip."""
+    """Measures how many seconds the node's clock is ahead. The reading with the shortest round trip counts."""
     readings: list[tuple[float, float]] = []
     for _ in range(CLOCK_READINGS):
         before = time.time()

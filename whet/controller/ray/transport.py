@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The caller's side of Ray actors. A thread of the caller receives the replies of each rank.
 
-The death of a process is detected by the call that it was serving, and between calls by a regular ping; the loss of a
-machine by `Watch`.
-"""
+A call in progress detects the death of its process; between calls a regular ping detects it. `Watch` detects the loss
+of a machine."""
 
 from __future__ import annotations
 
@@ -127,7 +126,7 @@ class RayTransport(RemoteTransport[_Actor]):
         return replace(peer, location=location)
 
     def _assign(self, peer: _Actor) -> Any:
-        """Makes the actor a rank; ranks that share a GPU use the one that the first of them reserved."""
+        """Makes the actor a rank. Ranks that share a GPU use the GPU that the first of them reserved."""
         gpu_ids = [] if peer.slot.is_first else self._gpus_of(peer.slot)
         return peer.handle.assign.remote(self._rank_spec(peer), gpu_ids)
 
@@ -147,14 +146,14 @@ class RayTransport(RemoteTransport[_Actor]):
         self._threads[-1].start()
 
     def close(self) -> None:
-        """Implements `Transport.close`; the connection to Ray ends too, if the launch made it."""
+        """Implements `Transport.close`. Also ends the connection to Ray if the launch made it."""
         super().close()
         for thread in self._threads:
             thread.join(2 * CHECK_SECONDS)
         self._connection.close()
 
     def prepare(self, frames: list[wire.Frame]) -> Any:
-        """Returns a message, or for a large one its reference in the object store."""
+        """Returns the message of the frames; if it is large, a reference to it in the object store."""
         message = FramedMessage(frames)
         if message.size < INLINE_BYTES:
             return message
@@ -166,7 +165,7 @@ class RayTransport(RemoteTransport[_Actor]):
             raise WorkerError("Ray's object store here", found, change=change) from error
 
     def start_call(self, peer: _Actor, call: OpenCall, header: bytes, payload: Any) -> None:
-        """Submits the call under the name that Ray's dashboard shows."""
+        """Submits the call. Ray's dashboard shows it under the name role.method."""
         name = f"{call.role}.{call.method}"
         if not ray.is_initialized():  # `remote` would start a cluster of its own
             self.abort(DISCONNECTED)
@@ -233,7 +232,7 @@ class RayTransport(RemoteTransport[_Actor]):
         )
 
     def _all(self, what: str, call: Callable[[_Actor], Any], peers: Sequence[_Actor] | None = None) -> list[Any]:
-        """Calls actors, by default all.  Returns their results, in order. `what` names the call in errors."""
+        """Calls actors, by default all of them.  Returns their results in order. `what` names the call in errors."""
         peers = self.peers if peers is None else peers
         pending = {call(peer): peer for peer in peers}
         results: dict[int, Any] = {}
@@ -265,7 +264,7 @@ class RayTransport(RemoteTransport[_Actor]):
                 self._receive_one(peer, None, peer.handle.ping.remote())
 
     def _receive_one(self, peer: _Actor, call: OpenCall | None, reply: Any) -> None:
-        """Waits for the reply to a call (None: a ping)."""
+        """Waits for the reply to a call; `call` is None for a ping."""
         try:
             message = self._get(reply)
         except RayError as error:
@@ -275,7 +274,7 @@ class RayTransport(RemoteTransport[_Actor]):
             self.complete(peer, message.frames, call.number)
 
     def _get(self, reference: Any) -> Any:
-        """Waits for the object behind a reference; None once the launch has ended."""
+        """Waits for the object behind a reference. Returns None after the launch has ended."""
         while not self.ended.is_set():
             with contextlib.suppress(GetTimeoutError):
                 return ray.get(reference, timeout=CHECK_SECONDS)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""User code on every node: each node can import the functions and classes that a run names.
+"""Sends user code to every node, so that each node can import the functions and classes that a run names.
 
-The code is the Python files of the caller's working folder and of the folders that it added to the Python path. A node
-that has the same files, by checksum (the same machine, a shared file system), uses them in place, so relative paths
-keep their meaning. Otherwise the files are unpacked into a temporary folder, which becomes the working folder.
-"""
+The code is the Python files in the caller's working folder and in the folders that the caller added to sys.path. If a
+node has the same files by checksum (the same machine, a shared file system), it uses them in place, so relative paths
+keep their meaning. Otherwise the files are unpacked into a temporary folder, which becomes the working folder."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ FORWARDED = (  # how names of variables begin that every node gets
 
 @dataclass(frozen=True)
 class UserCode:
-    """The code of a user's process, and the settings to import it."""
+    """The code of the user's process, with the settings that another process needs to import it."""
 
     folder: str  # the working folder
     path: tuple[str, ...]  # the user's entries of sys.path
@@ -60,7 +59,7 @@ class UserCode:
         )
 
     def install(self) -> None:
-        """Makes the code importable in this process, and imports the main module as multiprocessing.spawn does."""
+        """Makes the code importable in this process, and imports the main module like `multiprocessing.spawn`."""
         os.environ.update(self.environment)
         with zipfile.ZipFile(io.BytesIO(self.archive)) as archive:
             root = "" if self._is_here(archive.infolist()) else self._unpacked(archive)
@@ -87,14 +86,14 @@ class UserCode:
 
 
 def _is_users(entry: str) -> bool:
-    """True where an entry of sys.path is a folder of the user, not of an installation."""
+    """Tells whether an entry of sys.path is a folder of the user, not of an installation."""
     installed = {Path(place).resolve() for place in (sys.prefix, sys.base_prefix, *sysconfig.get_paths().values())}
     path = Path(entry)
     return path.is_dir() and "site-packages" not in path.parts and not any(map(path.is_relative_to, installed))
 
 
 def _python_files(folders: list[str]) -> Iterator[Path]:
-    """Yields Python files below the folders, without hidden ones and virtual environments."""
+    """Yields the Python files below the folders, except in hidden folders and virtual environments."""
     found: dict[Path, None] = {}
     seen = 0
     for folder in dict.fromkeys(folders):

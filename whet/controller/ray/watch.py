@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A watch over machines; Ray itself takes half a minute or more to report a lost machine.
+"""Detects lost machines. Ray itself takes half a minute or more to report a lost machine.
 
 The watch connects to a port on which each machine listens. A refused connection means that the listening process has
-ended; two timeouts in a row mean that the machine or the network to it is down. Both are detected within ten seconds.
-"""
+ended; two timeouts in a row mean that the machine or the network to it is down. Both are detected within ten
+seconds."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Address = tuple[str, int]
 
 
 class Watch:
-    """Checks all `addresses` (by name) every second in a thread, until `stop`, and calls `lost` with the name of each
-    lost machine and the reason."""
+    """Checks all `addresses` (by name) every second in a thread, until `stop`. Calls `lost` with the name of each lost
+    machine and the reason."""
 
     def __init__(self, addresses: Mapping[str, Address], lost: Callable[[str, str], None]) -> None:
         self._addresses, self._lost = dict(addresses), lost
@@ -53,7 +53,7 @@ class Watch:
 
 
 def connection_error(host: str, port: int, seconds: float) -> OSError | None:
-    """The error of a connection to an address; None if it succeeds."""
+    """Tries to connect to an address.  Returns the error, or None."""
     try:
         socket.create_connection((host, port), seconds).close()
     except OSError as error:  # includes TimeoutError

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sharded state in a folder: every rank writes its shards, and any number of ranks reads the state again.
+"""Checkpoints of a sharded state in a folder: every rank writes its shards, and any number of ranks can read them.
 
     engine.json                                   steps, and the model of an adapter
     shard-00001-model-00001-of-00002.safetensors  of the first rank, the first of its two files
 
-Written and read by torch.distributed.checkpoint in its safetensors form, which loads without running code. Names are
-`model.<weight>` and `optimizer.<weight>.<moment>`.
-"""
+torch.distributed.checkpoint reads and writes it in its safetensors form, which loads without running code. Names are
+`model.<weight>` and `optimizer.<weight>.<moment>`."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ def save(
 def load(
     path: Path, weights: Mapping[str, torch.Tensor], states: Mapping[str, Named], group: dist.ProcessGroup
 ) -> dict[str, Any]:
-    """Fills `weights`, and `states` as far as the folder has them.  Returns the `progress`.
+    """Fills `weights`, and fills `states` where the folder has the state.  Returns the `progress`.
 
     Raises: EngineError for the state of another model or engine; CheckpointError for an unreadable state."""
     if not path.is_dir():
@@ -90,14 +89,14 @@ def load(
 
 
 def _everyones(own: dict[str, T], group: dist.ProcessGroup) -> dict[str, T]:
-    """Joins the mappings of all ranks, as each stage of a pipeline has only some weights."""
+    """Merges the mappings of all ranks. In a pipeline, the ranks of a stage have only that stage's weights."""
     everyone: list[Any] = [own] * group.size()
     dist.all_gather_object(everyone, own, group=group)
     return {name: value for each in everyone for name, value in each.items()}
 
 
 def _as_shard(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Makes a rank's part of an optimizer's state a part of a whole tensor that is sharded like its weight."""
+    """Converts a rank's part of optimizer state to a DTensor that is sharded like its weight."""
     if isinstance(value, DTensor):
         return value
     if value.dim() == 0:
@@ -119,7 +118,7 @@ def _empty(saved: TensorStorageMetadata, name: str, weight: torch.Tensor) -> tor
 
 
 def _first_line(error: BaseException) -> str:
-    """Returns the error of the first rank that failed."""
+    """Returns the error of the first rank that failed, as text."""
     if isinstance(error, CheckpointException):
         rank, (error, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {error}"

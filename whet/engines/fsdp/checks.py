@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks for settings that FSDP2 cannot combine; loads no torch."""
+"""Checks for settings that FSDP2 cannot combine. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from whet.errors import ConfigError
 
 
 def refuses(use: EngineUse) -> Iterator[ConfigError]:
-    """Yields an error for each setting that fsdp cannot run with."""
+    """Yields an error for each setting that the fsdp engine does not support."""
     yield from other_kernels(use)
     yield from _sizes(use)
     key, mesh = f"{use.key}.options.mesh", Mesh.of(use.processes, use.options["mesh"])
@@ -37,7 +37,7 @@ def refuses(use: EngineUse) -> Iterator[ConfigError]:
 
 
 def _pipeline(use: EngineUse, key: str, size: int) -> Iterator[ConfigError]:
-    """Yields the errors for settings that a pipeline does not support."""
+    """Yields an error for each setting that a pipeline does not support."""
     reasons = {
         f"model.lora.rank={use.model.lora.rank}": use.model.lora.rank is not None,
         f"{use.key}.packing=false": use.engine.packing is False,
@@ -48,7 +48,7 @@ def _pipeline(use: EngineUse, key: str, size: int) -> Iterator[ConfigError]:
 
 
 def _sizes(use: EngineUse) -> Iterator[ConfigError]:
-    """Yields the errors for sizes whose product differs from the number of processes."""
+    """Yields an error for mesh sizes whose product differs from the number of processes."""
     key, given = f"{use.key}.options.mesh", use.options["mesh"] or {}
     if uneven := list(uneven_sizes(use, key, given)):
         yield from uneven

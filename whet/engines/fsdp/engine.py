@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sharded training engine: every rank holds a part of each weight, of its gradient and of its optimizer state.
+"""The sharded training engine. Every rank holds a shard of each weight, of its gradient and of its optimizer state.
 
-Whole layers exist one at a time, gathered before use and freed after. Sums over ranks equal `SingleEngine`'s, so that
-both take the same steps."""
+Layers are gathered one at a time before use, and freed after it. Sums over ranks equal the sums of `SingleEngine`, so
+both engines take the same steps."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class FSDPEngine(Engine):
 
     @classmethod
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
-        """The placement of a part of everything in each process, on the host if it is offloaded."""
+        """Returns the placement: a shard of everything in each process, on the host if it is offloaded."""
         mesh = Mesh.of(processes, options["mesh"])
         return Spread(mesh.shards, options["cpu_offload"], mesh.row_ranks * mesh.pipeline, token_shares=mesh.context)
 
@@ -131,14 +131,13 @@ class FSDPEngine(Engine):
         return outputs
 
     def save(self, path: Path, start: dict[str, Any] | None) -> None:
-        """Writes a folder with one file or more from every rank, for its shards."""
+        """Writes a folder in which each rank has one or more files with its shards."""
         checkpoint.save(path, self._saved(), self._states(), {**self._progress(), "start": start}, self.ranks.group)
 
     def load(self, path: Path) -> dict[str, Any] | None:
-        """Restores a state that any number of ranks wrote.  Returns its `start`.
+        """Restores the state, whatever number of ranks wrote it.  Returns its `start`.
 
-        Raises: EngineError for the state of another model or engine.
-        """
+        Raises: EngineError for the state of another model or engine."""
         state = checkpoint.load(path, self._saved(), self._states(), self.ranks.group)
         for optimizer in [] if self.optimizer is None else optimizers_of(self.optimizer):
             for weight, kept in optimizer.state.items():
@@ -151,7 +150,7 @@ class FSDPEngine(Engine):
         return start
 
     def _saved(self) -> dict[str, torch.Tensor]:
-        """The weights of a checkpoint; for an adapter its own weights alone."""
+        """Returns the weights of a checkpoint; with an adapter, only the adapter's weights."""
         self._reshard()
         return self._checkpointed()
 
@@ -161,7 +160,7 @@ class FSDPEngine(Engine):
             super()._move(device, weights=weights)
 
     def _reshard(self) -> None:
-        """Frees gathered weights: torch keeps the outermost weights after a forward pass."""
+        """Frees gathered weights. torch itself keeps the outermost ones after a forward pass."""
         for module in chain.from_iterable(whole.modules() for whole in self._stages.values()):
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -176,7 +175,7 @@ class FSDPEngine(Engine):
         return found
 
     def passes(self, columns: Columns, block: int | str) -> list[list[int]]:
-        """Returns the same number of passes on every rank, as all ranks take part in gathering weights."""
+        """Returns the same number of passes on every rank, because all ranks take part in gathering weights."""
         ends = (self._num_stages, self.pipeline_ranks) if self._num_stages > 1 else (0, 1)  # what the schedules take
         return self._evened(super().passes(columns, block), *ends)
 
@@ -207,7 +206,7 @@ class FSDPEngine(Engine):
     def _stage(
         self, index: int, where: Layout, hidden: torch.Tensor | None, needs: frozenset[str], temperature: float
     ) -> dict[str, torch.Tensor]:
-        """Outputs of a stage, from hidden states with padding at the end."""
+        """Computes the outputs of a pipeline stage from hidden states, which have padding at the end."""
         whole = self._stages[index]
         if hidden is not None:
             receives: Any = body_of(whole.model).get_input_embeddings()
@@ -223,7 +222,7 @@ class FSDPEngine(Engine):
         return found if needs <= found.keys() else {name: torch.zeros(where.shape) for name in needs}
 
     def _keep_gradients(self) -> None:
-        """Keeps gradients in float32 between passes, if weights have fewer bits."""
+        """Keeps gradients in float32 between passes, if the weights have fewer bits."""
         if self._sums_wide:
             for weight in self._trained():
                 if weight.grad is not None and weight.grad.dtype != torch.float32:
@@ -231,7 +230,7 @@ class FSDPEngine(Engine):
 
     @torch.no_grad()
     def _clip(self) -> torch.Tensor:
-        """The norm of the gradient before clipping: over all shards, each counted once."""
+        """Clips the gradient.  Returns its norm before clipping, over all shards without their copies."""
         grads = [weight.grad for weight in self._trained() if isinstance(weight.grad, DTensor)]
         size, squares = self.ranks.mesh.stage_ranks, torch.zeros((), dtype=torch.float64, device=self.device)
         for grad in grads:
@@ -247,8 +246,7 @@ class FSDPEngine(Engine):
 
 
 def _gathered(weight: Any) -> torch.Tensor:
-    """The whole of a sharded weight, gathered over one dimension of ranks after another, without the warning of torch's
-    own function."""
+    """Gathers a sharded weight, over one mesh dimension after another. (torch's own function would warn.)"""
     placements = list(weight.placements)
     for dim in range(len(placements)):
         placements[dim] = Replicate()
@@ -258,7 +256,7 @@ def _gathered(weight: Any) -> torch.Tensor:
 
 
 def _shards(tensor: DTensor) -> int:
-    """The number of different parts into which a tensor is split."""
+    """Returns the number of different shards of a tensor, without copies."""
     count = 1
     for dim, placement in enumerate(tensor.placements):
         count *= 1 if placement.is_replicate() else tensor.device_mesh.size(dim)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages of a pipeline: slices of a model's layer list, run by torch.distributed.pipelining; the last owns the loss.
+"""Stages of a pipeline: slices of a model's layers, run by torch.distributed.pipelining. The last one has the loss.
 
 A stage has the model's own modules, with `Absent` in place of modules of other stages, so weights keep their names."""
 
@@ -24,27 +24,27 @@ Run = Callable[[int, torch.Tensor | None], torch.Tensor]  # of a micro-batch: hi
 
 
 class Absent(nn.Module):
-    """A placeholder for a module of another stage: hidden states pass through it."""
+    """A placeholder for a module of another stage. Returns the hidden states unchanged."""
 
     weight = None
 
     def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """The hidden states, unchanged."""
+        """Returns the hidden states unchanged."""
         return hidden
 
 
 class Receives(Absent):
-    """The start of a later stage, in place of the embedding: returns the received hidden states and ignores tokens."""
+    """Replaces the embedding in later stages: ignores tokens, and returns the received hidden states."""
 
     hidden: torch.Tensor
 
     def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """The received hidden states."""
+        """Returns the received hidden states."""
         return self.hidden
 
 
 def stages_of(model: nn.Module, count: int, own: Sequence[int]) -> tuple[nn.Module, list[nn.Module]]:
-    """The model of a rank, with the stages `own` of `count`; and each of these stages alone.  Raises: ConfigError."""
+    """Returns a rank's model, with the stages `own` of `count`, and each stage alone.  Raises: ConfigError."""
     body, listed = body_of(model), layers(body_of(model))
     config = body.config
     if config.get_text_config() is not config or config.tie_word_embeddings:
@@ -71,7 +71,7 @@ def stages_of(model: nn.Module, count: int, own: Sequence[int]) -> tuple[nn.Modu
 
 
 def replaced(module: nn.Module, table: Mapping[int, nn.Module]) -> nn.Module:
-    """Returns the module with parts replaced by the table, which is keyed by their id; other weights are shared."""
+    """Copies a module with some submodules replaced. `table` has the replacements by id; other weights are shared."""
     if id(module) in table:
         return table[id(module)]
     children = {name: replaced(child, table) for name, child in module.named_children()}
@@ -83,7 +83,7 @@ def replaced(module: nn.Module, table: Mapping[int, nn.Module]) -> nn.Module:
 
 
 class _Stage(nn.Module):
-    """A stage in the form that torch's schedules call. (FSDP is inside, so gradients are summed after each
+    """Wraps a stage in the form that torch's schedules call. (FSDP is inside, so gradients are summed after each
     micro-batch.)"""
 
     def __init__(self, run: Run, is_first: bool) -> None:
@@ -91,7 +91,7 @@ class _Stage(nn.Module):
         self.run, self.is_first = run, is_first
 
     def forward(self, hidden: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        """The hidden states after a micro-batch, or its loss."""
+        """Returns the hidden states after this stage; the last stage returns the loss of the micro-batch."""
         return self.run(int(number), None if self.is_first else hidden)
 
 
@@ -103,7 +103,7 @@ def run_schedule(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> None:
-    """Runs all micro-batches through the stages `runs` of `count` on this rank, one forward and one backward in turn;
+    """Runs all micro-batches through this rank's stages, `runs`, of `count`; forward and backward passes alternate.
     `shape` is the shape of hidden states between stages."""
     hidden, number = torch.zeros(shape, device=device), torch.zeros(1, device=device)
     made = []

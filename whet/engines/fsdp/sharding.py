@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a role, with their shards of the weights and of the rows; and the model's modules given to torch: layers
-one by one, their heads and experts first split over ranks on request."""
+"""Sharding: the ranks of a role with their shards of weights and rows, and the conversion of a model's modules to
+FSDP2, layer by layer. On request, heads and experts are split over ranks first."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ADDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 class Whole(nn.Module):
-    """A forward pass from rows to outputs as one module, before which torch gathers the weights outside of layers."""
+    """The forward pass of a model as one module, before which FSDP2 gathers the weights outside of layers."""
 
     def __init__(self, model: nn.Module, is_last: bool = True) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class Whole(nn.Module):
     def forward(
         self, where: Layout, needs: frozenset[str], settings: ForwardSettings, temperature: float
     ) -> dict[str, torch.Tensor]:
-        """Returns copies of `outputs_of`: FSDP registers hooks on the tensors that a module returns. A stage before the
-        last one returns its hidden states."""
+        """Returns copies of the outputs of `outputs_of`, because FSDP2 registers hooks on the tensors that a module
+        returns. Every stage but the last returns its hidden states."""
         if not self.is_last:
             return {"states": states_of(self.model, where, settings).clone()}
         outputs = outputs_of(self.model, where, needs, settings, temperature)
@@ -68,7 +68,7 @@ def shard(
     cpu_offload: bool,
     is_last: bool = True,
 ) -> Whole:
-    """Shards the parameters of the model over `ranks`, in place, and returns its forward pass."""
+    """Shards the parameters of the model over `ranks`, in place.  Returns its forward pass."""
     body = body_of(model)
     if not ADDS_ZEROS and ranks.rows_group.size() > 1 and body.config.get_text_config() is not body.config:
         found = f"{type(body).__name__} has parts that rows without images do not reach, whose gradients ranks wait for"
@@ -108,8 +108,8 @@ def shard(
 
 
 class SummedGradient(ParallelStyle):  # type: ignore[misc]  # torch's class has no types
-    """Weights that are whole on every rank but compute its own heads only, such as norms of queries: their gradients
-    are summed over the ranks."""
+    """Sums the gradients of some weights over the ranks: every rank has the whole weight, such as a norm of queries,
+    but computes only its own heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
@@ -141,9 +141,9 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Splits the linear layers that `base_model_tp_plan` names: each rank has some heads and some of an MLP's inner
-    numbers; embedding, norms and output are whole on every rank. `split_experts` splits experts.  Raises: ConfigError
-    if the heads cannot be split.
+    """Splits the linear layers that `base_model_tp_plan` names: each rank has some heads and some neurons of an MLP.
+    Embedding, norms and output stay whole on every rank. `split_experts` splits experts.  Raises: ConfigError if the
+    heads cannot be split.
 
     Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053."""
     config, body = model.config.get_text_config(), model.base_model
@@ -177,7 +177,7 @@ def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def split_experts(model: PreTrainedModel, ranks: Ranks) -> Iterator[nn.Module]:
-    """Gives each rank some of the experts [E, ...] of every mixture.  Yields the modules.  Raises: ConfigError."""
+    """Gives each rank some experts [E, ...] of every expert layer.  Yields the modules.  Raises: ConfigError."""
     mesh, found = ranks.mesh, list(expert_modules(model))
     if mesh.expert > 1 and not found:
         raise ConfigError(EXPERT_KEY, mesh.expert, f"1, as {type(model).__name__} has no experts", "unset it")
@@ -207,8 +207,8 @@ def split_experts(model: PreTrainedModel, ranks: Ranks) -> Iterator[nn.Module]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a role. Weights are sharded over `shard_mesh`; if it has two dimensions, the first counts copies.
-    The groups are lines through the grid that contain this rank."""
+    """The ranks of a role, in meshes and groups. Weights are sharded over `shard_mesh`; if it has two dimensions, the
+    first counts copies. A group is the line of ranks along one dimension of the mesh that contains this rank."""
 
     group: dist.ProcessGroup
     pipeline_group: dist.ProcessGroup  # one rank of each stage; all that follow are of a stage
@@ -221,20 +221,20 @@ class Ranks:
     rows_group: dist.ProcessGroup  # together they read every row once
 
     def token_share(self, heads: int) -> TokenShare:
-        """The split of tokens over the context ranks; each `heads` consecutive ranks share heads."""
+        """Returns the split of tokens over the context ranks. Each `heads` consecutive ranks share the heads."""
         grid = torch.tensor(dist.get_process_group_ranks(self.context_group)).view(-1, heads)
         inner, outer = _line(self.context_group, grid.tolist()), _line(self.context_group, grid.T.tolist())
         return TokenShare(self.context_group, inner, outer)
 
     @property
     def expert_shard_mesh(self) -> DeviceMesh:
-        """The ranks that hold parts and copies of the same experts."""
+        """Returns the mesh of the ranks that hold shards and copies of the same experts."""
         assert self.expert_mesh is not None and self.expert_mesh.mesh_dim_names is not None
         return self.expert_mesh[self.expert_mesh.mesh_dim_names[:-1]]
 
 
 def arrange(group: dist.ProcessGroup | None, device_type: str, given: Mapping[str, int] | None) -> Ranks:
-    """The arrangement of the ranks in `group` (None: this process alone) by the sizes of a mesh."""
+    """Arranges the ranks of `group` (None: this process alone) by the sizes of a mesh."""
     group = group if group is not None else _alone(device_type)
     mesh, everyone = Mesh.of(group.size(), given), group
     stages = torch.tensor(dist.get_process_group_ranks(group)).view(mesh.pipeline, -1)
@@ -260,12 +260,12 @@ def arrange(group: dist.ProcessGroup | None, device_type: str, given: Mapping[st
 
 
 def divisors(number: int) -> list[int]:
-    """Returns the divisors, ascending."""
+    """Returns the divisors of a number, ascending."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def _mesh(group: dist.ProcessGroup, sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
-    """The mesh of the group's ranks, without a call on other ranks."""
+    """Builds the mesh of the group's ranks without communication between ranks."""
     grid = torch.tensor(dist.get_process_group_ranks(group)).view(*sizes.values())
     lines = [grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist() for dim in range(grid.dim())]
     groups = [_line(group, each) for each in lines]
@@ -273,7 +273,7 @@ def _mesh(group: dist.ProcessGroup, sizes: Mapping[str, int], device_type: str) 
 
 
 def _line(group: dist.ProcessGroup, lines: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """The process group of the line that contains this rank."""
+    """Returns the process group of the line that contains this rank. `lines` lists the ranks of all lines."""
     ranks = next(line for line in lines if dist.get_rank() in line)
     if list(ranks) == dist.get_process_group_ranks(group):
         return group
@@ -283,7 +283,7 @@ def _line(group: dist.ProcessGroup, lines: Sequence[Sequence[int]]) -> dist.Proc
 
 
 def _alone(device_type: str) -> dist.ProcessGroup:
-    """A group of this process alone, shared by its roles."""
+    """Returns a process group of this process alone, which its roles share."""
     if not dist.is_initialized():
         dist.init_process_group(backends(device_type), store=dist.HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None

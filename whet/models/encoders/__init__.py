@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders of models with vision: each family's way of reading images and videos, and the features of its tower."""
+"""Encoders of models with vision: how each family reads images and videos, and the features that its tower computes."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders of media: an `Encoder` for each family of models; the `Encoders` of a model, which cache by digest up to a
-number of bytes."""
+"""Encoders of media. A family of models has an `Encoder`. A model has `Encoders`, which cache by digest up to a number
+of bytes."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Features:
-    """The tower's output for the patch tokens of one media, in token order."""
+    """The output of the vision tower for one image or video: features of its patch tokens, in token order."""
 
     kind: str
     hidden: torch.Tensor  # [n, H]
     deepstack: tuple[torch.Tensor, ...] = ()  # [n, H] for each of the first language layers, of Qwen3-VL
 
     def part(self, tokens: slice) -> Features:
-        """The features for some of the media's tokens."""
+        """Selects the features of some tokens."""
         return Features(self.kind, self.hidden[tokens], tuple(each[tokens] for each in self.deepstack))
 
     @property
@@ -55,24 +55,23 @@ class Features:
 
 @dataclass(frozen=True)
 class EncoderOutput:
-    """The fields of a tower's output that the model's body reads."""
+    """The output of a tower, with the fields that the model's body reads."""
 
     pooler_output: Any
     deepstack_features: Any = None
 
 
 def body_of(model: Any) -> nn.Module:
-    """The module that contains the towers: the body of a language model or of a value model."""
+    """Returns the module that contains the towers: the body of a language model or of a value model."""
     found: nn.Module = model.base_model if isinstance(model, PreTrainedModel) else model.body
     parts = dict(model.named_children())
     return parts.get("model", found) if found is model else found  # Llama 4's prefix names no part of it
 
 
 class Encoder(Protocol):
-    """The way in which a family of models reads some kinds of media; holds no weights.
+    """The code with which a family of models reads some kinds of media. It holds no weights.
 
-    It is registered as MODEL_TYPE/KIND: `@register_encoder("qwen2_vl/image", aliases=("qwen2_vl/video",))`.
-    """
+    It is registered as MODEL_TYPE/KIND: `@register_encoder("qwen2_vl/image", aliases=("qwen2_vl/video",))`."""
 
     towers: ClassVar[tuple[str, ...]]  # modules and weights of the body that only these media pass, a module first
     auto_class: ClassVar[Any] = AutoModelForImageTextToText  # of transformers, which loads the model
@@ -83,40 +82,40 @@ class Encoder(Protocol):
 
     @classmethod
     def load(cls, path: str | Path, config: Any, *, trust_remote_code: bool = False) -> Self:
-        """The encoder of the model at `path`, with this transformers config.  Raises: ModelError."""
+        """Loads the encoder of the model at `path`, with this transformers config.  Raises: ModelError."""
 
     @property
     def patches_per_token(self) -> float:
-        """The number of patches in the tower that form one token of the text."""
+        """The number of patches in the tower that become one token of the text."""
 
     @property
     def forbidden(self) -> tuple[int, ...]:
-        """Ids of patch tokens, which must never be sampled."""
+        """The ids of patch tokens, which must never be sampled."""
 
     def measure(self, kind: str, size: Size, seconds: Sequence[float], limits: PixelLimits) -> MediaTokens:
-        """The text and tokens that stand for a media, computed without decoding: from height and width in pixels, and
-        the seconds of a video's chosen frames; for audio from channels, samples and seconds.
+        """Computes the text and tokens that stand for a media, without decoding it: from height and width in pixels,
+        and the seconds of a video's chosen frames; for audio from channels, samples and seconds.
 
         Raises: DataError; ValueError for a size that the processor refuses."""
 
     def prepare(self, media: Media) -> Prepared:
-        """The tensors that the tower reads for a measured media, after decoding.  Raises: DataError."""
+        """Decodes a measured media into the tensors that the tower reads.  Raises: DataError."""
 
     def embed(self, body: Any, prepared: Sequence[Prepared]) -> list[Hidden]:
-        """The features of media whose tensors are on the tower's device, in one pass of the tower."""
+        """Computes the features of media in one pass of the tower; `prepared` tensors are on the tower's device."""
 
     def output(self, features: Sequence[Features]) -> EncoderOutput:
-        """The features of one stream in the form that the model's body reads."""
+        """Converts the features of one stream to the form that the model's body reads."""
 
     def smallest(self) -> Prepared:
-        """The tensors of the smallest media, all 0."""
+        """Returns the tensors of the smallest media, all 0."""
 
     def save(self, folder: Path) -> None:
         """Writes the processor's files, unchanged, into a model's folder."""
 
 
 class Encoders:
-    """The encoders of a model by kind of media, made by `load_encoders`. Made by `load_encoders`."""
+    """The encoders of a model by kind of media. `load_encoders` makes them."""
 
     def __init__(self, by_kind: Mapping[str, Encoder]) -> None:
         self.by_kind, self.own = by_kind, list(dict.fromkeys(by_kind.values()))
@@ -135,7 +134,7 @@ class Encoders:
         min_pixels: int | None = None,
         max_pixels: int | None = None,
     ) -> Media:
-        """`media` with its `tokens`, as `Encoder.measure` counts them.
+        """Returns `media` with its `tokens`, as `Encoder.measure` counts them.
 
         `min_pixels` and `max_pixels` are for an image, or each frame of a video; None: the processor's limits.  Raises:
         DataError for a kind that the model does not read, and for a shape that its processor refuses."""
@@ -156,24 +155,24 @@ class Encoders:
             raise DataError("size", found, "", "resize it, or remove the row") from error
 
     def stream(self, kind: str) -> str:
-        """The encoder output that contains a kind of media."""
+        """Returns the name of the encoder output that contains a kind of media."""
         return self.by_kind[kind].streams.get(kind, kind)
 
     def prepared(self, media: Media) -> Prepared:
-        """The tensors that the tower reads for a measured media, from the cache or newly made.  Raises: DataError."""
+        """Returns the tensors that the tower reads for a measured media, cached or newly made.  Raises: DataError."""
         return PREPARED.get(self._key(media), lambda: self.by_kind[media.kind].prepare(media))
 
     @contextmanager
     def timed(self, metrics: Metrics, ranks: int) -> Iterator[None]:
-        """Records the seconds for which the block waits for prepared media, divided by the ranks that wait at the same
+        """Records how many seconds the block waits for prepared media, divided by the ranks that wait at the same
         time."""
         before = PREPARED.waited_seconds
         yield
         metrics.seconds("perf/media_wait_seconds", (PREPARED.waited_seconds - before) / ranks)
 
     def prefetch(self, media: Iterable[Media], model: nn.Module | None = None) -> None:
-        """Decodes and prepares media in threads, ahead of passes and in their order, as often as passes read them;
-        skips media for which the frozen tower of `model` has cached features."""
+        """Decodes and prepares media in threads, ahead of the passes that read them and in their order. Skips media for
+        which the frozen tower of `model` has cached features."""
         version = None if model is None else self.frozen_version(model)
         if version is not None and model is not None:
             held = _cache_of(body_of(model), version)
@@ -181,18 +180,17 @@ class Encoders:
         PREPARED.prefetch((self._key(each), partial(self.by_kind[each.kind].prepare, each)) for each in media)
 
     def encode(self, model: PreTrainedModel, media: Sequence[Media], version: Hashable | None = None) -> dict[str, Any]:
-        """Keywords for the forward pass of the model or its body: the features of the media, in token order; empty
-        without media. `version` as in `features`.  Raises: DataError."""
+        """Returns keywords for the forward pass of the model or its body: the features of the media, in token order.
+        Empty without media. `version` is as in `features`.  Raises: DataError."""
         return self.outputs(self.features(model, media, version))
 
     def features(
         self, model: PreTrainedModel, media: Sequence[Media], version: Hashable | None = None
     ) -> list[Features]:
-        """The tower's features of each media, in one pass.
+        """Computes the tower's features of each media, in one pass.
 
-        Without `version` they are differentiable. With the version of the weights they have no gradient, and are cached
-        until another version comes (`fingerprint`).
-        """
+        Without `version` they are differentiable. With a version of the weights (`fingerprint`) they have no gradient,
+        and are cached until a call has another version."""
         if version is None:
             return self._fresh(model, media)
         cache = _cache_of(body_of(model), version)
@@ -205,7 +203,7 @@ class Encoders:
         return [found[each.digest] for each in media]  # type: ignore[misc]
 
     def outputs(self, features: Sequence[Features]) -> dict[str, Any]:
-        """`encode` of features, or of slices of features."""
+        """Returns the keywords of `encode` for features, or for slices of features."""
         streams: dict[str, list[Features]] = {}
         for each in features:
             streams.setdefault(self.stream(each.kind), []).append(each)
@@ -213,14 +211,14 @@ class Encoders:
         return {"mm_encoder_outputs": found} if found else {}
 
     def types(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Keywords for transformers' own forward, which builds its mask from them: 1 for media tokens that attend to
-        each other in both directions."""
+        """Returns keywords for transformers' own forward, which builds its mask from them: 1 for media tokens that
+        attend to each other in both directions."""
         marked = ids.new_tensor(self.both_ways)
         return {"token_type_ids": torch.isin(ids, marked).int()} if self.both_ways else {}
 
     def dummy(self, model: PreTrainedModel) -> torch.Tensor:
-        """0, computed by the towers from their smallest media: for a rank of a sharded model whose batch has no
-        media."""
+        """Returns 0, computed by the towers from their smallest media. A rank of a sharded model needs it if its batch
+        has no media."""
         kinds = {encoder: kind for kind, encoder in self.by_kind.items()}.values()
         features = self._embedded(model, [(kind, self.by_kind[kind].smallest()) for kind in kinds])
         sums = [tensor.sum() for each in features for tensor in (each.hidden, *each.deepstack)]
@@ -228,15 +226,15 @@ class Encoders:
 
     @torch.no_grad()
     def fingerprint(self, model: nn.Module) -> Hashable:
-        """A hash that identifies the weights of the towers: the exclusive or of their bits."""
+        """Returns a hash that identifies the weights of the towers: the exclusive or of their bits."""
         return tuple(torch.stack([torch.hash_tensor(weight) for weight in self._weights(model)]).tolist())
 
     def is_frozen(self, model: nn.Module) -> bool:
-        """True if no weight of the towers is trained."""
+        """Tells whether no weight of the towers is trained."""
         return not any(weight.requires_grad for weight in self._weights(model))
 
     def frozen_version(self, model: nn.Module) -> Hashable | None:
-        """The `fingerprint` of frozen towers, computed again after weights were loaded; None if they are trained."""
+        """Returns the `fingerprint` of frozen towers, computed again after a load of weights; None if trained."""
         if not self.is_frozen(model):
             return None
         body, state = body_of(model), tuple((each._version, each.data_ptr()) for each in self._weights(model))
@@ -245,7 +243,7 @@ class Encoders:
         return _FROZEN[body][1]
 
     def tower_weights(self, model: nn.Module) -> list[str]:
-        """Names of the towers' weights in the model, tied weights under each name."""
+        """Lists the names of the towers' weights in the model, tied weights under each of their names."""
         parts = [f".{tower}." for tower in self.towers]
         names = (name for name, _ in model.named_parameters(remove_duplicate=False))
         return [name for name in names if any(part in f".{name}." for part in parts)]
@@ -278,11 +276,11 @@ class Encoders:
 
 
 class BoundedCache(Generic[Value]):
-    """Values by key, at most `limit_bytes`; the least recently used ones are dropped first. Safe for threads.
+    """A cache of values by key with at most `limit_bytes`; the least recently used are dropped first. Thread-safe.
 
-    Values made ahead of time stay until they are read: at most half of the limit at a time, more as these are read.
-    `hits` and `misses` count the calls of `get` that found a value, finished or in progress, and the calls that made
-    it; `waited_seconds` is the time that they took or waited."""
+    Prefetched values stay until they are read: at most half of the limit at a time, more as they are read. `hits`
+    counts the calls of `get` that found a value, finished or in progress; `misses` counts the calls that made one;
+    `waited_seconds` is the time that these calls took or waited."""
 
     def __init__(self, limit_bytes: int, size: Callable[[Value], int], num_threads: int = 0) -> None:
         self.limit_bytes = limit_bytes
@@ -299,14 +297,14 @@ class BoundedCache(Generic[Value]):
         self._threads: ThreadPoolExecutor | None = None
 
     def find(self, key: Hashable) -> Value | None:
-        """The value of `key`; None if the cache does not have it."""
+        """Returns the value of `key`; None if the cache does not have it."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
             return self._values.get(key)
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """The value of `key`, made by `make` if it is neither cached nor in progress.  Raises: the errors of `make`."""
+        """Returns the value of `key`. Calls `make` if it is neither cached nor in progress.  Raises: its errors."""
         start = perf_counter()
         try:
             return self._get(key, make)
@@ -337,7 +335,7 @@ class BoundedCache(Generic[Value]):
         return value
 
     def in_order(self, keys: Iterable[Hashable]) -> list[Hashable]:
-        """The keys in the order of their `prefetch`."""
+        """Sorts the keys in the order of their `prefetch`."""
         with self._lock:
             place = {key: place for place, key in enumerate((*self._ahead, *self._coming, *self._waiting))}
         return sorted(keys, key=lambda key: place.get(key, -1))
@@ -350,8 +348,8 @@ class BoundedCache(Generic[Value]):
         return value
 
     def prefetch(self, jobs: Iterable[tuple[Hashable, Callable[[], Value]]]) -> None:
-        """Makes values in threads, ahead of `get`, in the order of its calls; `jobs` has a key once for each call. An
-        error is raised by the `get` of its key, or occurs there again."""
+        """Makes values in threads, ahead of the calls of `get` and in their order; `jobs` has a key once for each call.
+        The `get` of a key raises the error of its job, or makes the value again."""
         times: Counter[Hashable] = Counter()
         with self._lock:
             for key, make in jobs:
@@ -383,7 +381,7 @@ class BoundedCache(Generic[Value]):
                 self._top_up()
 
     def _top_up(self) -> None:
-        """Starts as many of the waiting jobs as there is room for."""
+        """Starts waiting jobs while there is memory for them."""
         while self._waiting and (
             not (self._coming or self._ahead)
             or 2 * (sum(self._ahead.values()) + self._largest_bytes * (len(self._coming) + 1)) <= self.limit_bytes
@@ -427,13 +425,13 @@ _FEATURES: WeakKeyDictionary[nn.Module, tuple[Hashable, BoundedCache[Features]]]
 
 
 def keep_prepared(gib: float) -> None:
-    """Sets the memory for prepared media in this process."""
+    """Limits the cache of prepared media in this process to `gib` GiB."""
     PREPARED.limit_bytes = int(gib * 2**30)
 
 
 def _cache_of(body: nn.Module, version: Hashable) -> BoundedCache[Features]:
-    """The cache of features that `body` computed with this version of its weights; features of other versions are
-    dropped."""
+    """Returns the cache of features that `body` computed with this version of its weights. Features of other versions
+    are dropped."""
     found, cache = _FEATURES.get(body, (None, None))
     if cache is None:
         cache = BoundedCache(FEATURE_CACHE_BYTES, lambda features: features.nbytes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders of images: the files of an image processor, and a check that it fits the model."""
+"""Encoders of images: they load the files of an image processor, and check that it fits the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOGETHER = "processor_config.json"
 
 
 class ImageEncoder(Encoder):
-    """An encoder of images, and of videos as frames, based on an image processor of transformers."""
+    """An encoder of images, and of videos frame by frame, based on an image processor of transformers."""
 
     processor_name: ClassVar[str]  # of its processor's class, without the back end
 
@@ -31,7 +31,7 @@ class ImageEncoder(Encoder):
 
     @classmethod
     def load(cls, path: str | Path, config: Any, *, trust_remote_code: bool = False) -> Self:
-        """Reads the files of the processor.  Raises: ModelError where they are missing or do not fit the model."""
+        """Loads the files of the processor.  Raises: ModelError if they are missing or do not fit the model."""
         names = (PROCESSOR, VIDEO_PROCESSOR, TOGETHER)
         files = {name: content for name in names if (content := _read(path, name)) is not None}
         if (files.get(PROCESSOR) or files.get(TOGETHER, {}).get("image_processor")) is None:
@@ -65,7 +65,7 @@ def _read(path: str | Path, name: str) -> dict[str, Any] | None:
 
 
 def _check_fits(path: str | Path, config: Any, processor: Any, expected: str) -> None:
-    """Checks that the processor is the family's, and that the sizes of patches agree.  Raises: ModelError."""
+    """Checks that the processor belongs to the family, and that patch sizes agree.  Raises: ModelError."""
     found = type(processor).__name__
     way_out = "copy the processor's file from the folder that the model comes from"
     if not found.startswith(expected):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLaVA-OneVision: an image as a whole and in tiles without padding, with a token that ends each line; frames of a
-video at half the resolution."""
+"""LLaVA-OneVision. An image is read as a whole and in tiles without padding, with a token that ends each line. Frames
+of a video have half the resolution."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from whet.types import Media, MediaTokens
 
 @register_encoder("llava_onevision/image", aliases=("llava_onevision/video",))
 class LlavaVision(ImageEncoder):
-    """Tiles an image like transformers the only image of a prompt; a frame of a video is one tile at half the
-    resolution, and a token ends the last frame.
+    """Tiles an image as transformers tiles the only image of a prompt. A frame of a video is one tile at half the
+    resolution; a token ends the last frame.
 
     An image over `max_pixels` is reduced before tiling; `min_pixels` has no effect."""
 
@@ -55,7 +55,7 @@ class LlavaVision(ImageEncoder):
         return MediaTokens("<image>", (("<image>", count),), token_id, ((1, 1, count),), (height, width))
 
     def _unpadded(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of an image's patches in its tiles, as the model's `pack_image_features` leaves them."""
+        """Returns the rows and columns of patches that `pack_image_features` of the model keeps of an image's tiles."""
         best = select_best_resolution((height, width), self.config.image_grid_pinpoints)
         rows, columns = (length // self.side * self.across for length in best)
         if width / height > columns / rows:
@@ -79,7 +79,7 @@ class LlavaVision(ImageEncoder):
         return {"pixel_values": out["pixel_values"][0], "image_sizes": out["image_sizes"]}
 
     def embed(self, body: Any, prepared: Sequence[Prepared]) -> list[Hidden]:
-        """Features from one pass of the tower over all tiles and frames, with the model's own functions."""
+        """Computes features in one pass of the tower over all tiles and frames, with the model's own functions."""
         tiles = [next(value for name, value in each.items() if "pixel_values" in name) for each in prepared]
         states = body.vision_tower(torch.cat(tiles), output_hidden_states=True, return_dict=True).hidden_states
         layers = self.config.vision_feature_layer
@@ -102,6 +102,6 @@ class LlavaVision(ImageEncoder):
         return EncoderOutput(hidden if features[0].kind == "image" else torch.cat(hidden)[None])
 
     def smallest(self) -> Prepared:
-        """An image of one tile, plus the whole image."""
+        """Returns an image of one tile, plus the whole image."""
         pixels = torch.zeros(2, 3, self.side, self.side)
         return {"pixel_values": pixels, "image_sizes": torch.tensor([[self.side, self.side]])}

@@ -20,7 +20,7 @@ UNREAD -= auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
 
 
 def names_of(model_type: str) -> list[str]:
-    """The names of the registered encoders for a type of model."""
+    """Lists the names of the registered encoders for a type of model."""
     return [name for name in ENCODERS.names() if name.rpartition("/")[0] == model_type]
 
 
@@ -28,7 +28,7 @@ def load_encoders(path: str | Path, config: Any, *, trust_remote_code: bool = Fa
     """Loads the encoders of the model at `path`, with this transformers config; None for a text model.
 
     Needs no weights.  Raises: ModelError if files of its processors are missing or do not fit the model, and for a
-    vision model without a registered encoder that cannot run as a language model without its tower."""
+    vision model that has no registered encoder and cannot run as a language model without its tower."""
     families: dict[str, Any] = {each.rpartition("/")[2]: ENCODERS[each].load() for each in names_of(config.model_type)}
     if not families and config.model_type in UNREAD:
         expected = f"one of {', '.join(sorted({each.rpartition('/')[0] for each in ENCODERS.names()}))}"
@@ -39,12 +39,12 @@ def load_encoders(path: str | Path, config: Any, *, trust_remote_code: bool = Fa
 
 
 def attach(thing: Any, encoders: Encoders | None) -> None:
-    """Attaches `encoders` to a tokenizer or to the body of a model, where `encoders_of` finds them."""
+    """Attaches `encoders` to a tokenizer or to the body of a model, so that `encoders_of` finds them."""
     (body_of(thing) if isinstance(thing, nn.Module) else thing).encoders = encoders
 
 
 def encoders_of(thing: Any) -> Encoders | None:
-    """The encoders of a model from `load_policy`, or of a tokenizer from `load_tokenizer`; None without any."""
+    """Returns the encoders of a model from `load_policy`, or of a tokenizer from `load_tokenizer`; None without any."""
     if isinstance(thing, nn.Module):
         thing = thing.base_model if isinstance(thing, PreTrainedModel) else getattr(thing, "body", None)
     found = getattr(thing, "encoders", None)

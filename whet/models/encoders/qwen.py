@@ -26,7 +26,7 @@ NAMES = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_vi
 
 @register_encoder("qwen2_vl/image", aliases=("qwen2_vl/video", "qwen2_5_vl/image", "qwen2_5_vl/video"))
 class QwenVision(ImageEncoder):
-    """Qwen2-VL and Qwen2.5-VL: a video is one run of tokens; in Qwen2.5-VL the time positions follow its seconds."""
+    """Qwen2-VL and Qwen2.5-VL: a video is one run of tokens. In Qwen2.5-VL its time positions follow the seconds."""
 
     towers = ("visual",)
     processor_name = "Qwen2VLImageProcessor"
@@ -81,8 +81,8 @@ class QwenVision(ImageEncoder):
         return found
 
     def _time_step(self, kind: str, seconds: Sequence[float]) -> float:
-        """`tokens_per_second` times the seconds between two time steps in float32, as in Qwen2.5-VL's
-        `get_rope_index`."""
+        """Returns `tokens_per_second` times the seconds between two time steps in float32, as in `get_rope_index` of
+        Qwen2.5-VL."""
         rate = self.config.vision_config.to_dict().get("tokens_per_second")
         if kind == "image" or rate is None or seconds[-1] == seconds[0]:
             return 1.0
@@ -119,7 +119,7 @@ class QwenVision(ImageEncoder):
         return EncoderOutput(tuple(each.hidden for each in features), deep)
 
     def smallest(self) -> Prepared:
-        """An image of one token: `merge` x `merge` patches."""
+        """Returns an image of one token: `merge` x `merge` patches."""
         own = self.processor
         size = 3 * own.temporal_patch_size * own.patch_size**2
         return {
@@ -130,7 +130,7 @@ class QwenVision(ImageEncoder):
 
 @register_encoder("qwen3_vl/image", aliases=("qwen3_vl/video", "qwen3_vl_moe/image", "qwen3_vl_moe/video"))
 class Qwen3Vision(QwenVision):
-    """Qwen3-VL: a text with the second precedes each time step of a video, and each time step is a separate run."""
+    """Qwen3-VL: each time step of a video is a separate run of tokens, after a text with its second."""
 
     frame_limits = (128 * 32 * 32, 768 * 32 * 32)  # of all frames together
 
@@ -158,7 +158,7 @@ class Qwen3Vision(QwenVision):
 
 
 def _within(limits: PixelLimits, own: tuple[int, int]) -> tuple[int, int]:
-    """The limits in pixels; the processor's `own` limits fill in for missing ones, and yield to a given one."""
+    """Returns the limits in pixels. A missing limit is the processor's, from `own`, adjusted to fit a given one."""
     low, high = limits
     if low is None:
         low = own[0] if high is None else min(own[0], high)
@@ -168,11 +168,10 @@ def _within(limits: PixelLimits, own: tuple[int, int]) -> tuple[int, int]:
 
 
 def _resized_video(num_frames: int, size: Size, step: int, factor: int, fewest: int, most: int) -> Size:
-    """Height and width as multiples of `factor` with `fewest` to `most` pixels in all frames together.
+    """Computes height and width as multiples of `factor`; all frames together have `fewest` to `most` pixels.
 
-    As `smart_resize` in transformers' video_processing_qwen3_vl, which asks for torchvision in some versions.
-    Raises: ValueError.
-    """
+    Equals `smart_resize` in transformers' video_processing_qwen3_vl, which requires torchvision in some versions.
+    Raises: ValueError."""
     height, width = size
     if min(size) < factor:
         scale = max(factor / height, factor / width)
@@ -189,15 +188,15 @@ def _resized_video(num_frames: int, size: Size, step: int, factor: int, fewest: 
 
 
 def _times(seconds: Sequence[float], step: int) -> list[float]:
-    """The mean second of the first and last frame in each `step` frames; the last frame is repeated to fill them."""
+    """Returns the mean second of first and last frame in each `step` frames. The last frame is repeated to fill up."""
     filled = [*seconds, *[seconds[-1]] * (-len(seconds) % step)]
     return [(filled[at] + filled[at + step - 1]) / 2 for at in range(0, len(filled), step)]
 
 
 def _in_time(patches: torch.Tensor, num_frames: int, step: int) -> torch.Tensor:
-    """[F h w, 3 step p p] with each frame repeated `step` times -> [T h w, 3 step p p] with `step` frames together.
+    """Groups frames: [F h w, 3 step p p], each frame repeated `step` times -> [T h w, 3 step p p], `step` frames each.
 
-    T = ceil(F / step): the last frame is repeated to fill the last time."""
+    T = ceil(F / step). The last frame is repeated to fill the last group."""
     frames = patches.view(num_frames, -1, 3, step, patches.shape[1] // (3 * step))[:, :, :, 0]  # [F, h w, 3, p p]
     frames = torch.cat([frames, frames[-1:].expand(-num_frames % step, -1, -1, -1)])
     together = frames.unflatten(0, (-1, step)).permute(0, 2, 3, 1, 4)  # [T, h w, 3, step, p p]
@@ -205,5 +204,5 @@ def _in_time(patches: torch.Tensor, num_frames: int, step: int) -> torch.Tensor:
 
 
 def _first(prepared: Prepared, name: str) -> torch.Tensor:
-    """The first tensor whose name contains `name`, for an image or a video."""
+    """Returns the first tensor whose name contains `name`, for an image or a video."""
     return next(value for key, value in prepared.items() if name in key)

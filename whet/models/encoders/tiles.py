@@ -21,7 +21,7 @@ from whet.types import Media, MediaTokens
 
 
 class TiledVision(ImageEncoder):
-    """A family whose tower takes tiles [n, 3, side, side]; all its media share one token id."""
+    """A family of models whose tower reads tiles [n, 3, side, side]. All its media share one token id."""
 
     streams = {"video": "image"}  # noqa: RUF012
     towers = ("vision_tower", "multi_modal_projector")
@@ -57,16 +57,15 @@ class TiledVision(ImageEncoder):
         return EncoderOutput(torch.cat([each.hidden for each in features]))
 
     def smallest(self) -> Prepared:
-        """An image of one tile."""
+        """Returns an image of one tile."""
         return {"pixel_values": torch.zeros(1, 3, self.side, self.side)}
 
 
 @register_encoder("smolvlm/image", aliases=("smolvlm/video",))
 class SmolVision(TiledVision):
-    """SmolVLM: an image is resized to `longest_edge`, cut into rows and columns of tiles, and added as a whole.
+    """SmolVLM: resizes an image to `longest_edge`, cuts it into rows and columns of tiles, and adds the whole image.
 
-    `max_pixels` lowers the longest edge to its root, at least a tile's side; `min_pixels` has no effect.
-    """
+    `max_pixels` limits the longest edge to its root, but at least to a tile's side; `min_pixels` has no effect."""
 
     towers = ("vision_model", "connector")
     processor_name = "SmolVLMImageProcessor"
@@ -98,7 +97,7 @@ class SmolVision(TiledVision):
         return MediaTokens(placeholder, tuple(text), self.config.image_token_id, grids, (longest, longest))
 
     def _cuts(self, size: Size, longest: int) -> tuple[int, int]:
-        """Rows and columns of tiles, as in the processor's `resize_for_vision_encoder`; its
+        """Returns the rows and columns of tiles as in the processor's `resize_for_vision_encoder`, because its
         `get_number_of_image_patches` rounds differently. 0 and 0 for an image of one tile."""
         shape = np.broadcast_to(np.uint8(0), (3, *size))
         height, width = get_resize_output_image_size(shape, resolution_max_side=longest)
@@ -142,11 +141,10 @@ class SmolVision(TiledVision):
 
 @register_encoder("internvl/image", aliases=("internvl/video",))
 class InternVision(TiledVision):
-    """InternVL: an image is cut into the grid of tiles nearest to its shape, and added as a whole; a frame of a video
+    """InternVL: cuts an image into the grid of tiles nearest to its shape, and adds the whole image. A frame of a video
     is one tile.
 
-    `max_pixels` lowers, and `min_pixels` raises, the number of an image's tiles within the processor's own range.
-    """
+    `max_pixels` lowers, and `min_pixels` raises, the number of an image's tiles within the processor's own range."""
 
     processor_name = "GotOcr2ImageProcessor"
 
@@ -185,7 +183,7 @@ class InternVision(TiledVision):
 
 @register_encoder("gemma3/image")
 class Gemma3Vision(TiledVision):
-    """Gemma 3: every image is resized to one square, whose tokens attend to each other in both directions."""
+    """Gemma 3: resizes every image to one square. Its tokens attend to each other in both directions."""
 
     both_ways = True
     processor_name = "Gemma3ImageProcessor"
@@ -214,7 +212,7 @@ _TENS = re.findall(r"\w+", "twenty thirty forty fifty sixty seventy eighty ninet
 
 
 def _in_words(number: int) -> str:
-    """An English number up to 999 in words, as in num2words."""
+    """Writes a number up to 999 in English words, as num2words does."""
     if number < 20:
         return _WORDS[number]
     if number < 100:

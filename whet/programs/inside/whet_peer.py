@@ -60,7 +60,7 @@ class Copier(pickle.Pickler):
         self.peer = peer
 
     def persistent_id(self, obj: object) -> tuple[str, int] | None:
-        """The name of an object that is sent by name; None for a value that is copied."""
+        """Returns the name of an object that is sent by name; None for a value that is copied."""
         kind = type(obj)
         if kind is Remote:
             return "yours", object.__getattribute__(obj, "_number")
@@ -97,13 +97,13 @@ class Reader(pickle.Unpickler):
         return (lambda *values: kind(*values)) if kind in CHANGEABLE else kind
 
     def persistent_load(self, pid: tuple[str, int]) -> object:
-        """The object of a name: one of the other process, or one of this process that comes back."""
+        """Returns the object of a name: a `Remote` for the other process's object, or an own object."""
         kind, number = pid
         return Remote(self.peer, number) if kind == "mine" else self.peer.objects[number]
 
 
 class Printed(io.BytesIO):
-    """A buffer of printed bytes, up to a limit."""
+    """A buffer for printed bytes, up to a limit."""
 
     def write(self, data: Any) -> int:
         """Keeps the bytes, up to the limit."""
@@ -172,7 +172,7 @@ class Peer:
         return OPERATIONS[name](*values)
 
     def send(self, *message: object) -> None:
-        """Sends a message."""
+        """Sends a message to the other process."""
         data = self.pack(message)
         try:
             self.connection.sendall(LENGTH.pack(len(data)) + data)
@@ -180,7 +180,7 @@ class Peer:
             raise LostError("it ended") from error
 
     def pack(self, value: object) -> bytes:
-        """The bytes of a message."""
+        """Returns the bytes of a message."""
         file = io.BytesIO()
         Copier(file, self).dump(value)
         return file.getvalue()
@@ -248,8 +248,8 @@ def _forward(name: str) -> Callable[..., object]:
 
 
 def _among_remotes(name: str) -> Callable[[Remote, object], object]:
-    """An operation between two objects of the code. An operation with a value of the tests would show the code the
-    expected result, and let it decide the comparison."""
+    """Builds an operation between two objects of the code. An operation with a value of the tests is refused: it would
+    show the code the expected result, and let it decide the comparison."""
     return lambda self, other: self._peer.ask(name, self, other) if type(other) is Remote else NotImplemented
 
 
@@ -290,7 +290,7 @@ def _fill(old: Any, new: Any) -> None:
 
 
 def nurse(code: list[str], control: socket.socket) -> None:
-    """Forks a candidate for each connection; each is killed before the next."""
+    """Forks a candidate for each connection. A candidate is killed before the next one is forked."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
         os.dup2(null, descriptor)
@@ -360,6 +360,6 @@ def is_near(found: float, expected: float, tolerance: float) -> bool:
 
 
 def frame(text: str) -> bytes:
-    """A text in the frame that `main` reads: the number of its bytes, a line end, the bytes."""
+    """Encodes a text for `main`: the number of its bytes, a line end, the bytes."""
     data = text.encode(errors="replace")
     return f"{len(data)}\n".encode() + data

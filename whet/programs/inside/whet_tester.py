@@ -25,7 +25,7 @@ PYTEST += ["-p", "no:cacheprovider"]
 
 
 class Tester:
-    """The tests and the candidate that they run against."""
+    """Runs the tests against a candidate."""
 
     def __init__(self, nursery: socket.socket, tests: dict[str, Any]) -> None:
         self.nursery, self.tests = nursery, tests
@@ -67,7 +67,7 @@ class Tester:
         return results
 
     def run_code(self, case: str) -> None:
-        """Runs statements with assertions over the names of the code; calls `check` if they define it."""
+        """Runs statements with assertions, which see the names of the code; calls `check` if they define it."""
         space = types.ModuleType(TESTS)
         vars(space).update({name: self.names[name] for name in self._offered()})
         execute(self.tests["setup"] + "\n" + case, space)
@@ -84,7 +84,7 @@ class Tester:
 
     def run_pytest(self, case: str) -> None:
         """Runs a file of tests, which import the code as the module `solution`. The code may write to the scratch
-        folder, so pytest reads no file of it: tests are in memory; it loads no configuration, conftest.py or plugin."""
+        folder, so pytest reads nothing there: tests are in memory, without configuration, conftest.py or plugins."""
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         try:
             import pytest
@@ -120,13 +120,13 @@ class Tester:
             raise AssertionError(f"pytest ended with {int(status)}, and {len(passed)} tests passed")
 
     def _offered(self) -> list[str]:
-        """The names of the code that tests see without an import: all except names that the tests use for builtins or
-        their own imports; a name under test is always included."""
+        """Lists the names of the code that tests see without an import. Names that the tests use for builtins or their
+        own imports are left out; a name under test is always included."""
         used = {*vars(builtins), *self.tests["imported"]} - {self.tests["tested"]}
         return [name for name in self.names if name not in used]
 
     def _entry(self) -> Any:
-        """The function under test; `Solution.f` is Solution().f, and so is `f` if the code has no other `f`."""
+        """Returns the function under test. `Solution.f` is Solution().f, and so is `f` if the code has no other `f`."""
         name, _, method = self.tests["entry"].partition(".")
         if name not in self.names and "Solution" in self.names and not method:
             name, method = "Solution", name
@@ -141,7 +141,7 @@ def _error_class(name: str, bases: list[str]) -> type:
 
 
 def _listed(value: Any) -> object:
-    """The value with tuples converted to lists, as in JSON."""
+    """Converts tuples in a value to lists, as in JSON."""
     if type(value) in (list, tuple):
         return [_listed(each) for each in value]
     return {key: _listed(each) for key, each in value.items()} if type(value) is dict else value
