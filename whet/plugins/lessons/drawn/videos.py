@@ -34,7 +34,7 @@ def direction(
     num_frames: Frames = 4,
     prompt: str = "<video>Which way does the figure move? Answer with up, down, left or right.",
 ) -> Iterator[DataRow]:
-    """Rows with a figure that moves by the same step in each frame; the answer is up, down, left or right."""
+    """Yields rows with a figure that moves by the same step in each frame; the answer is up, down, left or right."""
     side, step = pixels // 4, max(1, 3 * pixels // 8 // (num_frames - 1))
     check_room(pixels, 1, 16 + step * (num_frames - 1))
 
@@ -59,7 +59,7 @@ def jumps(
     num_frames: Frames = 4,
     prompt: str = "<video>How often does the figure jump? Answer with a number.",
 ) -> Iterator[DataRow]:
-    """Rows with a figure that is in another place after some of the frames; the answer is the number of changes."""
+    """Yields rows with a figure that changes its place between some frames; the answer is the number of changes."""
     check_room(pixels, 4, 8)
     cell = pixels // 4
 
