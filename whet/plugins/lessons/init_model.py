@@ -331,7 +331,7 @@ def with_media(template: str, arch: VisionArch) -> str:
 def vision_model(
     arch: VisionArch, text: dict[str, Any], tokenizer: PreTrainedTokenizerBase, head_dim: int, patch_size: int
 ) -> PreTrainedModel:
-    """A model with random weights. Its tower has as many layers and heads as the text, and 3/4 of its width."""
+    """Returns a vision model with random weights. Its tower has the text's depth and heads, and 3/4 of its width."""
     hidden, layers, heads = text["hidden_size"], text["num_hidden_layers"], text["num_attention_heads"]
     width = 3 * hidden // 4
     if arch == "smolvlm":

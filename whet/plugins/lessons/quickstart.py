@@ -213,7 +213,7 @@ def stop_when_warm(config: SFTConfig, rows: Rows, warm_enough: float, likely_ste
 
 
 def is_good(run: Run) -> bool:
-    """Tells whether the latest step, and the validation before it, solved at least `GOOD_ACCURACY` of the problems."""
+    """Tells whether the last two validations, one of them at this step, reached the accuracy `GOOD_ACCURACY`."""
     found = [record["val/accuracy"] for record in run.history if "val/accuracy" in record][-2:]
     return "val/accuracy" in run.history[-1] and len(found) == 2 and min(found) >= GOOD_ACCURACY
 

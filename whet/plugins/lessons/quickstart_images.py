@@ -61,7 +61,7 @@ def write_model(path: Path, seed: int) -> str:
 
 
 def read_back(run_dir: Path, held_out: Rows, question: str = "How many figures?") -> list[Shown]:
-    """Three rows whose response was wrong before RL, by the name of the first picture; the page shows more of them."""
+    """Returns three rows that were wrong before RL, by the name of the first picture; the page shows more rows."""
     files = sorted((run_dir / "rl" / "rollouts").glob("validation_*.jsonl"))
     before, after = read_rollouts(files[0]), read_rollouts(files[-1])
     answers = list(zip(held_out, before, after, strict=True))

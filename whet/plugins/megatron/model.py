@@ -88,7 +88,7 @@ class Norm(nn.RMSNorm):
 
 
 class MegatronStage(core.GPTModel):  # type: ignore[misc]
-    """A pipeline stage: some of the layers. It returns hidden states even after the last layer; `head` follows them."""
+    """A pipeline stage: some of the layers. It returns hidden states; a `head` replaces the output layer."""
 
     head: nn.Linear | None
     pad_token_id: int | None
@@ -152,7 +152,7 @@ def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype
 
 
 def stage_of(config: Any, model: Any, part: int, role: RoleSettings) -> MegatronStage:
-    """Makes the `part`-th stage of this rank, without weight values, from Megatron-Core's config and transformers'."""
+    """Makes this rank's `part`-th stage without weight values; `config` is Megatron-Core's, `model` transformers'."""
     spec = core.get_gpt_layer_local_spec(config.num_moe_experts, False, config.qk_layernorm, normalization="RMSNorm")
     own = spec.submodules
     own.input_layernorm = own.pre_mlp_layernorm = Norm

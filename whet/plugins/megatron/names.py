@@ -69,7 +69,7 @@ class Rule:
 
 
 def rule_of(name: str, config: Any, layers_before: int = 0, experts_before: int = 0) -> Rule:
-    """The rule of a parameter of a stage; its first layer is `layers_before`, its first expert `experts_before`."""
+    """Returns a parameter's rule. Its stage starts at layer `layers_before`, with expert `experts_before`."""
     outside = {
         "embedding.word_embeddings.weight": Rule(("embed_tokens.weight",), 0),
         "output_layer.weight": Rule(("embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight",), 0),
@@ -109,7 +109,7 @@ def in_memory(rule: Rule) -> str:
 
 
 def whole_weight(rule: Rule, files: Mapping[str, Any], prefix: str, path: str) -> torch.Tensor:
-    """Reads a whole weight of Megatron-Core from the weights of files, by name.  Raises: ModelError."""
+    """Reads and joins Hugging Face weights from files to a whole Megatron-Core weight.  Raises: ModelError."""
     if rule.expert is not None and (stacked := f"{prefix}{in_memory(rule)}") in files:
         found: torch.Tensor = files[stacked][rule.expert]
         return found

@@ -88,7 +88,7 @@ def _share(group: dist.ProcessGroup) -> TokenShare | None:
 
 
 def join(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Makes a group for a single process.  Raises: EngineError for a subset of the ranks."""
+    """Starts torch.distributed if this is the only process.  Raises: EngineError for a subset of the ranks."""
     if not dist.is_initialized():
         dist.init_process_group(backends(device.type), store=dist.HashStore(), rank=0, world_size=1)
     if group is not None and group.size() != dist.get_world_size():

@@ -218,7 +218,7 @@ class CertifiedStep:
         return torch.cat([each.flatten() for each in found])
 
     def loss(self, group: Sequence[int], columns: Columns, outputs: Columns) -> Tensor:
-        """The loss of a step whose batch is one group, chosen from the columns and model outputs of all responses."""
+        """Returns the loss of a step on one group; selects its rows from the columns and outputs of all responses."""
         rows, metrics = torch.tensor(group), Metrics()
         shaper = Shaper(self.config)  # afresh: no group knows of another
         uid = torch.zeros(len(group), dtype=torch.int64)

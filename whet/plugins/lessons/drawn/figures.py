@@ -112,7 +112,7 @@ def grounding(
         '<image>Find all boxes. Answer with a JSON list of {"bbox_2d": [x1, y1, x2, y2], "label": "colour"} in pixels.'
     ),
 ) -> Iterator[DataRow]:
-    """Rows with 1 to `most` boxes of different colours that do not touch; the answer is the list for `detection`."""
+    """Yields rows with 1 to `most` separate boxes of different colours; the answer is a list for `detection`."""
     check_room(pixels, 3, 16)
 
     def draw(draws: random.Random) -> DataRow:

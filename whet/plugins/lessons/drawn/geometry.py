@@ -45,7 +45,7 @@ def questions(
 
 
 class Sheet:
-    """A square to draw on, in units of its side: the point (0, 0) is the left upper corner, (1, 1) the right lower."""
+    """A square to draw on. Its upper left corner has the coordinates (0, 0), its lower right corner (1, 1)."""
 
     def __init__(self, drawing: ImageDraw.ImageDraw, pixels: int) -> None:
         self._drawing, self._pixels = drawing, pixels

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about videos, as lists of frames: which way a figure moves, how often it jumps, how often one shows."""
+"""Questions about videos as lists of frames: a figure's direction, its jumps, and the frames that show a figure."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def flashes(
     num_frames: Frames = 8,
     prompt: str = "<video>In how many frames is a figure? Answer with a number.",
 ) -> Iterator[DataRow]:
-    """Rows with a figure in some of the frames, each time another one elsewhere; the answer is the number of frames."""
+    """Yields rows with a new figure in some of the frames; the answer is the number of frames that show a figure."""
     check_room(pixels, 2, 8)
     side = pixels // 2 - 4
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of a language model behind an OpenAI-compatible endpoint."""
+"""The reward `llm_judge`: a language model behind an OpenAI-compatible endpoint scores responses."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def compute_score(
 
 
 def _together(found: Sequence[JudgeReply | BaseException]) -> list[JudgeReply]:
-    """The replies of all judges.  Raises: the first error, with the tokens and the cost of all replies."""
+    """Returns the replies of all judges.  Raises: the first error, with the tokens and the cost of all replies."""
     answers = [each for each in found if isinstance(each, JudgeReply)]
     errors = [each for each in found if isinstance(each, BaseException)]
     if errors:
