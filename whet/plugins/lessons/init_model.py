@@ -93,7 +93,7 @@ _SPECIAL = (END_OF_TEXT, END_OF_TURN, START_OF_TURN)
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The shape of a model. Derived: intermediate size 3 x hidden, hidden / head_dim heads, half as many KV heads."""
+    """The shape of a model. Fixed: intermediate size 3 x hidden, hidden / head_dim heads, half as many KV heads."""
 
     num_layers: int
     hidden_size: int

@@ -231,7 +231,7 @@ class _RewardCheck:
                     self._find("pays too much", more, response)
 
     def _speed(self) -> None:
-        """Checks that the time for a long response grows no faster than its length, and that it is not paid."""
+        """Checks that the time for a response grows no faster than its length, and that a long one is not paid."""
         for unit in UNITS[: 2 if self.rows[0].programs else None]:
             seconds = []
             for size in (LONG, LONG * FACTOR):

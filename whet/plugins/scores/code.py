@@ -203,7 +203,7 @@ def read_tests(truth: Any, extra: Fields) -> Suite:
 
 
 def _is_null(value: object) -> bool:
-    """Tells whether a value is a null of arrow, pandas or JSON for an unused column: None, NaN, or such a text."""
+    """Tells whether a value is the null of arrow, pandas or JSON for an unused column: None, NaN, or text for these."""
     return not isinstance(value, list | dict) and str(value).strip().lower() in _NULLS
 
 
@@ -387,7 +387,7 @@ def _text(value: object) -> str:
 
 
 def _completed(source: str, tests: Suite) -> tuple[str, str]:
-    """Imports before the source, and the source, appended to the prompt if it continues it, as in HumanEval."""
+    """Returns imports to put before the source, and the source, after the prompt's code if it completes that code."""
     prompt, name = tests.prompt, tests.defines
     imports = (IMPORTS if tests.kind == "call" else "") + tests.imports
     defined = rf"^(?:async )?(?:def|class) (?:{re.escape(name)}|Solution)\b|^{re.escape(name)}\s*="

@@ -131,7 +131,7 @@ def count_capital_words(text: str) -> int:
 
 
 def language_of(text: str) -> str | None:
-    """The ISO 639-1 code of a text's language; None for a text without letters.  Raises: ModuleNotFoundError."""
+    """Detects a text's language (ISO 639-1); None for a text without letters.  Raises: ModuleNotFoundError."""
     import langdetect
 
     langdetect.DetectorFactory.seed = 0  # else the same text may get two languages

@@ -51,7 +51,7 @@ def read_truths(ground_truth: object, *_: object) -> list[object]:
 
 
 def extract_answer(text: str, *, needs_tag: bool) -> str | None:
-    """The content of the last closed `<answer>` after the last `</think>`; None, or the whole text, without one."""
+    """Returns the last closed `<answer>` after the last `</think>`; without it None, or all text unless `needs_tag`."""
     text = after_thought(text)
     before, closing, _ = text.rpartition("</answer>")
     _, opening, content = before.rpartition("<answer>")
@@ -116,7 +116,7 @@ def crossthinkqa(
     longest: Count | None = None,
     length_weight: Share = 0.5,
 ) -> dict[str, float | str | None]:
-    """Scores the correctness of the letter, and a `\boxed{}` around it (Nemotron-CrossThink, arXiv:2504.13941).
+    """Scores the correctness of the letter, and a `\\boxed{}` around it (Nemotron-CrossThink, arXiv:2504.13941).
 
     For right and boxed, right, wrong and boxed, wrong: `loose` gives 1, 1, -1, -1; `soft` 1, 0.5, -0.5, -1; `strict` 1,
     -1, -1, -1. `longest` multiplies a positive reward by 1 - length_weight * min(1, words / longest). The letter is

@@ -190,7 +190,7 @@ class ToolEnvironment:
         return self._counted(await self._ask("reset", prompt, seed))
 
     async def step(self, answer: Answer) -> Observation:
-        """Answers the calls of a turn, run concurrently; a turn without calls goes to the inner environment."""
+        """Runs a turn's calls concurrently and returns the results. Other turns go to the inner environment."""
         if not answer.tool_calls:
             return self._counted(await self._ask("step", answer))
         for session in self._sessions if answer.media else ():

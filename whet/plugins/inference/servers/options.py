@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options that all rollout engines with a server have, which their registration names as `shares`."""
+"""The options that all rollout engines with a server share; their registration names this class as `shares`."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def reading(
     most: Count = 2,
     prompt: str = "<image>Read the text.",
 ) -> Iterator[DataRow]:
-    """Rows with a line of 1 to `most` words of four letters, a quarter as high as wide; it is the answer for `ocr`."""
+    """Yields rows with a picture of 1 to `most` four-letter words, four times as wide as high; `ocr` scores them."""
     check_room(pixels, most, 40)
     font = ImageFont.load_default(pixels / most / 4)
 

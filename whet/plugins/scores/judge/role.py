@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`judge_scores`: a judge scores responses by a rubric; it is the policy, or a model with the role `reward_model`."""
+"""`judge_scores`: a judge scores responses by a rubric. The judge is the policy or the role `reward_model`."""
 
 from __future__ import annotations
 
