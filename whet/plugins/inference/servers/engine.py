@@ -44,7 +44,7 @@ UNREADABLE = (ValueError, KeyError, TypeError)  # answers of another form
 
 
 class ServerEngine(ServerWords):
-    """Requests, versions and weights of a server; abstract methods are the calls that differ between servers.
+    """Manages a server's requests, versions and weights. Abstract methods are the calls that differ between servers.
 
     A subclass passes its options to `__init__`, then the server's arguments to `launch`."""
 

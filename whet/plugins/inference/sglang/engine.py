@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout engine `sglang`: sends requests to its own SGLang server, and weights through this machine's memory."""
+"""The rollout engine `sglang` sends requests to its own SGLang server, and weights through this machine's memory."""
 
 from __future__ import annotations
 

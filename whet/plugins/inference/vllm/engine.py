@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout engine `vllm`. It sends requests to its own vLLM server, and weights through this machine's memory."""
+"""The rollout engine `vllm` sends requests to its own vLLM server, and weights through this machine's memory."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class VLLMEngine(ServerEngine):
 
     @classmethod
     def _plain(cls, options: Mapping[str, Any]) -> Interpreter | None:
-        """The environment of an engine in plain mode; None for one with whet's additions.  Raises: ConfigError."""
+        """Returns the interpreter of an engine in plain mode; None with whet's additions.  Raises: ConfigError."""
         found = cls.environment_of(options)
         is_plain = options["plain"] or found.other is not None
         check_routed(found, options, is_plain)
@@ -185,7 +185,7 @@ class VLLMEngine(ServerEngine):
             return replace(completion, routed=routed_of(answer, completion, self.routed))
 
     async def _streamed(self, live: Live, body: dict[str, Any]) -> Any:
-        """Returns the same reply, and meanwhile delivers tokens as Partial."""
+        """Reads a streamed reply, and delivers its tokens as Partial meanwhile.  Returns the whole reply."""
         tokens, log_probs, choice = list[int](), list[Any](), dict[str, Any]()
         async for event in self.server.client.events(GENERATE, {**body, "stream": True}):
             if "error" in event:
@@ -248,7 +248,7 @@ class VLLMEngine(ServerEngine):
         self._is_updating = self._has_adapter = False
 
     def load(self, weights: Weights, version: int) -> None:
-        """Fills the server's model, which samples without an adapter from now on.  Raises: as ServerEngine.load."""
+        """Loads weights into the model, which then samples without an adapter.  Raises: as ServerEngine.load."""
         self._adapter = None
         super().load(weights, version)
 
@@ -299,7 +299,7 @@ def _for_options(model: ModelConfig, adapter: bool, routed_experts: bool) -> dic
 
 
 def _for_adapter(model: ModelConfig) -> dict[str, Any]:
-    """The server arguments for the trained adapter.  Raises: ConfigError for an adapter that vLLM does not support."""
+    """Returns the server arguments for the trained adapter.  Raises: ConfigError if vLLM does not support it."""
     rank = model.lora.rank
     if rank is None or rank > RANKS[-1] or model.lora.path is not None or split_adapters(str(model.path))[1]:
         expected = f"model.lora.rank of 1 to {RANKS[-1]} (now {rank}), a model's folder, and no other adapter"
@@ -416,7 +416,7 @@ def _told_in_plain_mode(choice: Any, request: Request, version: int) -> Any:
 
 
 def likeliest_of(content: Sequence[Any], request: Request) -> tuple[Likeliest, ...]:
-    """The most probable tokens at each token of a reply, if requested; vLLM puts them after the sampled one."""
+    """Returns the most probable tokens at each token, if requested. vLLM lists them after the sampled token."""
     if not (count := request.params.num_likeliest):
         return ()
     pairs = [[(_token_id(each), each["logprob"]) for each in place["top_logprobs"]] for place in content]

@@ -58,7 +58,7 @@ def inside(found: Interpreter | None, sees: bool) -> dict[str, Any]:
 
 
 def without(found: Interpreter) -> str:
-    """Returns a warning: what a run in plain mode lacks."""
+    """Returns a warning with the features that plain mode lacks."""
     return (
         f"vLLM {found.version} samples in plain mode, by its public flags and calls. It does without what needs whet's "
         f"additions to {found.package.version}: draws of the native engine (a request has a seed of vLLM's, on a CPU "
@@ -109,7 +109,7 @@ def mixtures(model: torch.nn.Module) -> list[int]:
 
 
 def routed_of(answer: Any, completion: Completion, numbers: Sequence[int]) -> tuple[bytes, ...]:
-    """The experts of each token of an answer in the layers with these numbers, as `Completion.routed`.
+    """Reads each token's experts in the layers `numbers` from a reply, in the form of `Completion.routed`.
     Raises: EngineError."""
     tokens, told = len(completion.token_ids), answer["choices"][0].get("routed_experts")
     if not numbers or told is None:

@@ -198,7 +198,7 @@ def _read_media() -> None:
 
 
 def image_features(model: Any, items: list[MultimodalDataItem]) -> torch.Tensor:
-    """The tower's features of Qwen2.5-VL's images; SGLang's own function is wrong for patches other than 14 pixels."""
+    """Computes the tower's features of Qwen2.5-VL's images. SGLang's function needs patches of 14 pixels."""
     pixels = torch.cat([item.feature for item in items]).type(model.visual.dtype)
     features: torch.Tensor = model.visual(pixels, grid_thw=torch.cat([item.image_grid_thw for item in items]))
     return features

@@ -90,7 +90,7 @@ class PlainTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Belongs to the trainer's side; versions before 0.32 require it here.  Raises: NotImplementedError."""
+        """Is a method of the trainer's side, which versions before 0.32 require here.  Raises: NotImplementedError."""
         raise NotImplementedError
 
 

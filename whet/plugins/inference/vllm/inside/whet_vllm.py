@@ -77,7 +77,7 @@ class PartTransfer(whet_transfer.PlainTransfer):
 
 
 def _pack_experts(model: torch.nn.Module) -> None:
-    """Packs experts for the CPU's kernel again: vLLM does this once, while an update writes the checkpoint's layout."""
+    """Packs experts for the CPU's kernel again, since vLLM packs once and updates write the checkpoint's layout."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     for module in model.modules():
@@ -204,7 +204,7 @@ def _key_the_sampler() -> None:
 
 
 class FeatureCache:
-    """The tower's outputs by digest, least recently used ones dropped; vLLM drops its own at each update."""
+    """Caches the tower's outputs by digest, least recently used dropped first. vLLM clears its own at each update."""
 
     def __init__(self) -> None:
         self.tower: list[int] | None = None  # the hash of each of its weights; None: those of the start

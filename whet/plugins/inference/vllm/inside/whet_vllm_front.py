@@ -53,7 +53,7 @@ def _no_decisions(*_: Any) -> None:
 
 
 def _media(path: str) -> MultiModalKwargsItem:
-    """A media whose pixel values are in a safetensors file: its path, which the worker reads, and its grid."""
+    """Returns an image or video as the path of its safetensors file, whose pixels the worker reads, and its grid."""
     with safe_open(path, "pt") as file:
         data = {name: file.get_tensor(name)[0] for name in file.keys() if name.endswith("grid_thw")}  # noqa: SIM118
         if not data:  # SmolVLM: pixels [1, tiles, 3, side, side]
@@ -74,7 +74,7 @@ def _with_patches(*, prompt_token_ids: list[int], mm_placeholders: dict[str, lis
 
 
 def _patches_of(token_ids: list[int], run: Any) -> torch.Tensor | None:
-    """Returns True for tokens equal to the first of the run; None if all are equal."""
+    """Returns the mask of tokens that equal the first of the run; None if all are equal."""
     tokens = torch.tensor(token_ids[run.offset : run.offset + run.length])
     found = tokens == tokens[0]
     return None if found.all() else found
