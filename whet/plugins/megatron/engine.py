@@ -45,14 +45,14 @@ from whet.registry import register_engine
 class MegatronEngine(Engine):
     """Megatron-Core's GPTModel of its local layers, for Llama, Qwen 2.5 and 3, Qwen3-MoE and Mixtral.
 
-    tensor: parts of a layer's heads and inner numbers, and of a row's tokens between them.
-    pipeline: parts of the layers, one after another.
-    virtual: parts of a rank's layers, interleaved with those of the others: less waiting, more messages.
-    expert: parts of the experts, over the ranks of a stage.
-    context: parts of a row's tokens.
+    tensor: number of parts of a layer's heads and inner dimension, and of a row's tokens between layers.
+    pipeline: number of consecutive parts of the layers.
+    virtual: number of parts of a rank's layers, interleaved with other ranks' parts: less waiting, more messages.
+    expert: number of parts of the experts, over the ranks of a stage.
+    context: number of parts of a row's tokens.
     context_by: `heads`: ranks exchange tokens for heads in attention; `transformer_engine`: Megatron-Core's own form.
-    distributed_optimizer: the optimizer's state in shards over the ranks that read different rows.
-    hugging_face: checkpoints have the weights in Hugging Face's form too, which `whet export` reads.
+    distributed_optimizer: shards the optimizer's state over the ranks that read different rows.
+    hugging_face: checkpoints also have the weights in Hugging Face's form, which `whet export` reads.
     """
 
     refuses = staticmethod(checks.refuses)

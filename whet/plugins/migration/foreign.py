@@ -24,7 +24,7 @@ UNSET = object()  # the default of a key that has none in the table
 
 @dataclass(frozen=True)
 class KeyRow:
-    """One or more keys of another framework, and the rule that converts their values."""
+    """Keys of another framework, or a single key, and the rule that converts their values."""
 
     theirs: tuple[str, ...]  # keys, some as key=value
     ours: tuple[str, ...] = ()

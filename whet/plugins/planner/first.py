@@ -124,7 +124,7 @@ def mesh_of(config: RunConfig, role: str) -> Mesh:
 
 
 def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: bool, pool: str, gib: float | None) -> int:
-    """Returns the bytes of a process of a pool: the larger value of sampling and updates."""
+    """Returns the bytes of a process of a pool: the larger one of its sampling and its updates."""
     weights, words, layers, experts = (float(shape[name]) for name in ("weights", "words", "layers", "in_experts"))
     narrow = config.model.dtype == "bfloat16" or (
         config.model.dtype == "auto" and (on_device or bool(BFLOAT16 & {*instruction_set().split()}))

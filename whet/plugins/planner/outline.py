@@ -105,7 +105,7 @@ class Outline:
 
     @property
     def trained_share(self) -> float:
-        """The fraction of parameters that are trained: trained ones, adapters included, over those of the model."""
+        """The number of trained parameters, adapters included, divided by the number of the model's parameters."""
         return self.gradient_bytes / FLOAT32 / self.num_weights
 
     @property

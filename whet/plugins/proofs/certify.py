@@ -47,7 +47,7 @@ class World:
 
     @cached_property
     def responses(self) -> list[tuple[int, ...]]:
-        """All possible responses. Token 0 or the length limit ends a response."""
+        """The list of all possible responses. Token 0 or the length limit ends a response."""
         inner, size = range(1, self.vocabulary), self.length
         ended = [(*body, 0) for shorter in range(size) for body in itertools.product(inner, repeat=shorter)]
         return ended + list(itertools.product(inner, repeat=size))

@@ -30,9 +30,9 @@ def detection(
     metric: Literal["iou", "map"] = "iou",
     thresholds: Sequence[Share] = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95),
 ) -> dict[str, float]:
-    """Mean IoU of matched boxes, or mAP, of the JSON list of boxes in a response; 0 without such a list.
+    """Scores the JSON list of boxes in a response by the mean IoU of matched boxes, or by mAP; 0 without a list.
 
-    A box is `{"bbox_2d": [x1, y1, x2, y2], "label": ...}` (or `bbox`), with a `score` by option. `iou`: boxes of equal
+    A box is `{"bbox_2d": [x1, y1, x2, y2], "label": ...}` (or `bbox`); it may have a `score`. `iou`: boxes of equal
     label are matched greedily, largest IoU first; the sum is divided by the larger number of boxes, so that neither
     missing nor additional boxes pay. `map`: mean over labels and `thresholds` of the area under the precision-recall
     curve, boxes in descending score. The list is the last in the text after `</think>`. The accuracy is 1 where all
@@ -65,7 +65,7 @@ def read_boxes(ground_truth: Any, *_: object) -> list[Box]:
 def grounding(
     solution_str: str, ground_truth: Any, *, metric: Literal["iou", "accuracy"] = "iou", threshold: Share = 0.5
 ) -> dict[str, float]:
-    """IoU of the last box of a response and the box of the ground truth; 0 without a box. `detection` takes several.
+    """Scores the last box of a response by its IoU with the true box; 0 without a box. `detection` takes several.
 
     A box is four numbers x1, y1, x2, y2 in brackets, in the text after the last `</think>`. `accuracy` pays 1 if the
     IoU is at least `threshold`, else 0. The ground truth is a list of numbers, or a text with them.  Raises: ValueError

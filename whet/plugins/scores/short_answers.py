@@ -51,7 +51,7 @@ def read_truths(ground_truth: object, *_: object) -> list[object]:
 
 
 def extract_answer(text: str, *, needs_tag: bool) -> str | None:
-    """Returns the last closed `<answer>` after the last `</think>`; without it None, or all text unless `needs_tag`."""
+    """Returns the last closed `<answer>` after the last `</think>`; without one None if `needs_tag`, else all text."""
     text = after_thought(text)
     before, closing, _ = text.rpartition("</answer>")
     _, opening, content = before.rpartition("<answer>")

@@ -100,7 +100,7 @@ class Desk:
     def check_room(
         self, owner: str, what: str, most: int, held: Callable[[ClientSession], int], number: int = 1
     ) -> None:
-        """Checks that an owner takes at most half of the room that others leave, so that some room is always left.
+        """Checks that an owner takes at most half of the room that others leave, so that some room is always free.
         Raises: RefusedError."""
         own = sum(held(each) for each in self.sessions.values() if each.owner == owner)
         others = sum(map(held, self.sessions.values())) - own
@@ -140,7 +140,7 @@ class Desk:
         return name
 
     def enter(self, model: str, seq: int, digest: bytes, work: Work, size: int, now: float) -> DeskRequest:
-        """Takes a request of a model in order; a request that is already there is returned.  Raises: RefusedError."""
+        """Enters a request of a model in order; returns the earlier one if it repeats.  Raises: RefusedError."""
         own, name = self.models[model], f"{model}:{seq}"
         if (known := self._known(name, digest)) is not None:
             return known

@@ -61,7 +61,7 @@ class Store:
         return self.folder.joinpath(*parts)
 
     def find(self, owner: str, path: str) -> tuple[Path, Saved]:
-        """A checkpoint with its meta.json.  Raises: RefusedError if it is missing or belongs to another owner."""
+        """Finds a checkpoint and its meta.json.  Raises: RefusedError if it is missing or belongs to another owner."""
         place = self.place(path)
         saved = _read(place)
         if saved is None or saved.owner != owner:

@@ -56,7 +56,7 @@ class Base:
 
 @dataclass(frozen=True)
 class SharedRole(RoleSettings):
-    """Settings of one of several models in a process. An adapter's module copies `base` but shares its weights."""
+    """The settings of one of several models in a process. An adapter's module copies `base` but shares its weights."""
 
     base: Base | None = None
 
@@ -120,8 +120,8 @@ class Training:
         yield write_loss_output(rows.outputs(seen), {"loss:sum": total})
 
     def _parts(self, engine: Engine, batch: Batch, is_picked: bool) -> Iterable[list[int]]:
-        """The rows of this rank by forward pass, the same number on each rank: one row each if the whole vocabulary is
-        read; all rows at once if experts have an auxiliary loss, which is over all rows together."""
+        """Returns this rank's rows for each of the forward passes, equally many on each rank: one row each if the loss
+        reads the whole vocabulary; all rows together if experts have an auxiliary loss, which is over all rows."""
         rows = [*range(engine.dp_rank, len(batch), engine.dp_size)]
         if is_picked:
             return (rows[at : at + 1] for at in range(-(-len(batch) // engine.dp_size)))
@@ -193,7 +193,7 @@ class TrainingRanks:
         self.close = self._group.close
 
     def __call__(self, method: str, *arguments: Any) -> Any:
-        """The result of the first rank.  Raises: the method's errors; WorkerError if the ranks are lost."""
+        """Returns the first rank's result of a method.  Raises: the method's errors; WorkerError if ranks are lost."""
         found = self._group.call("do", method, arguments)
         for each in found:
             if isinstance(each, WhetError):

@@ -150,7 +150,7 @@ def _array(value: bytes, dtype: int, where: str) -> Array:
 
 
 def write_loss_output(log_probs: Sequence[npt.NDArray[np.float32]], metrics: Mapping[str, float]) -> bytes:
-    """A ForwardBackwardOutput with the log-probs [n] or [n, K] of each datum; rows of one width share a record."""
+    """Encodes a ForwardBackwardOutput: log-probs [n] or [n, K] of each datum; rows of equal width share a record."""
     out = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
     for name, number in metrics.items():
         out.metrics.add(key=name, value=number)
