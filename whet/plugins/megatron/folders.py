@@ -20,7 +20,7 @@ COPIED = ("*.json", "*.model", "*.jinja", "*.txt")  # config and tokenizer
 
 
 class _Empty(MegatronEngine):
-    """A model whose weights are read later."""
+    """A model without weights, which are read later."""
 
     def _fill(self) -> None: ...
 

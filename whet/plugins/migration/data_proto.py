@@ -43,7 +43,7 @@ class RewardBatch(DataProto):
 
     @property
     def ground_truth(self) -> list[object]:
-        """The ground truth of each response."""
+        """The ground truths of the responses, in order."""
         return list(self.non_tensor_batch["ground_truth"])
 
 

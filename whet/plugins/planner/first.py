@@ -29,7 +29,7 @@ FILLED, MOST_TOKENS, TOKEN_STEP = 0.75, 32_768, 512
 
 
 class Kept(NamedTuple):
-    """Counts of the activations that a forward and backward pass keeps for each token."""
+    """The numbers of activations that a forward and backward pass keeps for each token."""
 
     hidden: float  # that a layer keeps of a token, times its hidden size
     inner: float  # and times its inner size

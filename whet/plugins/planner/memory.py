@@ -46,7 +46,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory plan of one process: bytes by item and phase."""
+    """The memory plan of one process: its items, with the bytes of each in each phase."""
 
     items: tuple[Item, ...]
     phases: tuple[str, ...]
@@ -199,7 +199,7 @@ def _pass_bytes(setup: Setup, name: str) -> tuple[int, float]:
 
 
 def sized(settings: RoleSettings, setup: Setup, name: str) -> RoleSettings:
-    """Returns a role's settings. If they depend on an accelerator's memory, it fills in the tokens of its
+    """Returns a role's settings in a run. On an accelerator of known memory, the planner sets the tokens of
     micro-batches."""
     if setup.device is None or not setup.device.total:
         return settings
@@ -385,7 +385,7 @@ def sampling_bytes(config: TrainConfig, model: Any, planned: RolloutBytes) -> in
 
 
 def bytes_per_logit(rollout: RolloutConfig, item: int) -> int:
-    """Returns the bytes for each sampled logit: the logit, its float32 copy, log-softmax, probabilities, sums."""
+    """Returns the bytes of sampling for each logit: the logit, its float32 copy, log-softmax, probabilities, sums."""
     penalties = rollout.repetition_penalty, rollout.presence_penalty, rollout.frequency_penalty
     is_constrained = penalties != (1, 0, 0) or bool(rollout.bad_words) or rollout.allowed_token_ids is not None
     is_cut = rollout.top_p < 1 or rollout.top_k > 0  # sorted with their order, and cut by it

@@ -210,7 +210,7 @@ class Outline:
 
     @property
     def kept(self) -> Kept:
-        """Counts of the activations that a pass keeps: lower if layers are compiled."""
+        """The numbers of activations that a pass keeps: fewer if layers are compiled."""
         role, dtype = self.role, self.role.forward.dtype
         compiles = self.device_type != "cpu" and is_compiled(role.engine.name, role.engine.options)
         is_known = fits_one_call(self.config, dtype) and not self.experts[0]

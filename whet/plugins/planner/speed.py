@@ -127,7 +127,7 @@ def _forward(model: Outline, rows: list[RowLength], rates: Rates) -> float:
 
 
 def _forward_flops(model: Outline, rows: list[RowLength]) -> float:
-    """Returns the FLOPs of a forward pass: two for each weight and token; in attention, two products of the head size
+    """Returns the FLOPs of a forward pass: two for each weight and token, and in attention two products of head size
     for each pair of tokens."""
     shares = model.role.forward.packing and model.role.forward.share_prompts
     prompts = {row.prompt: row.prompt_tokens for row in rows}.values() if shares else [r.prompt_tokens for r in rows]

@@ -31,7 +31,7 @@ MAX_WAITING = 1024  # programs beyond those that run; more get status 429
 
 
 class RunRequest(BaseModel):
-    """The body of /run_code."""
+    """The body of a /run_code request."""
 
     code: str
     language: str

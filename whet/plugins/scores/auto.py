@@ -68,7 +68,7 @@ def score_math_or_code(
     *,
     sandbox: str = "bubblewrap",
 ) -> Any:
-    """Scores a response by `code` or `math`: the first that occurs in `ability`, else `data_source`. If neither occurs,
+    """Scores a response by `code` or `math`. `ability`, or else `data_source`, contains one of these words; otherwise
     tests in the ground truth select `code`. For rows of Skywork-OR1, which use the manager `yr`.
 
     Raises: the errors of `code`."""

@@ -89,7 +89,7 @@ def compute_score(
     paths: Sequence[str] = (),
     tolerance: Share = 0.0,
 ) -> dict[str, float | str]:
-    """Tests the last fenced code block: 1 if all tests pass (`binary`), the passed share, or its 4th power (`fraction4`).
+    """Tests the last fenced code block: 1 if all pass (`binary`), the passed share, or its 4th power (`fraction4`).
 
     Tests in the ground truth, or as JSON text: `{"inputs": [...], "outputs": [...]}`, with `fn_name` for calls of a
     function; `[{"input", "output", "testtype"}]` as in LiveCodeBench; `{"test", "entry_point"}` as in HumanEval; a list

@@ -293,7 +293,7 @@ class Curves:
         self.files = (CurvesFile(folder / METRICS), CurvesFile(folder / TIMINGS))
 
     def refresh(self) -> None:
-        """Reads the lines that the run has written since the last call."""
+        """Reads the lines that the run has appended since the last call."""
         for file in self.files:
             file.refresh()
 
