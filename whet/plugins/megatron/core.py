@@ -52,7 +52,7 @@ if not hasattr(moe_utils, "te_general_gemm"):
 
 
 class _Here:
-    """Writes a part of a checkpoint in this process: a separate writer process would outlive a killed rank."""
+    """Writes a part of a checkpoint in this process. A separate writer process would outlive a killed rank."""
 
     def __init__(self, target: Callable[..., None], kwargs: Mapping[str, Any]) -> None:
         self.start = partial(target, **kwargs)

@@ -39,7 +39,8 @@ class HttpSandbox:
 
     @cached_property
     def languages(self) -> Mapping[str, Language | str]:
-        """The languages that a whet service reports, plus the client's own `languages`.  Raises: SandboxError."""
+        """The languages that a whet service reports, plus the client's own `languages`; for SandboxFusion, its fixed
+        list.  Raises: SandboxError."""
         told = self._ask("/v1/languages", None, GRACE_SECONDS)
         if told is None and self._own:
             found = f"{', '.join(self._own)}, and the service at {self.name} takes no languages of its clients"

@@ -69,7 +69,7 @@ class Store:
         return place, saved
 
     def begin(self, path: str, overwrite: bool) -> Path:
-        """Creates the folder of a new checkpoint.  Raises: RefusedError if it exists."""
+        """Creates the folder of a new checkpoint.  Raises: RefusedError if it exists and `overwrite` is false."""
         place = self.place(path)
         if _read(place) is not None and not overwrite:
             raise RefusedError(409, f"there is a checkpoint {path}; give another name, or overwrite=True")
