@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools around an environment, environments that ship, and the check of an environment."""
+"""Tools for an environment, shipped environments, and a check of environments."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet env check`: plays an environment in separate processes and looks for faults, each call with a deadline.
+"""`whet env check`: plays an environment in separate processes and looks for faults. Each call has a deadline.
 
-The probes run in children (`prepare`), the conclusions are drawn here. Two templates of children have different hash
-seeds, which reveals results that depend on the order of a set or on a hash."""
+Probes run in child processes (`prepare`); this process evaluates their results. The children come from two templates
+with different hash seeds, which reveals results that depend on the order of a set or on a hash."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ STRANGE: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class EnvironmentFinding:
-    """A check, its result (None: it does not apply), and the reason."""
+    """A check, its result (None: the check does not apply), and the reason."""
 
     name: str
     is_ok: bool | None
@@ -60,8 +60,8 @@ class EnvironmentFinding:
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings of a check. `answers` replace the general answers; an environment with `choices()` supplies its
-    own."""
+    """The settings of a check. `answers` replace the general answers; an environment with `choices()` supplies its own
+    answers."""
 
     prompt: Prompt
     answers: Sequence[str] = ()
@@ -73,7 +73,7 @@ class Plan:
 
 @runtime_checkable
 class Offers(Protocol):
-    """An environment that lists its valid answers, for tools that play it."""
+    """An environment that lists its valid answers, for programs that play it."""
 
     def choices(self) -> Sequence[str]:
         """Returns the answers that the environment's current state allows."""
@@ -81,9 +81,9 @@ class Offers(Protocol):
 
 
 def check(environment: str, options: Mapping[str, object], plan: Plan) -> Iterator[EnvironmentFinding]:
-    """Yields the results, in a fixed order, each as soon as it is known.
+    """Yields the result of each check in a fixed order, as soon as it is known.
 
-    Raises: RegistryError, ConfigError for an option that the environment does not have, any error of the import."""
+    Raises: RegistryError; ConfigError for an option that the environment does not have; any error of the import."""
     entry = ENVIRONMENTS[environment]
     resolved = entry.resolve_options(options, "--option")
     target = environment if ":" in environment else entry.function or environment
@@ -93,7 +93,7 @@ def check(environment: str, options: Mapping[str, object], plan: Plan) -> Iterat
 
 
 class _Children:
-    """Children of one template; `ask` runs a probe, a function of this module, in a new child or in a kept one."""
+    """Child processes of one template. `ask` runs a probe, a function of this module, in a new or a kept child."""
 
     def __init__(self, code: bytes, plan: Plan) -> None:
         self._children = Children("whet.plugins.agents.check:prepare", pickle.dumps((code, plan)), replies=(dict,))
@@ -107,7 +107,7 @@ class _Children:
         self._children.close()
 
     def ask(self, probe: Probe, *arguments: object, child: Callee | None = None, seconds: float | None = None) -> Found:
-        """The result of a probe; its field `ended` is the reason why the process ended without a result."""
+        """Runs a probe and returns its result. If the process ended without one, the field `ended` has the reason."""
         used, seconds = child or self._children.start(), seconds or self._seconds
         self._children.call(used, None, pickle.dumps((probe, arguments)), seconds)
         while True:
@@ -121,7 +121,7 @@ class _Children:
                     return {"ended": why, "is_late": event.is_late}
 
     def start(self) -> Callee:
-        """A child that is kept for several probes."""
+        """Starts a child that is kept for several probes."""
         return self._children.start()
 
 
@@ -130,7 +130,7 @@ class _EnvironmentCheck:
         self.plan, self.first, self.second = plan, first, second
 
     def run(self) -> Iterator[EnvironmentFinding]:
-        """Yields the results. If the environment does not finish an episode, it is not checked further."""
+        """Yields the results of all checks. They end early if the environment does not finish an episode."""
         seed = self.plan.seed
         alone = self.first.ask(_play, [seed])
         if "ended" in alone:
@@ -213,7 +213,7 @@ class _EnvironmentCheck:
 
 
 def _difference(one: Sequence[Parts], two: Sequence[Parts], what: str) -> str:
-    """The first turn and part in which transcripts differ, with both values."""
+    """Returns the first turn and part in which two transcripts differ, with both values."""
     pairs = zip_longest(one, two, fillvalue={"failure": "no observation"})
     turn, (left, right) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     name = next(each for each in ("failure", *left) if left.get(each) != right.get(each))
@@ -227,7 +227,7 @@ def _short(text: object) -> str:
 
 
 def prepare(argument: bytes) -> Serve:
-    """Loads the environment in the template.  Returns the main function of its children."""
+    """Loads the environment in the template process.  Returns the main function of its children."""
     code, plan = pickle.loads(argument)
     make = pickle.loads(code).load()
     return lambda caller: asyncio.run(_serve(caller, make, plan))
@@ -243,7 +243,7 @@ async def _serve(caller: Caller, make: Make, plan: Plan) -> None:
 
 @dataclass
 class _Played:
-    """An episode that is being played."""
+    """An episode in progress."""
 
     make: Make
     plan: Plan
@@ -271,7 +271,7 @@ class _Played:
         await self.call("starts", "reset", self.prompt, self.seed)
 
     async def turn(self) -> None:
-        """Plays an answer, drawn by seed and turn number."""
+        """Plays one turn; the seed and the turn number determine the answer."""
         if self.is_over:
             return
         offered = self.plan.answers or (
@@ -281,7 +281,7 @@ class _Played:
         await self.call("answers", "step", Answer(draws.choice(list(offered))))
 
     async def call(self, name: str, *arguments: Any) -> Observation | Failure:
-        """Calls the environment and records the outcome for its check; tasks for sub-agents get a result at once."""
+        """Calls the environment, and records the outcome for its check. Tasks for sub-agents get a result at once."""
         outcome, rounds = await self.running.call(*arguments), 0
         while isinstance(outcome, Observation) and outcome.tasks and rounds < self.plan.max_turns:
             self.asked += [str(task) for task in outcome.tasks]
@@ -320,7 +320,7 @@ class _Played:
 
 
 def _parts(seen: Observation, asked: Sequence[str]) -> Parts:
-    """The parts of an observation as texts; media by their digests, tasks as they were asked."""
+    """Returns the parts of an observation as texts: media by their digests, tasks as the environment gave them."""
     messages = [message.to_dict() for message in seen.messages]
     media = [(each.kind, each.digest) for each in seen.media]
     parts = {**vars(seen), "messages": messages, "media": media, "tasks": list(asked)}
@@ -328,7 +328,7 @@ def _parts(seen: Observation, asked: Sequence[str]) -> Parts:
 
 
 def _plain(value: object) -> object:
-    """The value with keys and sets in sorted order; other objects as texts without addresses."""
+    """Converts a value for comparison: keys and sets in sorted order, other objects as texts without addresses."""
     match value:
         case Mapping():
             return {str(name): _plain(each) for name, each in sorted(value.items(), key=lambda item: str(item[0]))}
@@ -342,7 +342,7 @@ def _plain(value: object) -> object:
 
 
 def _size(media: Media) -> int:
-    """Bytes of the encoded file, or of all frames."""
+    """Returns the bytes of the encoded file, or of all frames."""
     sources = media.source if isinstance(media.source, tuple) else (media.source,)
     return sum(len(each) if isinstance(each, bytes) else Path(each).stat().st_size for each in sources)
 
@@ -352,7 +352,7 @@ async def _load(make: Make, plan: Plan) -> Found:
 
 
 async def _play(make: Make, plan: Plan, seeds: Sequence[int]) -> Found:
-    """Plays episodes of several seeds in turn; later seeds start first."""
+    """Plays several episodes in turns, one for each seed; later seeds start first."""
     start, played = time.perf_counter(), [_Played(make, plan, seed) for seed in seeds]
     for each in reversed(played):
         await each.begin()
@@ -390,7 +390,7 @@ async def _after_the_end(make: Make, plan: Plan) -> Found:
 
 
 async def _restores(make: Make, plan: Plan) -> Found:
-    """Copies an environment after a turn, and plays the copy after the original."""
+    """Copies an environment after a turn, and plays on with the original, then with the copy."""
     played, copied = (_Played(make, plan, plan.seed) for _ in range(2))
     await played.begin()
     await played.turn()
@@ -412,7 +412,7 @@ async def _restores(make: Make, plan: Plan) -> Found:
 
 
 async def _close(make: Make, plan: Plan) -> Found:
-    """Closes an environment twice, after a turn and after its constructor."""
+    """Closes an environment twice: once after a turn, and once right after its construction."""
     for num_turns in (1, 0):
         played = _Played(make, plan, plan.seed)
         if num_turns:
@@ -434,7 +434,7 @@ async def _close(make: Make, plan: Plan) -> Found:
 
 
 async def _answer(make: Make, plan: Plan, text: str) -> Found:
-    """Plays an answer twice, if the first does not end the episode."""
+    """Plays an answer; plays it again if the episode has not ended."""
     played = _Played(make, plan, plan.seed)
     await played.begin()
     for _ in range(2):

@@ -80,7 +80,7 @@ async def _play(
     agent: str = "",
     box: Toolbox | None = None,
 ) -> Result:
-    """Plays until the end; `agent` is the sub-agent, if any."""
+    """Plays an episode until its end; `agent` is the name of the sub-agent, if any."""
     from whet.environments.protocol import Answer, Result
     from whet.environments.running import EnvironmentSpec, Running
     from whet.types import Failure
@@ -129,7 +129,7 @@ async def _play(
 
 
 def _tell(folder: Path, messages: Sequence[Message], media: Sequence[Media], before: str = "") -> None:
-    """Prints the texts of messages, and the paths of their pictures, which are written as PNG files to the folder."""
+    """Prints the texts of messages. Writes their pictures to the folder as PNG files, and prints the paths."""
     left = list(media)
     for message in messages:
         parts = message.content if isinstance(message.content, list) else [{"type": "text", "text": message.content}]
@@ -158,7 +158,7 @@ def _tell_picture(folder: Path, media: Media) -> None:
 
 
 def _read_answer(shown: str) -> str | None:
-    """A line of input, or several lines between two lines that begin with three backticks; None at the end."""
+    """Reads a line of input, or several lines between two lines that begin with three backticks; None at the end."""
     typer.echo(shown, nl=False)
     lines: list[str] = []
     while line := sys.stdin.readline():

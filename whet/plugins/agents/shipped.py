@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shipped environments: a calculator, a minimal tool; and gymnasium's environments, with actions and observations as
+"""Shipped environments: a calculator as a minimal tool, and gymnasium's environments with actions and observations as
 text."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
 
 @register_environment("calculator", pure=True)
 class Calculator:
-    """A calculator: replies to <calc>expression</calc> with the value; a turn without one ends the episode."""
+    """Replies to <calc>expression</calc> with the value; a turn without an expression ends the episode."""
 
     def __init__(self, prompt: Prompt, *, role: str = "tool") -> None:
         self.role = role
@@ -44,10 +44,9 @@ class Calculator:
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression of numbers, + - * / and brackets, as text; else an error message.
+    """Returns the value of an arithmetic expression of numbers, + - * / and brackets, as text; else an error message.
 
-    Integers are exact; other values have up to 12 digits.
-    """
+    Integers are exact; other values have up to 12 digits."""
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
         if not math.isfinite(value):
@@ -77,12 +76,12 @@ NUMBER = r"(?<![\w.-])-?[0-9]+(?:\.[0-9]+)?(?!\w|\.[0-9])"
 
 @register_environment("gymnasium")
 class Gymnasium:
-    """An environment of gymnasium with discrete actions. The action of a turn is the last of the words `actions` in it
-    (without them its last number, if that is an action); a turn without an action takes no step, gets the reply
-    `invalid_text` and pays `invalid_reward`. An observation is its value as text; with `render=true` the environment's
-    own text (ansi), or the text of the function `render` (`package.module:name`). `success` is 1 if the episode
-    terminated with a reward of at least `success_reward` (CliffWalking: -1). By default it is 1 for a reward above 0,
-    and left out if a step before the end pays above 0 too (CartPole)."""
+    """An environment of gymnasium with discrete actions. The action of a turn is its last word from `actions`, or
+    without `actions` its last number if that is an action. A turn without an action takes no step, and gets the reply
+    `invalid_text` and the reward `invalid_reward`. An observation is its value as text; with `render=true` the
+    environment's own text (ansi), or with `render=package.module:name` this function's text. `success` is 1 if the
+    episode terminated with a reward of at least `success_reward` (CliffWalking: -1). The default is any reward above 0,
+    but no `success` if an earlier step pays above 0 too (CartPole)."""
 
     def __init__(
         self,
@@ -140,7 +139,7 @@ class Gymnasium:
         return Observation(done=False, **self._shown(seen))
 
     def step(self, answer: Answer) -> Observation:
-        """Takes the action of a turn.  Raises: RuntimeError after the end."""
+        """Takes the step that the turn names.  Raises: RuntimeError after the end."""
         if self.is_over:
             raise RuntimeError("step was called after the end of the episode; call reset first")
         found = self.pattern.findall(answer.text)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First steps: quickstarts, models from nothing, drawn pictures."""
+"""First steps: quickstarts, newly initialised models, drawn pictures."""

@@ -54,7 +54,7 @@ TEXT_ONLY = """{%- if part.type != 'text' %}{{- raise_exception('this model read
 
 @dataclass(frozen=True)
 class Markers:
-    """The special tokens of an architecture that stand for images and videos, or surround them."""
+    """The special tokens of an architecture that replace or enclose images and videos in the text."""
 
     special: tuple[str, ...]
     in_template: dict[str, str]  # by kind of part
@@ -93,7 +93,7 @@ _SPECIAL = (END_OF_TEXT, END_OF_TURN, START_OF_TURN)
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The shape of a model. Derived: intermediate size 3 x hidden, hidden / head_dim heads, half as many KV heads."""
+    """The shape of a model. Fixed: intermediate size 3 x hidden, hidden / head_dim heads, half as many KV heads."""
 
     num_layers: int
     hidden_size: int
@@ -127,9 +127,9 @@ def init_model(
 
     The tokenizer is a byte-level BPE trained on `texts` (default: a built-in sample). With `alphabet` it instead has
     one token for each of these characters and for each word of the chat template, and rejects other characters.
-    `vocab_size` is the number of embedding rows, an upper limit for the tokenizer; by default the number of tokens,
-    rounded up to a multiple of 8, with the limit of the size. `patch_size` is in pixels, for models that read images: 2
-    x 2 patches make a token.  Raises: ConfigError."""
+    `vocab_size` is the number of embedding rows, and the limit of the tokenizer. By default it is the number of tokens,
+    limited by `size`, rounded up to a multiple of 8. `patch_size` is in pixels, for models that read images; 2 x 2
+    patches make a token.  Raises: ConfigError."""
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         change = "choose another path, or remove it first"
@@ -314,7 +314,7 @@ def _alphabet_tokenizer(
 
 
 def with_media(template: str, arch: VisionArch) -> str:
-    """The chat template, with content parts for the kinds of media that the architecture reads."""
+    """Returns the chat template, extended by content parts for the media that the architecture reads."""
     found = MARKERS[arch].in_template
     cases = "".join(
         f"{{%- {'elif' if place else 'if'} part.type == '{kind}' %}}{{{{- '{text}' }}}}"
@@ -331,7 +331,7 @@ def with_media(template: str, arch: VisionArch) -> str:
 def vision_model(
     arch: VisionArch, text: dict[str, Any], tokenizer: PreTrainedTokenizerBase, head_dim: int, patch_size: int
 ) -> PreTrainedModel:
-    """A model with random weights. Its tower has as many layers and heads as the text, and 3/4 of its width."""
+    """Returns a vision model with random weights. Its tower has the text's depth and heads, and 3/4 of its width."""
     hidden, layers, heads = text["hidden_size"], text["num_hidden_layers"], text["num_attention_heads"]
     width = 3 * hidden // 4
     if arch == "smolvlm":

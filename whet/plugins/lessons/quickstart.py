@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet quickstart`: data, model, warm-up, RL, evaluation and export in minutes, from nothing and on a CPU."""
+"""`whet quickstart`: makes data and a model, then does warm-up, RL, evaluation and export, in minutes on a CPU."""
 
 from __future__ import annotations
 
@@ -76,17 +76,17 @@ class Lesson:
 
 
 def quickstart(run_dir: Path, seed: int, program: str = "whet", lesson: Lesson | None = None) -> dict[str, Any]:
-    """Runs all stages of a lesson (unset: addition), shows the results, and returns the content of
-    summary.json. `program` is how a shell calls whet.
+    """Runs all stages of a lesson (default: addition), prints the results, and returns the content of summary.json.
+    `program` is the name of the command in printed advice.
 
-    An earlier quickstart in `run_dir` is replaced.  Raises: ConfigError if the folder has other files."""
+    It replaces an earlier quickstart in `run_dir`.  Raises: ConfigError if the folder has other files."""
     with closing(clear(run_dir)):
         return _stages(run_dir, seed, program, lesson or ADDITION)
 
 
 def clear(run_dir: Path) -> TextIOWrapper:
-    """Locks a new or empty folder, or a quickstart's folder, from which it removes the quickstart's files.  Returns the
-    lock.  Raises: ConfigError, StorageError."""
+    """Locks a folder that is new, empty, or an earlier quickstart's, and removes the earlier files.  Returns the lock.
+    Raises: ConfigError, StorageError."""
     with disk_errors(run_dir, "--run-dir"):
         run_dir.mkdir(parents=True, exist_ok=True)
         found = sorted(path.name for path in run_dir.iterdir())
@@ -149,8 +149,8 @@ def _stages(run_dir: Path, seed: int, program: str, lesson: Lesson) -> dict[str,
 
 
 def evaluated(lesson: Lesson, run_dir: Path, model: Path, name: str) -> dict[str, list[float]]:
-    """Evaluates a model on the held-out problems as `whet eval` does, into a folder of this name.  Returns by data
-    source the accuracy and the ends of its 95 % interval."""
+    """Evaluates a model on the held-out problems as `whet eval` does, and writes to the folder `name`.  Returns by data
+    source the accuracy and the bounds of its 95 % interval."""
     from whet.evaluation.evaluate import evaluate
 
     values = {"model.path": str(model), "data.val_files": [str(run_dir / "held_out.jsonl")]}
@@ -163,7 +163,7 @@ def evaluated(lesson: Lesson, run_dir: Path, model: Path, name: str) -> dict[str
 
 
 def write_problems(run_dir: Path, seed: int) -> tuple[Rows, Rows]:
-    """Writes the additions of two two-digit numbers, each once, in train.jsonl or in held_out.jsonl."""
+    """Writes all sums of two two-digit numbers; each is either in train.jsonl or in held_out.jsonl."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(key(seed, "quickstart split")).shuffle(pairs)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
@@ -179,14 +179,14 @@ def write_rows(run_dir: Path, train: Rows, held_out: Rows) -> tuple[Rows, Rows]:
 
 
 def write_adder(path: Path, seed: int) -> str:
-    """Writes a model that reads and writes sums."""
+    """Writes a model with a vocabulary for sums."""
     alphabet = "0123456789+="
     init_model(path, "qwen3", "nano", alphabet=alphabet, num_layers=2, max_position_embeddings=64, seed=seed)
     return f"a Qwen3 model with random weights and a tokenizer of the characters {alphabet}"
 
 
 def warm_up(run_dir: Path, seed: int, rows: Rows, lesson: Lesson | None = None) -> SFTRun:
-    """SFT until the correct response's mean probability on some training problems is `warm_enough`."""
+    """Runs SFT until the mean probability of correct responses on some training problems is `warm_enough`."""
     lesson = lesson or ADDITION
     imitated = [{**row, "response": row["answer"]} for row in rows]
     overrides = {"model.path": str(run_dir / "model"), "trainer.run_dir": str(run_dir / "sft"), "trainer.seed": seed}
@@ -196,7 +196,7 @@ def warm_up(run_dir: Path, seed: int, rows: Rows, lesson: Lesson | None = None) 
 
 
 def stop_when_warm(config: SFTConfig, rows: Rows, warm_enough: float, likely_steps: int | None = None) -> EarlyStop:
-    """A callback that ends SFT once the mean probability of the responses of `rows` is `warm_enough`."""
+    """Returns a callback that ends SFT once the mean probability of the responses of `rows` is `warm_enough`."""
     assert config.model.path is not None
     tokenizer = load_tokenizer(config.model.path)
     examples = build_examples(rows, PromptFormat.of(tokenizer, config.data), config.data)
@@ -213,13 +213,13 @@ def stop_when_warm(config: SFTConfig, rows: Rows, warm_enough: float, likely_ste
 
 
 def is_good(run: Run) -> bool:
-    """Tells whether the step just logged, and the validation before it, solved `GOOD_ACCURACY` of the problems."""
+    """Tells whether the last two validations, one of them at this step, reached the accuracy `GOOD_ACCURACY`."""
     found = [record["val/accuracy"] for record in run.history if "val/accuracy" in record][-2:]
     return "val/accuracy" in run.history[-1] and len(found) == 2 and min(found) >= GOOD_ACCURACY
 
 
 def reinforce(run_dir: Path, seed: int, model: Path, lesson: Lesson) -> Run:
-    """Trains by GRPO with the lesson's recipe; validates on the held-out problems before, during and after."""
+    """Trains by GRPO with the lesson's recipe. Validates on the held-out problems before, during and after."""
     overrides = {
         "model.path": str(model),
         "data.train_files": [str(run_dir / "train.jsonl")],
@@ -232,7 +232,7 @@ def reinforce(run_dir: Path, seed: int, model: Path, lesson: Lesson) -> Run:
 
 
 def read_back(run_dir: Path, held_out: Rows) -> list[Shown]:
-    """Three sums that were wrong before RL; plain transformers generates the responses after it."""
+    """Returns three sums that were wrong before RL, with responses that plain transformers generates after RL."""
     exported = run_dir / "rl_model"
     before = read_rollouts(run_dir / "rl" / "rollouts" / "validation_000000.jsonl")
     wrong = [(row, answer) for row, answer in zip(held_out, before, strict=True) if not answer["accuracy"]]
@@ -249,13 +249,13 @@ def read_back(run_dir: Path, held_out: Rows) -> list[Shown]:
 
 
 def answer_text(answer: Mapping[str, Any]) -> str:
-    """The response of a scored answer in one line, without the tokens that end it."""
+    """Returns the response of a scored record in one line, without the tokens that end it."""
     return " ".join(str(answer["response"]).partition("<|")[0].split()) or "nothing"
 
 
 def plot(path: Path, history: Sequence[Mapping[str, float]], lesson: Lesson) -> None:
-    """Draws the learning curve: the reward of every step, over all responses and the trained ones, and the accuracy on
-    the held-out problems at each validation."""
+    """Plots the learning curve: the reward of every step, over all responses and over the trained ones, and the
+    accuracy on the held-out problems at each validation."""
     curves = {
         "filter/sampled_score": "reward, all responses sampled",
         "critic/score/mean": "reward, groups that the filter kept",
@@ -272,7 +272,7 @@ def plot(path: Path, history: Sequence[Mapping[str, float]], lesson: Lesson) -> 
 def show(
     console: Console, summary: Mapping[str, Any], examples: Sequence[Shown], run_dir: Path, program: str, lesson: Lesson
 ) -> None:
-    """Prints the results, and commands to try next."""
+    """Prints the results, and suggests commands to try next."""
     table = Table(title="held-out problems before and after RL")
     for name in (lesson.problem, "answer", "before", "after"):
         table.add_column(name, justify="right")
@@ -297,7 +297,7 @@ def show(
 
 
 def _shown(estimate: Sequence[float]) -> str:
-    """`48.4%`, or `48.4% (36–61)` with the ends of its interval."""
+    """Formats an estimate as `48.4%`, or with the bounds of its interval as `48.4% (36–61)`."""
     value, *ends = estimate
     return f"{value:.1%}" + (f" ({'–'.join(f'{100 * end:.0f}' for end in ends)})" if ends else "")
 

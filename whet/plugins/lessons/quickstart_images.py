@@ -31,8 +31,8 @@ def write_problems(
     num_trained: int = NUM_TRAINED,
     **options: Any,
 ) -> tuple[Rows, Rows]:
-    """Writes pictures to images/, and rows with their file names to train.jsonl and held_out.jsonl. `options` go to
-    `draw`, a function of whet.plugins.lessons.drawn."""
+    """Writes pictures to images/, and rows with their file names to train.jsonl and held_out.jsonl. `options` are
+    passed to `draw`, a function of whet.plugins.lessons.drawn."""
     (run_dir / "images").mkdir(parents=True, exist_ok=True)
     written: dict[str, Rows] = {}
     for name, split, count in (("train", "train", num_trained), ("held_out", "val", NUM_HELD_OUT)):
@@ -45,7 +45,7 @@ def write_problems(
 
 
 def _save(pictures: Any, path: Path) -> Any:
-    """Writes PNG files.  Returns their paths in place of their bytes; several files are numbered."""
+    """Writes PNG files. Returns their paths in place of their bytes; the names of several files are numbered."""
     if isinstance(pictures, bytes):
         path.write_bytes(pictures)
         return str(path)
@@ -55,13 +55,13 @@ def _save(pictures: Any, path: Path) -> Any:
 
 
 def write_model(path: Path, seed: int) -> str:
-    """Writes a model of 0.9 M parameters that reads patches of 8 pixels."""
+    """Writes a model of 0.9 M parameters that reads patches of 8 x 8 pixels."""
     init_model(path, "qwen2.5_vl", "nano", num_layers=2, patch_size=8, max_position_embeddings=64, seed=seed)
     return "a Qwen2.5-VL model with random weights that reads patches of 8 pixels"
 
 
 def read_back(run_dir: Path, held_out: Rows, question: str = "How many figures?") -> list[Shown]:
-    """Three rows whose response was wrong before RL, by the name of the first picture; the page shows more of them."""
+    """Returns three rows that were wrong before RL, by the name of the first picture; the page shows more rows."""
     files = sorted((run_dir / "rl" / "rollouts").glob("validation_*.jsonl"))
     before, after = read_rollouts(files[0]), read_rollouts(files[-1])
     answers = list(zip(held_out, before, after, strict=True))
@@ -88,7 +88,7 @@ def draw_page(path: Path, answers: Sequence[tuple[Record, Record, Record]], ques
 
 
 def side_by_side(row: Record) -> Image.Image:
-    """The images of a row, or the frames of its video, at most four side by side; all have the same size."""
+    """Joins up to four images of a row, or frames of its video, side by side; all have the same size."""
     pictures = [Image.open(path).convert("RGB") for path in _files(row)]
     (width, height), columns = pictures[0].size, min(4, len(pictures))
     lines = -(-len(pictures) // columns)
@@ -99,7 +99,7 @@ def side_by_side(row: Record) -> Image.Image:
 
 
 def _files(row: Record) -> list[str]:
-    """The files of a row's images, or of the frames of its video."""
+    """Returns the files of a row's images, or of its video's frames."""
     return [*row["images"]] if "images" in row else [*row["videos"][0]]
 
 

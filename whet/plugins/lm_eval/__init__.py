@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EleutherAI's lm-eval on whet's engines."""
+"""Runs EleutherAI's lm-eval on whet's engines."""

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lm-eval (EleutherAI's Language Model Evaluation Harness) on whet's engines: the model "whet".
+"""The model "whet" of lm-eval (EleutherAI's Language Model Evaluation Harness), which runs on whet's engines.
 
     whet lm-eval --model_args path=DIR --tasks gsm8k
     lm_eval.simple_evaluate(model=WhetLM(path="DIR"), tasks=["gsm8k"])
 
-Texts are sampled by the native rollout engine; log-likelihoods are computed as in training. It runs in one process,
-and chooses batch sizes itself.
-"""
+The native rollout engine samples texts; log-likelihoods are computed as in training. It runs in one process, and
+chooses batch sizes itself."""
 
 from __future__ import annotations
 
@@ -52,12 +51,12 @@ Scored = tuple[Any, list[int], list[int]]  # the request as text, context, conti
 
 @register_model("whet")
 class WhetLM(TemplateLM):
-    """lm-eval's LM interface. `path` is as model.path of `whet eval`."""
+    """Implements lm-eval's LM interface. `path` is a model, checkpoint or run, like model.path of `whet eval`."""
 
     def __init__(
         self, path: str, *, dtype: Dtype = "auto", max_batch_size: int = 256, seed: int = 0, **harness: object
     ) -> None:
-        """`harness` has the arguments that lm-eval passes to every model: batch_size, device."""
+        """Loads the model. `harness` has arguments that lm-eval passes to every model: batch_size, device."""
         super().__init__()
         if unknown := harness.keys() - {"batch_size", "device"}:
             raise ConfigError("model_args", ", ".join(sorted(unknown)), "path, dtype, max_batch_size, seed")
@@ -77,19 +76,19 @@ class WhetLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end token; also used before a text without context if the tokenizer has no begin token."""
+        """The end token. It also precedes a text without context, if the tokenizer has no begin token."""
         assert isinstance(self.tokenizer.eos_token_id, int)
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context."""
+        """The token that precedes a text without context."""
         begin = self.tokenizer.bos_token_id
         return begin if isinstance(begin, int) else self.eot_token_id
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer's name in lm-eval's caches."""
+        """The tokenizer's name, for lm-eval's caches."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -109,7 +108,7 @@ class WhetLM(TemplateLM):
         return list(self.tokenizer.encode(string, add_special_tokens=special))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Samples a text for each request, cut before its first stop string. The default is greedy."""
+        """Samples a text for each request, cut before its first stop string. The default is greedy decoding."""
         prepared = [self._request(number, *instance.args) for number, instance in enumerate(requests)]
         with long_phase("sampling"):
             completions = generate(self.engine, [request for request, _ in prepared])
@@ -122,7 +121,7 @@ class WhetLM(TemplateLM):
         return texts
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each text; a long text is split into windows of the model's length."""
+        """Computes the log-likelihood of each text; a long text is split into windows of the model's length."""
         windows: list[Scored] = []
         owners: list[int] = []
         for number, instance in enumerate(requests):
@@ -138,7 +137,7 @@ class WhetLM(TemplateLM):
         return totals
 
     def _loglikelihood_tokens(self, requests: Sequence[Scored], **kwargs: object) -> list[tuple[float, bool]]:
-        """The log-likelihood of each continuation, and whether greedy decoding would produce it."""
+        """Computes the log-likelihood of each continuation, and whether greedy decoding would produce it."""
         results: dict[int, tuple[float, bool]] = {}
         with long_phase("log-likelihoods"):
             for batch in self._batches(requests):
@@ -186,7 +185,7 @@ class WhetLM(TemplateLM):
         ]
 
     def _request(self, number: int, context: str, options: Mapping[str, Any]) -> tuple[Request, list[str]]:
-        """Makes the engine's request.  Returns it, and the strings that stop its text."""
+        """Makes an engine request. Returns the request, and the strings that stop its text."""
         settings = normalize_gen_kwargs(dict(options), MAX_NEW_TOKENS)
         new = settings["max_gen_toks"]
         if new >= self.max_length:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training by Megatron-Core. Optional: nothing outside this folder imports it."""
+"""Training with Megatron-Core. It is optional: nothing outside this folder imports it."""

@@ -30,14 +30,14 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_a
 
 
 def save(path: Path, stages: Sequence[MegatronStage], optimizer: Any, progress: dict[str, Any]) -> None:
-    """Writes everything except the weights in Hugging Face's form; on every rank.  Raises: CheckpointError."""
+    """Writes the checkpoint without the Hugging Face weights; all ranks take part.  Raises: CheckpointError."""
     write(path / FOLDER, stages, optimizer, progress["steps_done"])
     if dist.get_rank() == 0:
         (path / STATE).write_text(json.dumps(progress))
 
 
 def write(path: Path, stages: Sequence[MegatronStage], optimizer: Any = None, steps: int = 0) -> None:
-    """Writes stages and optimizer in the distributed form only.  Raises: CheckpointError."""
+    """Writes only the distributed form: the stages and the optimizer.  Raises: CheckpointError."""
     path.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     try:
@@ -48,7 +48,7 @@ def write(path: Path, stages: Sequence[MegatronStage], optimizer: Any = None, st
 
 
 def save_weights(path: Path, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Writes whole weights from the first rank; all ranks take part."""
+    """Writes the whole weights in Hugging Face's form from the first rank; all ranks take part."""
     kept, files = dict[str, torch.Tensor](), 1
     for name, weight in weights:
         if dist.get_rank():
@@ -63,7 +63,7 @@ def save_weights(path: Path, weights: Iterator[tuple[str, torch.Tensor]]) -> Non
 
 
 def load(path: Path, stages: Sequence[MegatronStage], optimizer: Any) -> dict[str, Any]:
-    """Fills stages and optimizer.  Returns the `progress`; on every rank.
+    """Loads the state into stages and optimizer; all ranks take part.  Returns the `progress`.
 
     Raises: EngineError for the state of another model or engine; CheckpointError for one that cannot be read."""
     if not (path / FOLDER).is_dir():
@@ -80,7 +80,7 @@ def load(path: Path, stages: Sequence[MegatronStage], optimizer: Any) -> dict[st
 
 
 def read(path: Path, stages: Sequence[MegatronStage], optimizer: Any = None) -> dict[str, Any]:
-    """Fills stages from any folder in the distributed form.  Returns everything that was read.
+    """Loads the weights of a folder in the distributed form into stages.  Returns everything that was read.
 
     Raises: CheckpointError."""
     try:
@@ -94,7 +94,7 @@ def read(path: Path, stages: Sequence[MegatronStage], optimizer: Any = None) -> 
 
 
 def _state(stages: Sequence[MegatronStage], optimizer: Any, steps: int | None) -> dict[str, Any]:
-    """Parts of this rank with their places in the whole; `steps` is None for reading."""
+    """Returns this rank's parts with their positions in the whole state; `steps` is None for reading."""
     metadata = {**METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     state = {f"model{number}": stage.sharded_state_dict(metadata=metadata) for number, stage in enumerate(stages)}
     if optimizer is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names of Megatron-Core that the engine uses, and a way to run it on a machine without an accelerator.
 
-Megatron-Core calls CUDA functions and devices directly in many places. `on_device` replaces them during a block, for
-tensors on the host only."""
+Megatron-Core calls CUDA functions and devices directly. Inside a block of `on_device` these calls are replaced, but
+only for tensors on the host."""
 
 # ruff: noqa: F401  # names for the other files
 from __future__ import annotations
@@ -52,7 +52,7 @@ if not hasattr(moe_utils, "te_general_gemm"):
 
 
 class _Here:
-    """Replaces the process that writes a part of a checkpoint, which would outlive a killed rank."""
+    """Writes a part of a checkpoint in this process. A separate writer process would outlive a killed rank."""
 
     def __init__(self, target: Callable[..., None], kwargs: Mapping[str, Any]) -> None:
         self.start = partial(target, **kwargs)
@@ -68,8 +68,8 @@ _set_state = DistributedOptimizer._set_main_param_and_optimizer_states
 
 
 def _set_all(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-    """Sets the values of a state, keeping values that it lacks: Megatron-Core 0.16.1 asks for a step count of torch's
-    AdamW for each weight."""
+    """Sets the values of a state, and keeps values that `tensors` lacks. Megatron-Core 0.16.1 expects a step count of
+    torch's AdamW for each weight."""
     _set_state(self, model_param, {**self._get_main_param_and_optimizer_states(model_param), **tensors})
 
 
@@ -77,7 +77,7 @@ DistributedOptimizer._set_main_param_and_optimizer_states = _set_all
 
 
 class _Nothing:
-    """Replaces streams and events, and does nothing."""
+    """Stands in for CUDA streams and events, and does nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -127,7 +127,7 @@ REPLACED: list[tuple[Any, str, Any]] = [
 
 @contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
-    """Surrounds calls of Megatron-Core for tensors on this device."""
+    """Lets the calls of Megatron-Core in its block work on tensors of this device."""
     if device != HOST:
         yield
         return

@@ -45,14 +45,14 @@ from whet.registry import register_engine
 class MegatronEngine(Engine):
     """Megatron-Core's GPTModel of its local layers, for Llama, Qwen 2.5 and 3, Qwen3-MoE and Mixtral.
 
-    tensor: parts of a layer's heads and inner numbers, and of a row's tokens between them.
-    pipeline: parts of the layers, one after another.
-    virtual: parts of a rank's layers, interleaved with those of the others: less waiting, more messages.
-    expert: parts of the experts, over the ranks of a stage.
-    context: parts of a row's tokens.
+    tensor: number of parts of a layer's heads and inner dimension, and of a row's tokens between layers.
+    pipeline: number of consecutive parts of the layers.
+    virtual: number of parts of a rank's layers, interleaved with other ranks' parts: less waiting, more messages.
+    expert: number of parts of the experts, over the ranks of a stage.
+    context: number of parts of a row's tokens.
     context_by: `heads`: ranks exchange tokens for heads in attention; `transformer_engine`: Megatron-Core's own form.
-    distributed_optimizer: the optimizer's state in shards over the ranks that read different rows.
-    hugging_face: checkpoints have the weights in Hugging Face's form too, which `whet export` reads.
+    distributed_optimizer: shards the optimizer's state over the ranks that read different rows.
+    hugging_face: checkpoints also have the weights in Hugging Face's form, which `whet export` reads.
     """
 
     refuses = staticmethod(checks.refuses)
@@ -105,7 +105,7 @@ class MegatronEngine(Engine):
 
     @classmethod
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
-        """The placement of a part of the layers and heads in each process; copies of the model read other rows."""
+        """Returns how the layers and heads are divided over the processes; copies of the model read other rows."""
         parts, context = options["tensor"] * options["pipeline"], options["context"]
         return Spread(parts, row_ranks=parts * context, token_shares=context)
 
@@ -118,7 +118,7 @@ class MegatronEngine(Engine):
         return everywhere(own, self.ranks.pipeline, self.device)
 
     def save(self, path: Path, start: dict[str, Any] | None) -> None:
-        """Writes a folder in Megatron-Core's distributed form, and the weights in Hugging Face's."""
+        """Writes a checkpoint in Megatron-Core's distributed form, and the weights in Hugging Face's form."""
         with self.ranks.used():
             checkpoint.save(path, self.stages, self.optimizer, {**self._progress(), "start": start})
         if self._hugging_face:
@@ -139,7 +139,7 @@ class MegatronEngine(Engine):
                 move()
 
     def _fill(self) -> None:
-        """Reads the weights."""
+        """Reads the weights into the stages."""
         fill(self.stages, self.config, self.ranks, self.role)
 
     def _trained(self) -> list[nn.Parameter]:
@@ -149,7 +149,7 @@ class MegatronEngine(Engine):
         return self.ranks.used()
 
     def passes(self, columns: Columns, block: int | str) -> list[list[int]]:
-        """Returns the same number of passes on every rank, as all take part in exchanging tokens with experts."""
+        """Returns forward passes, the same number on every rank, since all ranks exchange tokens with experts."""
         if ROUTED in columns:
             raise EngineError(ROUTED, "experts of the rollout", "none: megatron replays no choices", "set it to fsdp")
         return self._evened(super().passes(columns, block), step=self.sizes.pipeline if self.sizes.virtual > 1 else 1)
@@ -189,7 +189,7 @@ class MegatronEngine(Engine):
         return total
 
     def _width(self, where: Layout) -> int:
-        """The number of tokens with padding, such that ranks get equal shares."""
+        """Returns the number of tokens after padding, which splits into equal parts for the ranks."""
         if self.sizes.halves:
             return int(in_halves(where, self.sizes)[1][-1])
         return tokens_of(where, self.forward_settings) * self.row_ranks
@@ -216,7 +216,7 @@ class MegatronEngine(Engine):
         core.finalize_model_grads(self.wrapped)
 
     def _clip(self) -> torch.Tensor:
-        """The norm of the gradient before clipping: over all shards, each counted once."""
+        """Clips the gradient. Returns its norm before clipping, in which each shard counts once."""
         assert isinstance(self.optimizer, Steps)
         inner = self.optimizer.inner
         inner.prepare_grads()
@@ -228,7 +228,7 @@ class MegatronEngine(Engine):
 
 
 class Steps:
-    """Megatron-Core's optimizer of this rank's weights or shards of them."""
+    """Megatron-Core's optimizer of the weights, or shards of weights, on this rank."""
 
     def __init__(self, engine: MegatronEngine, distributed: bool, dtype: torch.dtype) -> None:
         optim = engine.role.optim
@@ -252,7 +252,7 @@ class Steps:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of weights with their learning rates."""
+        """The groups of weights with their learning rates."""
         return list(self.inner.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -262,8 +262,8 @@ class Steps:
         self.inner.zero_grad(set_to_none)
 
     def state_dict(self, weights: dict[str, Any], steps: int | None, metadata: dict[str, Any]) -> dict[int, Any]:
-        """The state of each of its optimizers after `steps` (None: for reading). Another mesh has other optimizers, so
-        only tensors are saved, by the names of `weights`."""
+        """Returns the state after `steps` (None: for reading). Another mesh has other optimizers, so it contains only
+        tensors, by the names of `weights`."""
         found: dict[int, Any] = {}
         for number, each in enumerate(self.inner.chained_optimizers):
             self._count(each, 1 if steps is None else steps)  # of 0 steps Megatron-Core reads no state
@@ -276,13 +276,13 @@ class Steps:
         return found
 
     def load_state_dict(self, state: dict[int, Any], steps: int) -> None:
-        """Restores a state after a number of steps."""
+        """Restores a state that was saved after `steps`."""
         for number, each in enumerate(self.inner.chained_optimizers):
             each.load_state_dict(state[number])
             self._count(each, steps)
 
     def _count(self, each: Any, steps: int) -> None:
-        """Sets the number of steps, with moments for the next ones."""
+        """Sets the number of steps, and creates the moments for the next steps."""
         each.init_state_fn(each.optimizer, each.config)
         for group in each.optimizer.param_groups:
             group["step"] = steps  # Apex reads it here, torch in each weight's state

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of Hugging Face as folders in Megatron-Core's distributed form, and back."""
+"""Converts Hugging Face models to folders in Megatron-Core's distributed form, and back."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ COPIED = ("*.json", "*.model", "*.jinja", "*.txt")  # config and tokenizer
 
 
 class _Empty(MegatronEngine):
-    """A model whose weights are read later."""
+    """A model without weights, which are read later."""
 
     def _fill(self) -> None: ...
 
 
 def write(folder: str, out: Path) -> None:
-    """Writes the model of a Hugging Face folder, with its config and tokenizer."""
+    """Converts the model of a Hugging Face folder, and writes it with its config and tokenizer."""
     engine = _engine(folder)
     with engine.ranks.used():
         checkpoint.write(out, engine.stages)
@@ -35,7 +35,7 @@ def write(folder: str, out: Path) -> None:
 
 
 def read(path: Path, model: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the weights in a folder of the distributed form under their Hugging Face names; `model` has the config.
+    """Yields the weights of a folder in the distributed form by their Hugging Face names. `model` has the config.
     Raises: CheckpointError, ModelError."""
     engine = _engine(str(model), is_empty=True)
     with engine.ranks.used():
@@ -44,7 +44,7 @@ def read(path: Path, model: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _engine(folder: str, is_empty: bool = False) -> MegatronEngine:
-    """An engine of this process that only converts weights, in float32."""
+    """Returns an engine in this process that only converts weights, in float32."""
     if not Path(folder, "config.json").is_file():
         raise ModelError(folder, "has no config.json", "that of the model", "name the model's folder with --base")
     role = RoleSettings(folder, EngineConfig(name="megatron"), "float32")

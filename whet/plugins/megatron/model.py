@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage of Megatron-Core's GPTModel from a transformers config, and its outputs for the sampled tokens of a batch.
+"""Builds a stage of Megatron-Core's GPTModel from a transformers config, and computes its outputs for sampled tokens.
 
-Its layers are Megatron-Core's local ones, with whet's attention over packed rows in them.
-"""
+The layers are Megatron-Core's local ones, but with whet's attention over packed rows."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ FIXED: dict[str, Any] = {
 
 @dataclass(kw_only=True)
 class Packed(core.PackedSeqParams):  # type: ignore[misc]
-    """The layout of rows end to end, as layers read it."""
+    """The layout of packed rows, as the layers read it."""
 
     where: Layout
     turns: tuple[torch.Tensor, torch.Tensor]  # [1, T, D] cosines and sines of rotary positions
@@ -55,7 +54,7 @@ class Packed(core.PackedSeqParams):  # type: ignore[misc]
 
 
 class PackedAttention(nn.Module):
-    """Rotary positions, then causal attention of packed rows, in place of Megatron-Core's core attention.
+    """Applies rotary positions and causal attention to packed rows, in place of Megatron-Core's core attention.
 
     With Megatron-Core's context parallelism it calls TransformerEngine's attention, the only one that supports it."""
 
@@ -69,7 +68,7 @@ class PackedAttention(nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, packed_seq_params: Packed, **__: Any
     ) -> torch.Tensor:
-        """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H D]."""
+        """Computes attention of packed tokens: [T, H, D], [T, KV, D], [T, KV, D] -> [T, H D]."""
         packed, inner = packed_seq_params, vars(self)["inner"]
         query, key = apply_rotary_pos_emb(query, key, *(turn[0].to(query.dtype) for turn in packed.turns))
         if inner is not None:
@@ -81,7 +80,7 @@ class PackedAttention(nn.Module):
 
 
 class Norm(nn.RMSNorm):
-    """torch's norm. Megatron-Core's local norm does not allow split tokens; here its gradient is summed over ranks."""
+    """torch's norm, with its gradient summed over ranks. Megatron-Core's local norm does not allow split tokens."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -89,7 +88,7 @@ class Norm(nn.RMSNorm):
 
 
 class MegatronStage(core.GPTModel):  # type: ignore[misc]
-    """Some of the layers. Returns hidden states, also after the last layer; a `head` replaces the output layer."""
+    """A pipeline stage: some of the layers. It returns hidden states; a `head` replaces the output layer."""
 
     head: nn.Linear | None
     pad_token_id: int | None
@@ -105,7 +104,7 @@ class MegatronStage(core.GPTModel):  # type: ignore[misc]
 
 
 def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype, recomputes: bool) -> Any:
-    """Megatron-Core's config from transformers'.  Raises: ConfigError for sizes that do not divide the model."""
+    """Converts transformers' config to Megatron-Core's.  Raises: ConfigError for sizes that do not divide the model."""
     heads, groups = model.num_attention_heads, model.num_key_value_heads
     experts = getattr(model, "num_local_experts", None) or getattr(model, "num_experts", None)
     width = getattr(model, "moe_intermediate_size", model.intermediate_size) if experts else model.intermediate_size
@@ -153,7 +152,7 @@ def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype
 
 
 def stage_of(config: Any, model: Any, part: int, role: RoleSettings) -> MegatronStage:
-    """Makes the `part`-th stage of this rank, without weight values, from Megatron-Core's config and transformers'."""
+    """Makes this rank's `part`-th stage without weight values; `config` is Megatron-Core's, `model` transformers'."""
     spec = core.get_gpt_layer_local_spec(config.num_moe_experts, False, config.qk_layernorm, normalization="RMSNorm")
     own = spec.submodules
     own.input_layernorm = own.pre_mlp_layernorm = Norm
@@ -185,7 +184,7 @@ def stage_of(config: Any, model: Any, part: int, role: RoleSettings) -> Megatron
 
 
 def pack(body: PreTrainedModel, where: Layout, size: int, ranks: MeshGroups) -> tuple[torch.Tensor, Packed]:
-    """Returns this rank's token ids [1, T] of `size` with padding, and the rows' layout for the layers."""
+    """Returns this rank's token ids [1, T], padded to `size`, and the layout of the rows for the layers."""
     found: dict[str, Any] = {}
     places = torch.arange(len(where.input_ids), device=where.input_ids.device)
     if ranks.sizes.halves:
@@ -204,10 +203,10 @@ def pack(body: PreTrainedModel, where: Layout, size: int, ranks: MeshGroups) -> 
 
 
 def in_halves(where: Layout, sizes: Sizes, size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token order of Megatron-Core's context parallelism: rows are padded and cut into 2 `context` chunks; rank 0
-    has the first and the last chunk of each row, rank 1 the second and the second last, and so on.
+    """Returns the token order of Megatron-Core's context parallelism. Each row is padded and cut into 2 `context`
+    chunks: rank 0 has its first and last chunk, rank 1 the second and the second last, and so on.
 
-    Returns: places [T] of the tokens; begins [rows + 1] of the rows with padding, the last one's up to `size`."""
+    Returns: places [T] of the tokens; starts [rows + 1] of the padded rows, the last one extended to `size`."""
     ranks, step = sizes.context, 2 * sizes.context * sizes.tensor
     row, within = where.slots // where.width, where.slots % where.width
     lengths = -(-row.bincount() // step) * step
@@ -226,7 +225,7 @@ def outputs_of(
     settings: ForwardSettings,
     heat: float,
 ) -> dict[str, torch.Tensor]:
-    """Outputs [B, R] of the last stage, from hidden states [T, 1, H] of this rank's tokens, at temperature `heat`."""
+    """Computes the outputs [B, R] of the last stage from this rank's hidden states [T, 1, H], at temperature `heat`."""
     where = packed.where.at_ends(stage.pad_token_id) if "scores" in needs else packed.where
     if packed.places is not None:
         where = replace(where, states=packed.places[where.states])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of Megatron-Core's GPTModel and of Hugging Face's models, by name, in both directions.
+"""Maps weights of Megatron-Core's GPTModel to weights of Hugging Face models by name, and back.
 
-Megatron-Core keeps queries, keys and values in one weight, group after group of heads, and gate and up in one. A rank
-has some rows or columns of a weight. Its experts are separate modules; Hugging Face's modules stack them in one weight
-[E, ...], while most files have them one by one."""
+Megatron-Core keeps queries, keys and values in one weight, ordered by groups of heads, and gate and up in another. A
+rank has some rows or columns of a weight. Each expert is a module of its own. Hugging Face's modules stack experts in
+one weight [E, ...], while most files store them separately."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IN_FILES = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "down_proj": "w2", "
 
 @dataclass(frozen=True)
 class Rule:
-    """The names and form of a Megatron-Core weight in Hugging Face's model."""
+    """The Hugging Face names of a Megatron-Core weight, and the way to convert its form."""
 
     names: tuple[str, ...]  # of the weights that it is made of
     cut: int | None = None  # dimension that the ranks share out; None: whole on each
@@ -34,14 +34,14 @@ class Rule:
     expert: int | None = None  # index in the weight of all experts
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Makes a whole weight of Megatron-Core from Hugging Face's weights."""
+        """Joins Hugging Face weights into one whole Megatron-Core weight."""
         if self.groups:
             parts = [part.unflatten(0, (self.groups, -1)) for part in parts]
             return torch.cat([*parts], 1).flatten(0, 1)
         return torch.cat([*parts]) if len(parts) > 1 else parts[0]
 
     def split(self, whole: torch.Tensor, heads: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the weights of Hugging Face by name; `heads` is the number of query heads in a group."""
+        """Splits a whole Megatron-Core weight into Hugging Face weights by name. `heads`: query heads of a group."""
         if self.groups:
             size = whole.shape[0] // self.groups // (heads + 2)
             grouped = whole.unflatten(0, (self.groups, -1)).split([heads * size, size, size], 1)
@@ -50,13 +50,13 @@ class Rule:
             yield from zip(self.names, whole.chunk(len(self.names)), strict=True)
 
     def share(self, whole: torch.Tensor, size: int, rank: int) -> torch.Tensor:
-        """Returns a rank's part of a whole weight."""
+        """Returns the part of a whole weight for `rank` of `size` ranks."""
         if self.cut is None or size == 1:
             return whole
         return torch.cat([part.chunk(size, self.cut)[rank] for part in whole.chunk(self._blocks)])
 
     def whole(self, shares: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Joins the parts of all ranks."""
+        """Joins the parts of all ranks into the whole weight."""
         if self.cut is None or len(shares) == 1:
             return shares[0]
         blocks = zip(*(share.chunk(self._blocks) for share in shares), strict=True)
@@ -64,12 +64,12 @@ class Rule:
 
     @property
     def _blocks(self) -> int:
-        """The number of parts that are split separately: gate and up are two."""
+        """The number of blocks that are split over ranks separately: gate and up are two."""
         return len(self.names) if not self.groups else 1
 
 
 def rule_of(name: str, config: Any, layers_before: int = 0, experts_before: int = 0) -> Rule:
-    """The rule of a parameter of a stage; its first layer is `layers_before`, its first expert `experts_before`."""
+    """Returns a parameter's rule. Its stage starts at layer `layers_before`, with expert `experts_before`."""
     outside = {
         "embedding.word_embeddings.weight": Rule(("embed_tokens.weight",), 0),
         "output_layer.weight": Rule(("embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight",), 0),
@@ -103,13 +103,13 @@ def rule_of(name: str, config: Any, layers_before: int = 0, experts_before: int 
 
 
 def in_memory(rule: Rule) -> str:
-    """The name in Hugging Face's modules of the stacked weight [E, ...] that contains an expert's."""
+    """Returns the name of the stacked weight [E, ...] in Hugging Face's modules that contains this expert's weight."""
     owner = rule.names[0].partition(".experts.")[0]
     return f"{owner}.experts.{'gate_up_proj' if len(rule.names) > 1 else 'down_proj'}"
 
 
 def whole_weight(rule: Rule, files: Mapping[str, Any], prefix: str, path: str) -> torch.Tensor:
-    """Reads a whole weight of Megatron-Core from the weights of files, by name.  Raises: ModelError."""
+    """Reads and joins Hugging Face weights from files to a whole Megatron-Core weight.  Raises: ModelError."""
     if rule.expert is not None and (stacked := f"{prefix}{in_memory(rule)}") in files:
         found: torch.Tensor = files[stacked][rule.expert]
         return found
@@ -127,7 +127,7 @@ def _find(name: str, files: Mapping[str, Any], prefix: str, path: str) -> torch.
 
 
 def check_family(config: Any) -> None:
-    """Raises: ConfigError for a model outside `FAMILIES`, or with a rare form of one of them."""
+    """Raises: ConfigError for a model family outside `FAMILIES`, or an unsupported variant of one."""
     kind, values, error = config.model_type, config.to_dict(), partial(ConfigError, "engine.name", "megatron")
     if kind not in FAMILIES:
         raise error(f"a model of the types {', '.join(FAMILIES)}, and not {kind}", "set it to fsdp")

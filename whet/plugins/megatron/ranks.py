@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process groups of a mesh. Megatron-Core keeps the groups of one mesh in globals; here each engine has its own."""
+"""The process groups of a mesh. Megatron-Core keeps one mesh in globals; here each engine has its own groups."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BLANK = {name: value for name, value in vars(parallel_state).items() if name.sta
 
 @dataclass(frozen=True)
 class MeshGroups:
-    """The groups of a mesh that this rank is in."""
+    """The process groups of a mesh that this rank belongs to."""
 
     sizes: Sizes
     device: torch.device
@@ -44,7 +44,7 @@ class MeshGroups:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Sets the globals of Megatron-Core to this mesh during a block of calls."""
+        """Sets Megatron-Core's globals to this mesh inside its block."""
         before = {name: getattr(parallel_state, name) for name in self.state}
         vars(parallel_state).update(self.state)
         try:
@@ -57,7 +57,7 @@ class MeshGroups:
 
 @cache  # the roles of a process share groups
 def arrange(sizes: Sizes, device: torch.device) -> MeshGroups:
-    """Makes the groups; on every rank."""
+    """Makes the process groups; all ranks take part."""
     before = {name: getattr(parallel_state, name) for name in BLANK}
     vars(parallel_state).update({**BLANK, "_HYBRID_DP_CP_GROUPS": {}})
     try:
@@ -81,14 +81,14 @@ def arrange(sizes: Sizes, device: torch.device) -> MeshGroups:
 
 
 def _share(group: dist.ProcessGroup) -> TokenShare | None:
-    """The split of tokens over the ranks of a group; attention on each rank sees all tokens."""
+    """Returns the split of tokens over a group's ranks. Attention on each rank still sees all tokens."""
     if group.size() == 1:
         return None
     return TokenShare(group, group, dist.new_group([dist.get_rank()], use_local_synchronization=True))
 
 
 def join(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Makes a group for a single process.  Raises: EngineError for a subset of the ranks."""
+    """Starts torch.distributed if this is the only process.  Raises: EngineError for a subset of the ranks."""
     if not dist.is_initialized():
         dist.init_process_group(backends(device.type), store=dist.HashStore(), rank=0, world_size=1)
     if group is not None and group.size() != dist.get_world_size():

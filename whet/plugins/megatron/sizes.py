@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mesh of a role's processes in Megatron-Core's order, and checks of settings; loads no torch.
+"""The mesh of a role's processes in Megatron-Core's order, and checks of its settings. It loads no torch.
 
-pipeline x rows x context x tensor = processes        the first is the outermost
-"""
+pipeline x rows x context x tensor = processes        the first is the outermost"""
 
 from __future__ import annotations
 
@@ -28,17 +27,17 @@ class Sizes:
 
     @property
     def halves(self) -> bool:
-        """True if Megatron-Core itself splits rows over ranks, each with a chunk of both halves of a row."""
+        """True if Megatron-Core splits rows over ranks: each rank has a chunk from both halves of a row."""
         return self.context > 1 and self.context_by == "transformer_engine"
 
     @property
     def expert_tensor(self) -> int:
-        """The number of parts of an expert's inner dimension: 1 if experts are spread over ranks."""
+        """The number of parts of an expert's inner dimension: 1 if the experts are divided over ranks."""
         return 1 if self.expert > 1 else self.tensor
 
 
 def refuses(use: EngineUse) -> Iterator[ConfigError]:
-    """Yields an error for each setting that megatron cannot run with."""
+    """Yields an error for each setting with which the engine `megatron` cannot run."""
     yield from other_kernels(use)
     if not is_installed():
         change = "run `make megatron`, or pip install megatron-core==0.16.1"
@@ -67,7 +66,7 @@ def refuses(use: EngineUse) -> Iterator[ConfigError]:
 
 
 def is_installed() -> bool:
-    """Tells whether Megatron-Core can be imported; a folder on the path may only have its parent's name."""
+    """Tells whether Megatron-Core can be imported. A folder named `megatron` on the path is not enough."""
     try:
         return find_spec("megatron.core") is not None
     except ModuleNotFoundError:
@@ -75,7 +74,7 @@ def is_installed() -> bool:
 
 
 def _sizes(use: EngineUse, sizes: Sizes) -> Iterator[ConfigError]:
-    """Yields the errors for sizes that do not divide the processes, or each other."""
+    """Yields an error for each size that does not divide the number of processes, or another size."""
     key, given = f"{use.key}.options", {name: getattr(sizes, name) for name in ("tensor", "context", "pipeline")}
     if uneven := list(uneven_sizes(use, key, given)):
         yield from uneven

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads weights of Hugging Face files into stages, and yields them back whole."""
+"""Reads Hugging Face weights into stages of Megatron-Core, and yields them as whole weights again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from whet.plugins.megatron.ranks import MeshGroups
 
 @torch.no_grad()
 def fill(stages: Sequence[MegatronStage], config: Any, ranks: MeshGroups, role: RoleSettings) -> None:
-    """Reads this rank's shares of the weights. A new head starts as in any engine.  Raises: ModelError."""
+    """Reads this rank's parts of the weights. A new head is initialised as in any engine.  Raises: ModelError."""
     with open_slices(role.model_path, role.allow_pickle) as slices:
         files = dict(slices)
         prefix = "model." if "model.embed_tokens.weight" in files else ""
@@ -39,7 +39,7 @@ def fill(stages: Sequence[MegatronStage], config: Any, ranks: MeshGroups, role: 
 
 
 def _head(weight: torch.Tensor, files: Mapping[str, Any], role: RoleSettings) -> torch.Tensor:
-    """The head of a reward model from its files, or a new one; the head of a value model starts at 0."""
+    """Returns a reward model's head from its files, or a new one. A value model's head starts at 0."""
     if role.is_value_model:
         return torch.zeros_like(weight)
     found: torch.Tensor = files["score.weight"][:] if "score.weight" in files else new_head(weight.shape, role.seed)
@@ -50,8 +50,8 @@ def _head(weight: torch.Tensor, files: Mapping[str, Any], role: RoleSettings) ->
 def named(
     stages: Sequence[MegatronStage], config: Any, ranks: MeshGroups, is_value_model: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the whole weights of this rank's stages under their Hugging Face names, tied weights once; on every rank
-    of a stage."""
+    """Yields the whole weights of this rank's stages by Hugging Face name. Tied weights come once. All ranks of a stage
+    take part and get them."""
     heads, prefix = config.num_attention_heads // config.num_key_value_heads, "body." if is_value_model else "model."
     for stage in stages:
         rules = [
@@ -82,7 +82,7 @@ def _whole_name(name: str, prefix: str) -> str:
 
 
 def _from_all(weight: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """The parts of all ranks of a group, in order."""
+    """Gathers the parts of all ranks of a group, in order."""
     own = weight.detach().contiguous()
     parts = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(parts, own, group=group)

@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways here from other systems: `convert` makes recipes of their configs and scripts, `foreign` knows their keys,
-`protocol` has verl's DataProto, `managers` makes their reward managers."""
+"""Migration from other systems: `convert` turns their configs and scripts into recipes, `foreign` lists their keys,
+`protocol` implements verl's DataProto, and `managers` runs their reward managers."""

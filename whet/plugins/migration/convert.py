@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the keys of another framework into a recipe (`whet config convert`); the keys are in foreign_keys.yaml."""
+"""Converts the keys of another framework into a recipe (`whet config convert`). foreign_keys.yaml lists the keys."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SYSTEMS = {table.system.lower(): table.system for table in tables()}
 
 @dataclass
 class Converted:
-    """The converted recipe: values by dotted key, the origin of each, and the keys left out, with the reason."""
+    """The converted recipe: values by dotted key, the origin of each value, and the keys left out with the reason."""
 
     system: str
     command: str = "train"
@@ -47,7 +47,7 @@ class Converted:
     speed: list[str] = field(default_factory=list)  # keys that concern speed, memory or logs alone
 
     def to_yaml(self) -> str:
-        """The recipe as YAML, with the origin of each value; other keys follow as comments, important ones first."""
+        """Returns the recipe as YAML, with the origin of each value. The other keys follow as comments."""
         tree: Values = {}
         for key, value in self.values.items():
             put(tree, key, value)
@@ -68,8 +68,8 @@ class Converted:
 
 
 def convert(written: Written, system: str) -> Converted:
-    """Returns the recipe for the keys of a file or command of a framework; `system` may name a trainer or a version
-    after an @ (verl@0.3).  Raises: ConfigError."""
+    """Converts the keys of a file or command of another framework into a recipe. `system` may name a trainer, or a
+    version after an @ (verl@0.3).  Raises: ConfigError."""
     name, _, trainer = system.lower().partition("@")
     known = [f"{table.system.lower()}@{table.trainer}" for table in tables() if table.trainer]
     if name not in SYSTEMS or (trainer and system.lower() not in known):
@@ -95,7 +95,7 @@ def convert(written: Written, system: str) -> Converted:
 
 
 def _recipe(written: Written, result: Converted, values: Values) -> Values:
-    """The recipe with the values of one turn of a loop or of one branch, without the names of runs."""
+    """Converts one loop iteration or one branch: returns its values as a recipe, without the names of runs."""
     found = Conversion(replace(written, values=values), result.system).run().values
     return {key: value for key, value in found.items() if key not in NAMES_OF_RUNS}
 
@@ -106,7 +106,7 @@ def _differing(recipes: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def _check_branches(written: Written, result: Converted) -> None:
-    """Raises: ConfigError where the recipe depends on a branch that is not decided, with the values of each way."""
+    """Raises: ConfigError if the recipe depends on an undecided branch, with the values of each alternative."""
     choices = list[str]()
     for name, ways in written.branches.items():
         recipes = {value: _recipe(written, result, values) for value, values in ways.items()}
@@ -124,7 +124,7 @@ def _check_branches(written: Written, result: Converted) -> None:
 
 
 class Conversion:
-    """The keys of one file or command, and the recipe into which they are converted row by row."""
+    """Converts the keys of one file or command into a recipe, row by row of the tables of keys."""
 
     def __init__(self, written: Written, system: str) -> None:
         of_system = [each for each in tables() if each.system == system and each.trainer in ("", written.trainer)]
@@ -156,7 +156,7 @@ class Conversion:
         }
 
     def run(self) -> Converted:
-        """Converts row by row, last the rows that read converted values; then drops keys that whet would not read."""
+        """Converts all rows; rows that read converted values come last. Then drops keys that whet would not read."""
         for row in sorted(self.rows, key=lambda row: row.unit is not None):
             if row.join is not None:
                 self._join(row)
@@ -182,14 +182,14 @@ class Conversion:
         return self.result
 
     def value(self, key: str) -> Any:
-        """The value of the other framework's key, or its default."""
+        """Returns the value of `key` in the other framework, or its default."""
         found = self.given.get(key, self.defaults.get(key))
         if isinstance(found, str) and (reference := re.fullmatch(r"\$\{([\w.]+)\}", found)):
             return self.value(reference[1])
         return found
 
     def write(self, key: str, value: object, origin: str, *, over: bool = True) -> None:
-        """Sets a key of the recipe. A key that another row has set keeps its value; the report has the difference."""
+        """Sets `key` if it is unset. With `over` it also replaces a default, and reports any other conflict."""
         if key in self.result.values:
             if over and self.result.values[key] != value and not origin.startswith("default"):
                 if self.result.origins[key].startswith(("default", "always")):
@@ -230,7 +230,7 @@ class Conversion:
             self._copy(row, value if is_word else self._calculated(str(row.formula), value), ours, origin)
 
     def _calculated(self, formula: str, value: object) -> object:
-        """The result of a formula of a row, in which {KEY} or {KEY,DEFAULT} is the value of another key."""
+        """Evaluates the formula of a row. In the formula, {KEY} or {KEY,DEFAULT} is the value of another key."""
 
         def of_key(found: re.Match[str]) -> str:
             other = self.value(found[1])
@@ -239,7 +239,7 @@ class Conversion:
         return calculated(re.sub(r"\{([\w.]+)(?:,([\w.]+))?\}", of_key, formula), {"value": value})
 
     def _copy(self, row: KeyRow, value: Any, ours: tuple[str, ...], origin: str) -> None:
-        """Writes a value, translated by the row; of a list, each item is translated."""
+        """Writes a value after the row has translated it; the items of a list are translated one by one."""
         if isinstance(value, list):
             value = [row.values.get(each, each) if isinstance(each, str) else each for each in value]
         elif isinstance(value, (str, int, float, bool)) and value in row.values:
@@ -279,7 +279,7 @@ class Conversion:
         return any(name == key and (not sign or value == scalar(wanted)) for name, sign, wanted in patterns)
 
     def _unknown(self) -> None:
-        """Reports keys that no row has; a key below another row's key is converted with it."""
+        """Reports keys that no row contains. A key below another row's key is converted with that row."""
         known = {key.partition("=")[0]: row for row in self.rows for key in row.theirs}
         if self.given and not any(key == each or key.startswith(f"{each}.") for key in self.given for each in known):
             found = f"{', '.join(list(self.given)[:3])}{', ...' if len(self.given) > 3 else ''}"
@@ -303,7 +303,7 @@ class Conversion:
                 by_kind.get(row.kind or "", self.result.without).append(f"{key}={value}" + _remark(row))
 
     def _drop_unread(self) -> None:
-        """Drops options that the function lacks, an aggregation where the loss fixes another, and an idle critic."""
+        """Drops unknown options of functions, an aggregation if the loss fixes another one, and an unused critic."""
         values = self.result.values
         self._drop_unregistered()
         self._rewrite_equals()
@@ -329,8 +329,8 @@ class Conversion:
             values["algorithm.kl.where"], self.result.origins["algorithm.kl.where"] = "none", "no KL term"
 
     def _rewrite_equals(self) -> None:
-        """Rewrites values that whet refuses in a form with the same numbers: several greedy responses become one; a
-        group of one response, whose mean verl does not subtract; a lower bound of a ratio below 0."""
+        """Rewrites values that whet refuses into equivalent ones. Examples: several greedy responses become one; a
+        group of one response; a ratio's lower bound below 0."""
         values, low = self.result.values, "algorithm.loss_options.clip_ratio_low"
         if not values.get("trainer.validation.temperature") and values.get("trainer.validation.n", 1) > 1:
             values["trainer.validation.n"] = 1
@@ -349,7 +349,7 @@ class Conversion:
                 self._drop(key, "of a group of one")
 
     def _drop_unregistered(self) -> None:
-        """Drops functions that whet does not have, with their options, and asks for them."""
+        """Drops functions that whet does not have, with their options, and reports that the user has to set them."""
         values, origins = self.result.values, self.result.origins
         registries = {"adv_estimator": (ADV_ESTIMATORS, "adv_options"), "policy_loss": (POLICY_LOSSES, "loss_options")}
         for name, (registry, of_function) in registries.items():
@@ -371,7 +371,7 @@ class Conversion:
                 self.result.ignored.append(f"{origin}: {why}")
 
     def _load(self) -> Section:
-        """The config of the recipe, without the values that whet refuses; the report names them."""
+        """Builds the config from the recipe. Leaves out values that whet refuses, and names them in the report."""
         for key in [key for key in self.result.values if not is_known(self.schema, key)]:
             self._drop(key, "no key")
         for _ in range(len(self.result.values) + 1):
@@ -393,7 +393,7 @@ class Conversion:
         raise ConfigError(self.result.system, found, change="give other keys")
 
     def _count_defaults(self) -> None:
-        """Counts keys with their default value, or in a section that is switched off, instead of listing them."""
+        """Counts, instead of listing, keys that have their default value or are in a section that is switched off."""
         off = tuple(
             f"{key.rpartition('.')[0]}." for key, value in self.given.items() if value is False and _SWITCH(key)
         )

@@ -32,7 +32,7 @@ _SIZES = ("mesh.tensor", "mesh.context", "mesh.shard")
 
 
 class Key(NamedTuple):
-    """A key of another framework: its value, its row in the tables, and its counterparts."""
+    """A key of another framework: its value, its row in the tables, and the keys of whet for it."""
 
     name: str
     value: Any
@@ -44,7 +44,7 @@ class Key(NamedTuple):
 
 
 def _updates(of: Conversion, role: str) -> int:
-    """The number of updates of a role (actor, critic) in a step; 1 for a run on examples."""
+    """Returns the number of updates of a role (actor, critic) in a step; 1 for a run on examples."""
     values, default = of.result.values, leaf_fields(TrainConfig)["data.train_batch_size"].default
     batch: int = values.get("data.train_batch_size") or default
     mini_batch: int = values.get(f"{role}.mini_batch_size") or batch
@@ -59,7 +59,7 @@ def updates(of: Conversion, key: Key) -> Unit:
 
 
 def steps(of: Conversion, key: Key) -> Unit:
-    """Converts optimizer updates to steps of the loop, rounded up; a number below 1 is a share of all updates."""
+    """Converts optimizer updates to steps of the loop, rounded up. A number below 1 is a fraction of all updates."""
     total, each = of.value("max_steps") or -1, _updates(of, "actor")
     updates = key.value * total if 0 < key.value < 1 else key.value
     if updates > 0:
@@ -69,7 +69,7 @@ def steps(of: Conversion, key: Key) -> Unit:
 
 
 def refills(of: Conversion, key: Key) -> Unit:
-    """Converts the largest number of batches a step to refills: the first batch is no refill."""
+    """Converts the maximum number of batches in a step to the maximum number of refills, which is one less."""
     if key.value > 0:
         yield key.ours[0], key.value - 1
     else:
@@ -78,13 +78,13 @@ def refills(of: Conversion, key: Key) -> Unit:
 
 
 def trackers(of: Conversion, key: Key) -> Unit:
-    """The trackers, with the two that whet's own commands read."""
+    """Converts the list of trackers, and adds `console` and `jsonl`, which whet's own commands read."""
     names = [each.strip() for each in key.value.split(",")] if isinstance(key.value, str) else key.value
     yield key.ours[0], list(dict.fromkeys([*(key.row.values.get(name, name) for name in names), "console", "jsonl"]))
 
 
 def ratio(of: Conversion, key: Key) -> Unit:
-    """Converts a share of all steps to updates, if the number of steps is known; a share of TRL refers to its
+    """Converts a fraction of all steps to updates, if the number of steps is known. In TRL it is a fraction of all
     updates."""
     steps = of.result.values.get("trainer.total_steps")
     if not key.value:
@@ -100,13 +100,13 @@ def ratio(of: Conversion, key: Key) -> Unit:
 
 
 def one_word(of: Conversion, key: Key) -> Unit:
-    """Translates a value, alone or in a list, by the row's table of words."""
+    """Translates a value, alone or in a list of one, by the row's table of values."""
     [word] = key.value if isinstance(key.value, list) else [key.value]
     yield key.ours[0], key.row.values[word]
 
 
 def overlong(of: Conversion, key: Key) -> Unit:
-    """DAPO's penalty for length, if its buffer is switched on and the reward manager reads it."""
+    """Converts DAPO's length penalty, if its buffer is switched on and the reward manager reads it."""
     manager = next((name for each in VERL_MANAGER if isinstance(name := of.value(each), str)), "naive")
     if manager != "dapo":
         of.result.check.append(f"{key}: left out, as verl's manager {manager} does not read it (dapo does)")
@@ -115,7 +115,7 @@ def overlong(of: Conversion, key: Key) -> Unit:
 
 
 def response_length(of: Conversion, key: Key) -> Unit:
-    """Checks that the length from which DAPO's penalty counts back equals the response length, as whet requires."""
+    """Checks that DAPO's length penalty and the response length use the same limit, as whet requires."""
     default = leaf_fields(TrainConfig)[key.ours[0]].default  # here and there
     if key.value != of.given.get(key.ours[0], default):
         raise ConfigError(key.name, key.value, change="the penalty counts back from data.max_response_length here")
@@ -123,7 +123,7 @@ def response_length(of: Conversion, key: Key) -> Unit:
 
 
 def _weight(level: str, is_masked: bool, low: float | None, high: float | None) -> Unit:
-    """The weight of trainer over sampler: beyond the bounds 0 if `is_masked`, else the bound."""
+    """Yields the keys of the importance weight. Outside the bounds it is 0 with `is_masked`, else it is clipped."""
     lower, upper = ("low", "high") if is_masked else ("floor", "cap")
     yield "algorithm.correction.weight", "icepop" if is_masked else "importance"
     yield "algorithm.correction.weight_options.level", level
@@ -133,7 +133,7 @@ def _weight(level: str, is_masked: bool, low: float | None, high: float | None) 
 
 
 def verl_weight(of: Conversion, key: Key) -> Unit:
-    """The weight of verl's correction: a threshold becomes the cap; outside `low_high` the weight is 0."""
+    """Converts verl's importance weight. A single threshold becomes the cap; outside `low_high` the weight is 0."""
     if key.name != key.row.theirs[0] or not key.value:
         return
     low, high = _bounds(of, key.row, 2.0)
@@ -146,7 +146,7 @@ def verl_weight(of: Conversion, key: Key) -> Unit:
 
 
 def _bounds(of: Conversion, row: KeyRow, default: Any) -> tuple[float | None, float]:
-    """The lower and the upper bound of `low_high` or `high`.  Raises: ConfigError where they are no numbers."""
+    """Returns the lower and the upper bound from `low_high` or `high`.  Raises: ConfigError if they are not numbers."""
     text = of.given.get(row.theirs[1], default)
     found = re.fullmatch(rf"(?:({_NUMBER})_)?({_NUMBER})", str(text))
     if found is None or float(found[2]) <= 0:
@@ -155,7 +155,7 @@ def _bounds(of: Conversion, row: KeyRow, default: Any) -> tuple[float | None, fl
 
 
 def verl_rejection(of: Conversion, key: Key) -> Unit:
-    """The rejection of verl: bounds of k1 become bounds of the ratio, by default (1 / upper, upper)."""
+    """Converts verl's rejection: bounds of k1 become bounds of the ratio, by default (1 / upper, upper)."""
     if key.name != key.row.theirs[0] or not key.value:
         return
     level, _, form = key.value.rpartition("_")
@@ -171,8 +171,8 @@ def verl_rejection(of: Conversion, key: Key) -> Unit:
 
 
 def trl_batches(of: Conversion, key: Key) -> Unit:
-    """Prompts of a step and of an update, from TRL's counts of responses. A step is one batch of generation, or one
-    update if that needs several batches."""
+    """Converts TRL's counts of responses to prompts of a step and of an update. A step is one batch of generation, or
+    one update if an update needs several such batches."""
     given, n = of.given, of.value("num_generations")
     processes, gathered = given.get("num_processes", 1), given.get("gradient_accumulation_steps", 1)
     if "num_processes" not in given:
@@ -187,7 +187,7 @@ def _has_environments(of: Conversion) -> bool:
 
 
 def roll_lengths(of: Conversion, key: Key) -> Unit:
-    """Tokens of a response: length of a sequence minus its prompt, or max_new_tokens; with environments, of a turn."""
+    """Converts the response length: sequence minus prompt, or max_new_tokens; with environments, of a turn."""
     sequence, *of_turn = key.row.theirs
     if key.name == sequence:
         if key.value > (prompt := of.value("prompt_length")):
@@ -203,7 +203,7 @@ def roll_lengths(of: Conversion, key: Key) -> Unit:
 
 
 def _responses(of: Conversion) -> tuple[int, int]:
-    """The numbers of responses of a step and of a prompt."""
+    """Returns the number of responses of a step, and the number of responses to a prompt."""
     if _has_environments(of):  # the batch size counts trajectories
         return of.value("rollout_batch_size"), of.given.get("train_env_manager.group_size", 1)
     n = of.value("num_return_sequences_in_group")
@@ -211,13 +211,13 @@ def _responses(of: Conversion) -> tuple[int, int]:
 
 
 def roll_step(of: Conversion, key: Key) -> Unit:
-    """The number of prompts of a step."""
+    """Converts the number of prompts of a step."""
     step, n = _responses(of)
     yield from ((target, each) for target, each in _prompts(of, step, n, n) if target == key.ours[0])
 
 
 def roll_batches(of: Conversion, key: Key) -> Unit:
-    """Prompts or examples of an update: rows of a device times accumulation times data-parallel ranks."""
+    """Converts the size of an update: rows of a device times gradient accumulation times data-parallel ranks."""
     given, role = of.given, key.name.partition(".")[0]
     ranks = len(devices_of(given.get(f"{role}.device_mapping", [0])) or [0])
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
@@ -242,7 +242,7 @@ def _prompts(of: Conversion, step: int, update: int, n: int) -> Unit:
 
 
 def function_path(of: Conversion, key: Key) -> Unit:
-    """A function named by the path of its module, or `reward_func` of a file; a URL gives none."""
+    """Converts MODULE.NAME to MODULE:NAME, and FILE.py to FILE.py:reward_func. The report asks for any other value."""
     if str(key.value).endswith(".py"):
         yield key.ours[0], f"{key.value}:reward_func"
     elif "/" not in str(key.value) and "." in str(key.value):
@@ -252,7 +252,7 @@ def function_path(of: Conversion, key: Key) -> Unit:
 
 
 def functions(of: Conversion, key: Key) -> Unit:
-    """Names with a colon, which lead to code of the script; the report asks the user to set the others."""
+    """Keeps names of the form PATH:NAME, functions of the script; the report asks the user to set the others."""
     names = [key.value] if isinstance(key.value, str) else [str(each) for each in key.value]
     if others := [name for name in names if ":" not in name]:
         of.result.check.append(f"{key.name}={', '.join(others)}: set {key.ours[0]} ({key.row.remark})")
@@ -260,7 +260,7 @@ def functions(of: Conversion, key: Key) -> Unit:
 
 
 def roll_environment(of: Conversion, key: Key) -> Unit:
-    """The environment of the first training tag, with its settings."""
+    """Converts the environment of the first training tag; the report asks the user to set its options."""
     tags = of.given.get("train_env_manager.tags") or [""]
     used = list(dict.fromkeys(tags if isinstance(tags, list) else [tags]))
     below = f"{key.name}.{used[0]}."
@@ -277,14 +277,14 @@ def roll_environment(of: Conversion, key: Key) -> Unit:
 
 
 def shares(of: Conversion, key: Key) -> Unit:
-    """Shares of domains; the last domain gets the rest."""
+    """Converts the sampling shares of data domains; the last domain gets the rest."""
     *first, last = (name for name in key.value)
     domains = {name.rpartition(".")[2]: round(key.value[name], 6) for name in first}
     yield key.ours[0], {**domains, last.rpartition(".")[2]: round(1 - sum(domains.values()), 6)}
 
 
 def roll_norm(of: Conversion, key: Key) -> Unit:
-    """Normalisation of rewards in environments, which applies with every estimator."""
+    """Converts ROLL's normalisation of rewards in environments, which applies with every estimator."""
     if key.name != key.row.theirs[0] or of.value("adv_estimator") in ("step_reinforce", "gigpo"):
         return
     over = "batch" if of.given.get(key.row.theirs[1], "batch") == "batch" else "group"
@@ -295,7 +295,7 @@ def roll_norm(of: Conversion, key: Key) -> Unit:
 
 
 def rewards(of: Conversion, key: Key) -> Unit:
-    """ROLL's worker classes as functions: one for all rows, or one for each domain."""
+    """Converts ROLL's reward worker classes to reward functions: one for all rows, or one for each domain."""
     workers = {name.split(".")[1]: each for name, each in key.value.items() if name.endswith(".worker_cls")}
     for name, each in key.value.items():
         if "llm_judge" not in name and re.search(_OF_WORKERS, name):
@@ -318,7 +318,7 @@ def rewards(of: Conversion, key: Key) -> Unit:
 
 
 def trl_weight(of: Conversion, key: Key) -> Unit:
-    """TRL's correction for vLLM's probabilities, by its mode, such as token_truncate, with bounds from other keys."""
+    """Converts TRL's importance weights for vLLM by their mode, such as token_truncate; other keys have the bounds."""
     mode, *uppers, lower = key.row.theirs
     if key.name == mode:
         level, _, how = key.value.partition("_")
@@ -328,7 +328,7 @@ def trl_weight(of: Conversion, key: Key) -> Unit:
 
 
 def trl_rewards(of: Conversion, key: Key) -> Unit:
-    """Functions of trl.rewards, and others by the path of their module; TRL's penalty for length is a key in whet."""
+    """Converts reward functions: of trl.rewards, or MODULE.NAME. TRL's length penalty is a key of its own in whet."""
     names = [key.value] if isinstance(key.value, str) else [str(each) for each in key.value]
     weights, kept = of.result.values.get("reward.weights") or [1.0] * len(names), dict[str, Any]()
     for name, weight in zip(names, weights, strict=False):
@@ -352,8 +352,8 @@ def trl_rewards(of: Conversion, key: Key) -> Unit:
 
 
 def place(of: Conversion) -> None:
-    """Completes `cluster`: Ray for several nodes, and the number of nodes of pools; drops sizes that do not divide the
-    processes, and the sharding engine if there is one process."""
+    """Completes `cluster`: sets Ray and the pools' numbers of nodes for several nodes. Drops sizes that do not divide
+    the number of processes, and the sharding engine if there is one process."""
     values, origins = of.result.values, of.result.origins
     nodes, gpus = values.get("cluster.nnodes", 1), values.get("cluster.n_gpus_per_node", 1)
     if not isinstance(nodes, int) or not isinstance(gpus, int):
@@ -397,14 +397,14 @@ def place(of: Conversion) -> None:
 
 
 def _rows(of: Conversion) -> int:
-    """Rows of an update of the policy; without limit for examples."""
+    """Returns the number of rows of a policy update; unlimited for examples."""
     values = of.result.values
     prompts = values.get("actor.mini_batch_size") or values.get("data.train_batch_size") or 32
     return max(1, prompts * values.get("rollout.n", 8)) if of.result.command == "train" else 10**9
 
 
 def devices_of(value: Any) -> list[int] | None:
-    """The numbers of devices of `list(range(0,8))`, `[0, 1]` and sums of these; None for anything else."""
+    """Parses device numbers, such as `list(range(0,8))`, `[0, 1]` or a sum of these; None for anything else."""
     if isinstance(value, list):
         return value
     try:
@@ -415,7 +415,7 @@ def devices_of(value: Any) -> list[int] | None:
 
 
 def roll_devices(of: Conversion, key: Key) -> Unit:
-    """Places roles in one pool, or in two where sampling has devices of its own; their number replaces nodes."""
+    """Converts device lists: roles share one pool, or sampling gets its own. The device count also sets the nodes."""
     if key.name != key.row.theirs[0]:
         return
     training, sampling = (devices_of(of.given.get(each, [])) for each in key.row.theirs[:2])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The DataProto form of a score function: items become a batch, its result becomes rows."""
+"""Score functions in DataProto form: their items become a batch, and their result becomes rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCORE_COLUMNS = ("token_level_scores", "rm_scores")
 
 @register_part("data_proto")
 def data_proto_form() -> tuple[Callable[[Sequence[RewardItem]], RewardBatch], Callable[[object, int], list[object]]]:
-    """Returns `make_batch` and `split_batch_rows`: the argument of a call, and its result as rows."""
+    """Returns `make_batch`, which makes a call's argument, and `split_batch_rows`, which splits its result."""
     return make_batch, split_batch_rows
 
 
@@ -33,22 +33,22 @@ class RewardBatch(DataProto):
 
     @property
     def prompts(self) -> list[str]:
-        """The prompts as text."""
+        """The decoded prompts."""
         return list(self.non_tensor_batch["prompt_str"])
 
     @property
     def responses(self) -> list[str]:
-        """The responses as text."""
+        """The decoded responses."""
         return list(self.non_tensor_batch["solution_str"])
 
     @property
     def ground_truth(self) -> list[object]:
-        """The ground truth of each response."""
+        """The ground truths of the responses, in order."""
         return list(self.non_tensor_batch["ground_truth"])
 
 
 def make_batch(items: Sequence[RewardItem]) -> RewardBatch:
-    """The items as one batch, in order."""
+    """Collects the items into one batch, in order."""
     prompt_length = max(len(item.prompt_ids) for item in items)
     response_length = max(len(item.response_ids) for item in items)
     input_ids = torch.zeros(len(items), prompt_length + response_length, dtype=torch.long)
@@ -74,9 +74,9 @@ def make_batch(items: Sequence[RewardItem]) -> RewardBatch:
 
 
 def split_batch_rows(raw: object, count: int) -> list[object]:
-    """`split_rows`, also for a DataProto, whose scores are in the column `token_level_scores`, else `rm_scores`, and
-    for the results of managers: a dict with `reward_tensor` and `reward_extra_info`, or a pair of these.  Raises:
-    RewardError."""
+    """Splits a result into rows, as `split_rows` does. Also reads a DataProto (scores in the column
+    `token_level_scores`, else `rm_scores`), and a manager's dict with `reward_tensor` and `reward_extra_info`, or pair
+    of these.  Raises: RewardError."""
     if isinstance(raw, tuple) and len(raw) == 2 and isinstance(raw[1], Mapping):
         raw = {"reward_tensor": raw[0], "reward_extra_info": raw[1]}
     if isinstance(raw, Mapping) and "reward_tensor" in raw:

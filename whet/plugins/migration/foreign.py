@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of other frameworks with their counterparts, from foreign_keys.yaml, which explains its fields."""
+"""The keys of other frameworks with whet's counterparts, from foreign_keys.yaml, which explains its fields."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNSET = object()  # the default of a key that has none in the table
 
 @dataclass(frozen=True)
 class KeyRow:
-    """Several keys of a framework, or a single one, and the conversion of their values."""
+    """Keys of another framework, or a single key, and the rule that converts their values."""
 
     theirs: tuple[str, ...]  # keys, some as key=value
     ours: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class KeyRow:
     join: str | None = None
 
     def without(self, keys: Collection[str]) -> list[KeyRow]:
-        """The row without `keys`; empty if it has no other key."""
+        """Returns the row without `keys` in a list, which is empty if the row has no other key."""
         left = [(key, ours) for key, ours in self.pairs() if key not in keys]
         if len(left) == len(self.theirs):
             return [self]
@@ -49,7 +49,7 @@ class KeyRow:
         return [replace(self, theirs=tuple(key for key, _ in left), ours=ours)]
 
     def pairs(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Yields each key of the framework with its counterparts."""
+        """Yields each key of the other framework with its counterparts in whet."""
         paired = len(self.theirs) == len(self.ours)
         for number, key in enumerate(self.theirs):
             yield key, self.ours[number : number + 1] if paired else self.ours
@@ -57,7 +57,7 @@ class KeyRow:
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of a framework, or of its older versions."""
+    """The rows for one framework, or for its older versions."""
 
     title: str
     system: str
@@ -76,7 +76,7 @@ class Table:
     defaults: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # by pattern of a section and by name
 
     def is_default(self, key: str, value: object) -> bool:
-        """Tells whether the report may skip a key: it has its default, or does not concern training."""
+        """Tells whether the report may leave out a key, as it has its default value or does not concern training."""
         section, _, name = key.rpartition(".")
         given = (each.get(name, UNSET) for pattern, each in self.defaults.items() if fnmatchcase(section, pattern))
         return any(fnmatchcase(key, pattern) for pattern in self.quiet) or value in given
@@ -84,7 +84,7 @@ class Table:
 
 @cache
 def tables() -> tuple[Table, ...]:
-    """Reads all tables."""
+    """Reads all tables of keys."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     found = [each for file in TABLES for each in yaml.load(file.read_text(encoding="utf-8"), Loader=loader)]
     return tuple(Table(**{**each, "rows": tuple(_row(row) for row in each["rows"])}) for each in found)
@@ -96,9 +96,9 @@ def _row(row: Mapping[str, Any]) -> KeyRow:
 
 
 def trainer_of(system: str, program: str, keys: Mapping[str, object]) -> tuple[str, bool]:
-    """The trainer that a program, or its config's keys, name, and whether the program belongs to the framework.
+    """Returns the trainer that a program or its keys select, and whether the program belongs to the framework.
 
-    Raises: ConfigError for a trainer that is not converted."""
+    Raises: ConfigError for a trainer that whet cannot convert."""
     rules = [rule for table in tables() if table.system == system for rule in table.trainers]
     has = ", ".join(dict.fromkeys(str(rule["of"]) for rule in rules if "of" in rule))
     given = [f"{key}={value}" for key, value in keys.items()]
@@ -127,7 +127,7 @@ def foreign_keys() -> tuple[tuple[str, str, tuple[str, ...], str], ...]:
 
 @register_part("foreign_config")
 def foreign_config(name: str) -> str | None:
-    """Advice for a name that is the name of another framework's published config."""
+    """Returns advice for the name of another framework's published config; None for any other name."""
     found = [(table.system, table.configs[name]) for table in tables() if name in table.configs]
     told = " and ".join(f"a config of {system}: name the recipe {ours}" for system, ours in found)
     convert = f"`whet config convert SCRIPT --from {'|'.join(system.lower() for system, _ in found)}`"
@@ -136,7 +136,7 @@ def foreign_config(name: str) -> str | None:
 
 @register_part("foreign_key")
 def foreign_key(schema: type[Section], key: str) -> str | None:
-    """Returns the keys to write instead of another framework's key (or a key below it); None for an unknown key."""
+    """Returns whet's keys for another framework's `key`, or for a key above it; None for an unknown key."""
     found = [
         (len(theirs), system, ours, f" ({remark})" if remark else "")
         for system, theirs, ours, remark in foreign_keys()

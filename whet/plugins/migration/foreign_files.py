@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the keys and values that a file or command of another framework sets. Nothing is run.
+"""Reads the keys and values that a file or command of another framework sets. It runs no code.
 
-Files: YAML with `${key}` and `defaults`, shell scripts, Python scripts and notebooks with a `...Config(...)` call or a
-command in the docstring. A file may be malicious: there are limits on its size, and on steps and values of reading."""
+It reads YAML with `${key}` and `defaults`, shell scripts, and Python scripts and notebooks with a `...Config(...)` call
+or a command in the docstring. A file may be malicious, so the reader limits its size and the work it causes."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ class Written:
     trainer: str = field(default="", compare=False)  # the table that is for it
 
     def every(self) -> list[Values]:
-        """The values of the recipe, for every turn of its loops and every branch."""
+        """Returns all alternatives for the values: for every loop iteration and every branch."""
         found = [*chain(*self.loops.values()), *chain(*(ways.values() for ways in self.branches.values()))]
         return [self.values, *(each for each in found if each is not self.values)]
 
 
 def read(source: str, system: str, fixed: Mapping[str, str] | None = None) -> Written:
-    """Reads a file, or a command given as one text; `fixed` sets variables of a script that keep their values.
+    """Reads a file, or a command given as one text. `fixed` sets variables of a script, which cannot change them.
 
-    Raises: ConfigError where `source` is neither, sets no key, or exceeds a limit."""
+    Raises: ConfigError if `source` is neither, sets no key, or exceeds a limit."""
     # isfile never raises, for a text that is too long for a name either
     path = Path(source) if os.path.isfile(source) else None  # noqa: PTH113
     if path is None and not re.search(r"\s", source):
@@ -115,7 +115,7 @@ def _read(path: Path | None, source: str, system: str, fixed: Mapping[str, str])
 
 
 def scalar(value: object) -> object:
-    """The value of a text by the rules of Hydra and YAML 1.2: numbers, true, null, lists, mappings."""
+    """Parses a text as a value by the rules of Hydra and YAML 1.2: numbers, true, null, lists, mappings."""
     match value:
         case dict():
             return {key: scalar(each) for key, each in value.items()}
@@ -138,13 +138,13 @@ def _scalar(value: str) -> object:
 
 
 def _base(values: Values) -> str | None:
-    """Removes and returns the name of a further file of keys: `config`, or Hydra's `config_path`, `config_name`."""
+    """Removes and returns the name of a base file of keys: `config`, or Hydra's `config_path` and `config_name`."""
     folder, name, base = (values.pop(key, None) for key in ("config_path", "config_name", "config"))
     return str(Path(str(folder or ""), str(name).removesuffix(".yaml") + ".yaml")) if name else base and str(base)
 
 
 def _lay_over(written: Written, base: str, script: Path, system: str) -> None:
-    """Adds the keys of the file that a command names; it is searched beside the script and in folders above."""
+    """Adds the keys of the base file that a command names. The file is searched in the script's folder and above."""
     for folder in (Path(), *script.absolute().parents):
         if os.path.isfile(folder / base):  # noqa: PTH113
             below = _of_yaml(folder / base)
@@ -158,13 +158,13 @@ def _lay_over(written: Written, base: str, script: Path, system: str) -> None:
 
 
 def _published(name: str, system: str) -> Mapping[str, object]:
-    """The keys of a framework's published file, found by the end of its path."""
+    """Returns the keys of a framework's published file, found by the end of its path."""
     files = {file: keys for table in tables() if table.system.lower() == system for file, keys in table.files.items()}
     return next((keys for file, keys in files.items() if f"/{os.path.normpath(name)}".endswith(f"/{file}")), {})
 
 
 def _below(written: Written, values: Mapping[str, object]) -> None:
-    """Adds values for keys that the command does not set, in every turn of its loops and in every branch."""
+    """Adds values for keys that the command does not set, in every loop iteration and every branch."""
     for each in written.every():
         own = each.copy()
         each.clear()
@@ -178,7 +178,7 @@ def _text_of(file: Path) -> str:
 
 
 def _of_yaml(file: Path, depth: int = 0) -> Written:
-    """Reads a file of keys with the files that its `defaults` name, which lie beside it or below its folder."""
+    """Reads a YAML file, and the files in its `defaults`, which are beside it or below its folder."""
     text = _text_of(file)
     check_document(text, str(file))
     found = yaml.safe_load(text)
@@ -202,7 +202,7 @@ def _of_yaml(file: Path, depth: int = 0) -> Written:
 
 
 def _default(entry: object, folder: Path, depth: int) -> tuple[Values, list[str]]:
-    """The keys of a file that `defaults` names as NAME, NAME@PLACE or GROUP: NAME; a note if the file is missing."""
+    """Reads a file that `defaults` names as NAME, NAME@PLACE or GROUP: NAME. If it is missing, returns a note."""
     group, name = next(iter(entry.items())) if isinstance(entry, dict) and entry else ("", entry)
     if name in ("_self_", None) or str(group).startswith(("override", "/hydra", "hydra/")):
         return {}, []
@@ -217,8 +217,8 @@ def _default(entry: object, folder: Path, depth: int) -> tuple[Values, list[str]
 
 
 def _resolved(value: object, values: Mapping[str, object], key: str, budget: Budget, depth: int = 8) -> object:
-    """Replaces `${key}` by the value of `key`, or the keys below it, if the file has it, and `${oc.select:key,default}`
-    by the default if not. Variables of the environment may be secrets: `${oc.env:NAME,default}` is its default."""
+    """Resolves `${key}` to the value of `key`, or to the keys below it; `${oc.select:key,default}` falls back to its
+    default. `${oc.env:NAME,default}` always gives the default, since environment variables may be secrets."""
     if isinstance(value, list):
         return [_resolved(each, values, key, budget, depth) for each in value]
     if not isinstance(value, str) or "${" not in value or not depth:
@@ -243,7 +243,7 @@ def _resolved(value: object, values: Mapping[str, object], key: str, budget: Bud
 
 
 def _of_python(text: str, system: str, path: str = "") -> Written:
-    """Reads the arguments of calls of ...Config and ...Trainer; without such calls, the first command in the docstring.
+    """Reads the arguments of ...Config and ...Trainer calls; without such calls, the first command in the docstring.
     Assignments to attributes of configs override both."""
     tree = ast.parse(re.sub(r"(?m)^[ \t]*[!%].*$", "", text))  # commands of a notebook
     values, unread, program = arguments_of_calls(tree, path)
@@ -263,8 +263,8 @@ def _renamed(values: Mapping[str, object]) -> Values:
 
 
 def _of_shell(text: str, system: str, fixed: Mapping[str, str], script: str | None = None) -> Written:
-    """Reads the arguments of the command with the most arguments, in later turns of loops around it, and in every other
-    way of a branch that cannot be decided."""
+    """Reads the arguments of the command with the most arguments: also in later iterations of loops around it, and in
+    each alternative of an undecided branch."""
     first = _run(text, script, fixed, {})
     if first is None:
         return Written()
@@ -298,8 +298,8 @@ def _of_shell(text: str, system: str, fixed: Mapping[str, str], script: str | No
 def _run(
     text: str, script: str | None, fixed: Mapping[str, str], assumed: Mapping[str, str]
 ) -> tuple[Shell, dict[str, str], dict[str, tuple[str, ...]], Launch] | None:
-    """Runs a script, trying candidates for values that are not known, until it starts a program. Returns the script,
-    the tried values, all candidates, and the program with most arguments."""
+    """Interprets a script with candidates for unknown values, until it starts a program. Returns the script, the
+    candidates used, all candidates, and the program with the most arguments."""
     waiting, found = [dict(assumed)], dict[str, tuple[str, ...]]()
     for _ in range(MAX_RUNS):
         if not waiting:
@@ -322,7 +322,7 @@ def _run(
 
 
 def _arguments_of(words: list[str], system: str) -> Written:
-    """Reads the arguments of a program, and from TRL's launcher the number of processes."""
+    """Reads the arguments of a program, and the number of processes of TRL's launcher."""
     start = start_of(words)
     written = _arguments(words[start:], system)
     launcher = written.program = " ".join(words[:start])
@@ -337,7 +337,7 @@ def _arguments_of(words: list[str], system: str) -> Written:
 
 
 def _arguments(words: Iterable[str], system: str) -> Written:
-    """Reads `key=value`, `--key=value`, and `--key` with the words after it."""
+    """Reads `key=value`, `--key=value`, and `--key` followed by its values."""
     written, flag = Written(), ""
     for given in words:
         key = given.partition("=")[0] if is_argument(given) else flag

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the arguments of calls of ...Config and ...Trainer in a Python script. Nothing is run."""
+"""Reads the arguments of ...Config and ...Trainer calls in a Python script, without running it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _CHANGES = ("update", "pop", "setdefault", "append", "extend", "insert", "remove
 
 
 def arguments_of_calls(tree: ast.Module, path: str = "") -> tuple[Values, list[str], str]:
-    """Returns the values of arguments by name, the arguments that are neither literals nor constants of the script, and
-    the names of the configs and trainers. Functions that the script at `path` defines become PATH:NAME."""
+    """Returns three things: the argument values by name; the arguments that are neither literals nor constants; the
+    names of the configs and trainers. A function that the script at `path` defines becomes PATH:NAME."""
     values, unread, called, names = Values(), list[str](), list[str](), constants(tree)
     own = {each.name for each in tree.body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
     for call in _nodes(tree, ast.Call):
@@ -54,8 +54,8 @@ def arguments_of_calls(tree: ast.Module, path: str = "") -> tuple[Values, list[s
 
 
 def attributes_of_configs(tree: ast.Module) -> tuple[Values, list[str]]:
-    """Returns the constants that a script assigns to attributes of its configs, by name, and the assignments that are
-    not read: of values that are not constant, in a branch or a loop, to several names at once."""
+    """Returns the constants that a script assigns to attributes of its configs, by name, and the assignments that it
+    does not read: of values that are not constant, in a branch or loop, or to several names at once."""
     values, unread, configs, names = Values(), list[str](), _configs(tree), constants(tree)
     guarded = [block for block in _nodes(tree, *_BRANCHES) if not ast.unparse(block).startswith("if __name__ ==")]
     undecided = {each for block in guarded for each in ast.walk(block)}
@@ -73,7 +73,7 @@ def attributes_of_configs(tree: ast.Module) -> tuple[Values, list[str]]:
 
 
 def _value(name: str | None, node: ast.expr, names: Mapping[str, ast.expr], unread: list[str]) -> Values:
-    """The value of an argument, or the values of a mapping behind **; adds a line to `unread` if it is not known."""
+    """Returns the value of an argument, or the values of a mapping after **; notes an unknown one in `unread`."""
     try:
         return {name: literal(node, names)} if name else {**literal(node, names)}
     except (ValueError, TypeError):
@@ -90,7 +90,7 @@ def _targets(node: Assignment) -> list[ast.expr]:
 
 
 def _configs(tree: ast.Module) -> set[str]:
-    """Names of configs: passed to a trainer as `args`, returned by a ...Config(...), or parsed from arguments."""
+    """Returns names of configs: a trainer's `args`, results of ...Config(...) calls, or parsed from arguments."""
     trainers = [call for call in _nodes(tree, ast.Call) if ast.unparse(call.func).endswith("Trainer")]
     found = {ast.unparse(each.value) for call in trainers for each in call.keywords if each.arg == "args"}
     assignments: Iterator[Assignment] = _nodes(tree, ast.Assign, ast.AnnAssign)
@@ -102,7 +102,7 @@ def _configs(tree: ast.Module) -> set[str]:
 
 
 class Budget:
-    """The limits of reading a script: number of steps, characters and digits of its values."""
+    """Limits the reading of a script: the number of steps, and the characters and digits of its values."""
 
     MAX_STEPS, MAX_TEXT, MAX_ALL, MAX_BITS = 200_000, 100_000, 20_000_000, 256
 
@@ -116,7 +116,7 @@ class Budget:
             raise TooMuch(f"it takes more than {self.MAX_STEPS:,} steps")
 
     def text(self, text: str) -> str:
-        """Counts the characters of a text, and returns it.  Raises: TooMuch."""
+        """Counts the characters of a text, and returns the text.  Raises: TooMuch."""
         self.characters += len(text)
         if len(text) > self.MAX_TEXT or self.characters > self.MAX_ALL:
             raise TooMuch(f"a value has more than {self.MAX_TEXT:,} characters, or all together {self.MAX_ALL:,}")
@@ -128,7 +128,7 @@ class TooMuch(Exception):  # noqa: N818
 
 
 def calculated(text: str, values: Mapping[str, Any] | None = None, budget: Budget | None = None) -> Any:
-    """The value of an expression over the names in `values`.  Raises: ValueError."""
+    """Evaluates an expression that may use the names in `values`.  Raises: ValueError."""
     try:
         names = {name: ast.parse(repr(value), mode="eval").body for name, value in (values or {}).items()}
         return literal(ast.parse(text.strip(), mode="eval").body, names, budget)
@@ -137,7 +137,7 @@ def calculated(text: str, values: Mapping[str, Any] | None = None, budget: Budge
 
 
 def literal(node: ast.expr, names: Mapping[str, ast.expr], budget: Budget | None = None) -> Any:
-    """The value of literals, `names`, `dict()`, `list()`, `range()`, arithmetic, comparisons.  Raises: ValueError."""
+    """Evaluates literals, `names`, `dict()`, `list()`, `range()`, arithmetic, comparisons.  Raises: ValueError."""
     try:
         return _literal(node, names, budget or Budget())
     except (TypeError, SyntaxError, ArithmeticError, LookupError) as error:
@@ -191,7 +191,7 @@ def _literal(node: ast.expr, names: Mapping[str, ast.expr], budget: Budget) -> A
 
 
 def _combined(function: Operator, left: Any, right: Any, budget: Budget) -> object:
-    """The result of an operator on two numbers, or a sum of two texts or lists.  Raises: ValueError beyond a limit."""
+    """Applies an operator to two numbers, or adds two texts or lists.  Raises: ValueError beyond a limit."""
     numbers = all(isinstance(each, (int, float)) for each in (left, right))
     if (not numbers and function is not operator.add) or (function is operator.pow and abs(right) > budget.MAX_BITS):
         raise ValueError("no arithmetic of numbers")
@@ -205,8 +205,8 @@ def _combined(function: Operator, left: Any, right: Any, budget: Budget) -> obje
 
 
 def constants(tree: ast.Module) -> dict[str, ast.expr]:
-    """The values of names that are assigned once and never changed, and the defaults of flags that
-    `parser.add_argument` declares, as `args.NAME`."""
+    """Returns the values of names that are assigned once and never changed. The defaults of flags declared by
+    `parser.add_argument` are in it as `args.NAME`."""
     stored, found = Counter[str](), dict[str, ast.expr]()
     for node in ast.walk(tree):
         match node:
@@ -228,7 +228,7 @@ def constants(tree: ast.Module) -> dict[str, ast.expr]:
 
 
 def _functions(node: ast.expr, names: Mapping[str, ast.expr]) -> list[str]:
-    """Functions as they are written: a name, or the call that makes one."""
+    """Returns the functions as source text: a name, or the call that makes a function."""
     node = names.get(ast.unparse(node), node)
     calls = {name: value for name, value in names.items() if isinstance(value, ast.Call)}
     listed = [ast.unparse(each) for each in (node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node])]

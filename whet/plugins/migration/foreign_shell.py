@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries out shell scripts without running a program: variables, branches, loops, functions, and the output of
-programs that only change a text (basename, dirname, realpath, seq, echo).
+"""Interprets shell scripts without running programs: variables, branches, loops, functions, and the output of programs
+that only transform text (basename, dirname, realpath, seq, echo).
 
-A branch that depends on an unknown value ends the reading with `Undecided`; the reader starts again with each value
-that the script compares it with."""
+A branch on an unknown value stops the reading with `Undecided`. The reader then starts again with each value that the
+script compares it with."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _READ_DOCUMENT = re.compile(
 
 
 class Undecided(Exception):  # noqa: N818  # no error: the reader answers it
-    """Raised at a branch that depends on an unknown value: its name, and candidates that lead to different branches."""
+    """Raised at a branch on an unknown value; has the value's name, and candidates that lead to different branches."""
 
     def __init__(self, name: str, candidates: Iterable[str]) -> None:
         super().__init__(name)
@@ -64,7 +64,7 @@ class _NotKnown(Exception):  # noqa: N818
 
 
 class Launch(NamedTuple):
-    """A started program: its words, its place in the script, and the loops around it with the index of their turn."""
+    """A started program: its arguments, its place in the script, and the loops around it with iteration numbers."""
 
     words: list[str]
     place: int
@@ -72,9 +72,8 @@ class Launch(NamedTuple):
 
 
 def start_of(words: list[str]) -> int:
-    """The index of the first argument of the started program: after `python -m MODULE`, FILE.py or `trl COMMAND`, else
-    after the assigned environment variables. The words before it belong to launchers (srun, torchrun, accelerate, `ray
-    job submit`)."""
+    """Returns the index of the program's first argument: after `python -m MODULE`, FILE.py or `trl COMMAND`, else after
+    the environment variables. Launchers come before it (srun, torchrun, accelerate, `ray job submit`)."""
     for place, word in enumerate(words):
         runs_module = word in ("-m", "--module") and any(map(_RUNS_MODULES.search, words[:place]))
         if word.endswith(".py") and not is_argument(word):
@@ -90,7 +89,7 @@ def is_argument(word: str) -> bool:
 
 
 def _programs(nodes: Iterable[ShellNode]) -> Iterator[tuple[str, ...]]:
-    """Yields the simple commands that may start a training, assign or leave."""
+    """Yields the simple commands that may start training, assign a variable, or leave the script."""
     for node in nodes:
         if node.kind == "simple" and node.words[0] not in _QUIET:
             yield node.words
@@ -99,13 +98,13 @@ def _programs(nodes: Iterable[ShellNode]) -> Iterator[tuple[str, ...]]:
 
 
 def _shown(nodes: Iterable[ShellNode]) -> str:
-    """The words of conditions, shown to the user to name the branch."""
+    """Returns the text of a condition, with which messages name the branch."""
     inner = (node.words if node.kind == "simple" else [_shown(part) for part in node.parts if part] for node in nodes)
     return " ".join(word for words in inner for word in words)
 
 
 def _assigned(document: re.Match[str]) -> str:
-    """The assignment that replaces a here-document read into a variable."""
+    """Converts a here-document that is read into a variable to an assignment."""
     escaped = document[3].replace('"', '\\"')
     return f'{document[1]}="{escaped}"'
 
@@ -115,7 +114,7 @@ def _exits(nodes: Iterable[ShellNode]) -> bool:
 
 
 class Shell:
-    """A script that is run with values of the user (`fixed`) and with candidates for unknown ones (`assumed`)."""
+    """Interprets a script with the user's variables (`fixed`) and candidates for unknown ones (`assumed`)."""
 
     def __init__(self, script: str | None, fixed: Mapping[str, str], assumed: Mapping[str, str]) -> None:
         self.launches, self.loops = list[Launch](), dict[str, None]()  # programs; loops whose values are not known
@@ -128,12 +127,12 @@ class Shell:
         self._open: tuple[str, tuple[str, ...]] | None = None  # what a condition depends on, with its candidates
 
     def carry_out(self, text: str) -> None:
-        """Runs a script.  Raises: Undecided; SyntaxError, and ValueError beyond a limit."""
+        """Interprets a script.  Raises: Undecided; SyntaxError; ValueError beyond a limit."""
         with suppress(_Leave):
             self._run(parse(_READ_DOCUMENT.sub(_assigned, text)))
 
     def _run(self, body: Iterable[ShellNode]) -> bool | None:
-        """Runs commands; tells whether the last one succeeds, None if that is unknown."""
+        """Interprets commands. Tells whether the last one succeeds; None if that is unknown."""
         status: bool | None = True
         for node in body:
             self._words.budget.step()
@@ -172,8 +171,8 @@ class Shell:
         return self._run(then if holds else otherwise)
 
     def _holds(self, status: bool | None, branches: tuple[Sequence[ShellNode], ...], shown: str) -> bool:
-        """Tells whether a condition holds. If that is unknown, a branch that only ends the script is not taken, and the
-        choice is free between branches that change nothing.  Raises: Undecided."""
+        """Tells whether a condition holds. If it is unknown, a branch that only ends the script is not taken, and
+        branches that change nothing are equivalent.  Raises: Undecided."""
         then, otherwise = branches
         if status is not None:
             return status and not _exits(then)  # what an argument is needed for comes after it
@@ -202,7 +201,7 @@ class Shell:
         return True
 
     def _value(self, word: str) -> tuple[str, str]:
-        """The name under which a value is set, and the value; if it is unknown, the assumed one."""
+        """Returns the name of an assigned variable and its value; for an unknown value, the assumed one."""
         text = self._words.text(word)
         unknown, variable = UNKNOWN.fullmatch(text), re.fullmatch(r"\"?\$\{?(\w+)(?::?-[^}]*)?\}?\"?", word)
         name = variable[1] if variable else ((unset_variables(text) or [unknown[1]])[0] if unknown else word)
@@ -229,14 +228,14 @@ class Shell:
         return self._once(node.parts[1], f"{node.words[0]} {_shown(node.parts[0])}")
 
     def _once(self, body: Sequence[ShellNode], head: str) -> bool:
-        """Runs the body of a loop once, if its values are unknown and the body changes anything."""
+        """Interprets the body of a loop over unknown values once, if the body changes anything."""
         if any(_programs(body)):
             self.loops[head] = None
             self._turn(body)
         return True
 
     def _turn(self, body: Sequence[ShellNode]) -> bool:
-        """Runs one turn of a loop; False after a `break`."""
+        """Interprets one iteration of a loop. Returns False after a `break`."""
         self._num_turns += 1
         if self._num_turns > MAX_TURNS:
             raise ValueError(f"its loops take more than {MAX_TURNS:,} turns")
@@ -249,7 +248,7 @@ class Shell:
         return True
 
     def _simple(self, node: ShellNode) -> bool | None:
-        """Runs assignments, or a program with its words."""
+        """Interprets assignments, or a program with its arguments."""
         place, words, declares = 0, node.words, node.words[0] in _DECLARES
         given = list[re.Match[str]]()
         while place < len(words):
@@ -270,7 +269,7 @@ class Shell:
         return True
 
     def _program(self, written: Sequence[str], place: int) -> bool | None:
-        """Runs a builtin or a function, or records the start of a program."""
+        """Interprets a builtin or a function, or records the start of a program."""
         if written[0] in _TESTING:
             return self._test([each for each in written[1:] if each not in ("]", "]]")])
         if written[0].startswith("(("):
@@ -322,7 +321,7 @@ class Shell:
             self._words.arguments(before)
 
     def _arithmetic(self, text: str) -> bool | None:
-        """Evaluates `((...))`: a condition, or the change of a variable."""
+        """Evaluates `((...))`, which is a condition or changes a variable."""
         if change := _CHANGE.fullmatch(text):
             name, once, sign, value = change.groups()
             found = f"{name}{once[0]}1" if once else f"{name}{sign}({value})" if sign else value
@@ -365,7 +364,7 @@ class Shell:
         return fnmatchcase(a, b) != (sign == "!=") if is_pattern else bool(_TESTS[sign](a, b))
 
     def _output(self, command: str) -> str | None:
-        """The output of a command; None if it is unknown."""
+        """Returns the output of a command; None if it is unknown."""
         values, before = {name: dict(value) for name, value in self._words.values.items()}, (self._printed, self._open)
         self._printed = []
         try:
@@ -377,7 +376,7 @@ class Shell:
             self._words.values, (self._printed, self._open) = values, before
 
     def _output_of(self, words: list[str]) -> str:
-        """The output of a program that only changes a text.  Raises: _NotKnown for any other."""
+        """Computes the output of a program that only transforms text.  Raises: _NotKnown for any other program."""
         here = self._words.text("$PWD")
         match [word for word in words if word not in ("--", "-P", "-e", "-n")] if all(map(is_known, words)) else []:
             case ["echo", *texts]:
@@ -398,17 +397,17 @@ class Shell:
 
 
 def _unset(text: str) -> list[str]:
-    """The first candidate for an unset variable: no value."""
+    """Returns the empty text, the first candidate for an unset variable."""
     return [""] if unset_variables(text) else []
 
 
 def _example(pattern: str) -> str:
-    """A text that matches a pattern."""
+    """Returns an example of a text that matches a pattern."""
     return re.sub(r"\[(.)[^]]*\]", r"\1", pattern.replace("*", "").replace("?", "x"))
 
 
 def _candidates(sign: str, text: str) -> tuple[str, ...]:
-    """A value with which a comparison holds, and one with which it does not."""
+    """Returns a value that makes a comparison true, and one that makes it false."""
     if sign[0] != "-":
         return _example(text), OTHER
     number, above = int(text) if re.fullmatch(r"-?\d{1,9}", text) else 0, sign in ("-le", "-eq", "-ne")

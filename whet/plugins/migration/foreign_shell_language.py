@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The language of shell scripts: `parse` reads a text into a tree of commands; `Words` holds variables and expands
-words. No program is run: an unknown part stays as written, between two marks, and OTHER stands for any value that the
-script does not name."""
+words. It runs no program. An unknown part stays as written, between two marks, and OTHER is any value that the script
+does not name."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ShellNode(NamedTuple):
 
 
 def piece_end(text: str, start: int, depth: int = 0) -> int:
-    """The index after the piece of a word that begins at `start`: a quoted text, a substitution, a plain run."""
+    """Returns the end of the word's piece that begins at `start`: quoted text, a substitution, or plain text."""
     if depth > MAX_DEPTH:
         raise SyntaxError(f"it is nested more than {MAX_DEPTH} levels deep")
     opening = start + text.startswith(("${", "$(", "$'"), start)
@@ -81,7 +81,7 @@ def piece_end(text: str, start: int, depth: int = 0) -> int:
 
 
 def _tokens_of(text: str) -> list[Token]:
-    """Yields the words and operators of a script, without comments, redirections and here-documents."""
+    """Splits a script into words and operators, without comments, redirections and here-documents."""
     tokens, place, documents, in_test, redirection = list[Token](), 0, list[str](), False, ""
     while place < len(text):
         last = tokens[-1][1] if tokens and tokens[-1][0] == "word" else ""
@@ -121,12 +121,12 @@ def _word_end(text: str, place: int) -> int:
 
 @lru_cache(256)
 def parse(text: str) -> tuple[ShellNode, ...]:
-    """The commands of a script.  Raises: SyntaxError."""
+    """Parses a script into its commands.  Raises: SyntaxError."""
     return _ShellParser([*_tokens_of(text), ("op", "\n")]).body("")
 
 
 class _ShellParser:
-    """Reads tokens by recursive descent."""
+    """Parses tokens by recursive descent."""
 
     def __init__(self, tokens: list[Token]) -> None:
         self._tokens, self._place, self._depth = tokens, 0, 0
@@ -134,7 +134,7 @@ class _ShellParser:
 
     @property
     def _word(self) -> str:
-        """The next token; "" at the end."""
+        """Returns the next token; "" at the end."""
         return self._tokens[self._place][1] if self._place < len(self._tokens) else ""
 
     def _take(self) -> str:
@@ -150,7 +150,7 @@ class _ShellParser:
         return self._place > before
 
     def body(self, *ends: str) -> tuple[ShellNode, ...]:
-        """Reads commands up to one of the words `ends`, and that word."""
+        """Reads commands up to and including one of the words `ends`."""
         nodes, self._depth = list[ShellNode](), self._depth + 1
         if self._depth > MAX_DEPTH:
             raise SyntaxError(f"its commands are nested more than {MAX_DEPTH} levels deep")
@@ -238,14 +238,14 @@ def is_known(text: str) -> bool:
 
 
 def unset_variables(text: str) -> list[str] | None:
-    """The names of the unset variables in a text; None if it contains the output of a command."""
+    """Returns the names of the unset variables in a text; None if the text contains the output of a command."""
     found = [_NAME.fullmatch(each) for each in UNKNOWN.findall(text)]
     return None if None in found else sorted({each[1] for each in found if each})
 
 
 class Words:
-    """The variables of a script. Variables in `fixed` keep their values; variables in `assumed` replace unknown values;
-    `run` returns the output of a command, None if it is unknown."""
+    """The variables of a script. Variables in `fixed` cannot change; variables in `assumed` replace unknown values.
+    `run` returns the output of a command, or None if it is unknown."""
 
     def __init__(self, fixed: Mapping[str, str], assumed: Mapping[str, str], run: Callable[[str], str | None]) -> None:
         self.given, self._fixed, self._run, self.budget = {**assumed, **fixed}, fixed, run, Budget()
@@ -254,7 +254,7 @@ class Words:
         self.arguments(())
 
     def arguments(self, words: tuple[str, ...]) -> tuple[str, ...]:
-        """Sets $@, $# and $1 to $9; returns the arguments before."""
+        """Sets $@, $# and $1 to $9, and returns their former values."""
         before = tuple(self.values.get("@", {}).values())
         self.values |= {"@": {str(place): word for place, word in enumerate(words)}, "#": {"0": str(len(words))}}
         for place in map(str, range(1, 10)):
@@ -264,13 +264,13 @@ class Words:
         return before
 
     def assign(self, name: str, value: str, index: str = "0", *, more: bool = False) -> None:
-        """Sets a variable or an element of an array; with `more` appends to its value."""
+        """Sets a variable or an element of an array. With `more` it appends to the value."""
         if not self._fixed.get(name) and (is_known(value) or name not in self.given):
             place = self.values.setdefault(name, {})
             place[index] = self.budget.text(place.get(index, "") * more + value)
 
     def assign_array(self, name: str, words: tuple[str, ...], *, more: bool) -> None:
-        """Sets an array; with `more` appends to it."""
+        """Sets an array. With `more` it appends to the array."""
         if not self._fixed.get(name):
             place = dict(self.values.get(name, {})) if more else {}
             for word in words:
@@ -285,7 +285,7 @@ class Words:
         return " ".join(self.expand(word, split=False))
 
     def expand(self, word: str, *, split: bool = True) -> list[str]:
-        """Expands a word to the words that it stands for."""
+        """Expands a word into one or more words."""
         if split and "{" in word and (braces := _BRACES.fullmatch(word)):
             return [each for inner in _in_braces(braces) for each in self.expand(f"{braces[1]}{inner}{braces[6]}")]
         fields, is_word, place = [""], False, 0
@@ -305,7 +305,7 @@ class Words:
         return [each for each in fields if each or is_word]
 
     def _quoted(self, text: str) -> list[str]:
-        """Expands a text in double quotes: to one word, or several for "$@" and "${ARRAY[@]}"."""
+        """Expands a text in double quotes into one word; "$@" and "${ARRAY[@]}" give several."""
         if re.fullmatch(r"\$@|\$\{(@|\w+\[@\])(:\d+)?\}", text):
             return self._parameter(text)
         whole, place = "", 0
@@ -321,7 +321,7 @@ class Words:
         return [whole]
 
     def _parameter(self, piece: str) -> list[str]:
-        """The values of `$name`, `${...}`, `$((...))` or `$(...)`; several of an array."""
+        """Returns the value of `$name`, `${...}`, `$((...))` or `$(...)`; an array has several values."""
         self.budget.step()
         if piece[0] == "`" or piece.startswith("$("):
             return [self._command(piece[1:-1] if piece[0] == "`" else piece[2:-1])]
@@ -348,13 +348,13 @@ class Words:
         return [_unknown(piece)] if values is None else values
 
     def _command(self, command: str) -> str:
-        """The value of `$((...))` or `$(...)`."""
+        """Returns the value of `$((...))` or `$(...)`."""
         shown, is_number = f"$({command})", command.startswith("(") and command.endswith(")")
         found: object = self.number(command[1:-1]) if is_number else self.given.get(shown) or self._run(command)
         return _unknown(shown) if found is None else self.budget.text(str(found))
 
     def _values_of(self, name: str, index: str | None) -> list[str] | None:
-        """The values of a variable; None where it is not set."""
+        """Returns the values of a variable; None if it is not set."""
         found = self.values.get(name)
         if found is None or index in ("@", "*") or name in "@*":
             return None if found is None else list(found.values())
@@ -366,7 +366,7 @@ class Words:
         return self.text(text if text[:1] in ("'", '"') else '"' + text.replace('"', "") + '"')
 
     def _changed(self, value: str, sign: str, rest: str) -> str:
-        """A value without a prefix or a suffix, with a part replaced, cut, or in another case."""
+        """Applies an operator of `${...}`: removes a prefix or suffix, replaces or cuts a part, or changes the case."""
         if sign[0] in "^,":
             change = str.upper if sign[0] == "^" else str.lower
             return change(value) if len(sign) == 2 else change(value[:1]) + value[1:]
@@ -386,7 +386,7 @@ class Words:
         return next((before for before, after in parts if fnmatchcase(after, pattern)), value)
 
     def number(self, text: str) -> int | None:
-        """The value of arithmetic with whole numbers and variables; None if it is unknown."""
+        """Evaluates integer arithmetic with variables; None if the result is unknown."""
 
         def value(name: re.Match[str]) -> str:
             return " ".join(self._values_of(name[0], None) or [name[0]])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward managers of other systems: classes that are constructed with a tokenizer and score a DataProto.
 
-verl's have `__call__(data, return_dict)`, its newer ones `async run_single(data)` for a batch of one row, EasyR1's
-`compute_reward(data)`. The methods decide, not the name of the class. Below are stand-ins for the modules that such
-files import: while one is loaded without verl, the names of `OFFERED` can be imported."""
+verl's managers have `__call__(data, return_dict)`, its newer ones `async run_single(data)` for a batch of one row,
+EasyR1's `compute_reward(data)`. Their methods decide, not the class name. This file has stand-ins for modules that such
+files import: while one is loaded without verl, the names in `OFFERED` can be imported."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ EASYR1_CONFIG = {"skip_special_tokens": True}
 def open_manager(
     cls: type[Any], kwargs: Mapping[str, Any], tokenizer: tuple[str, bool] | None
 ) -> tuple[Callable[..., Any], asyncio.Runner | None]:
-    """Creates a manager.  Returns its method, and for an async method the runner in whose event loop it was created.
+    """Creates a manager. Returns its scoring method, and for an async method the runner of the event loop it belongs
+    to.
 
-    `kwargs` are arguments of its constructor, mappings among them readable as attributes: `config` of EasyR1's form,
-    and `compute_score`, a name or path, by default `auto`. `tokenizer` is a path, and whether it may run code.
-    Raises: RewardError.
-    """
+    `kwargs` are the constructor's arguments, with mappings readable as attributes: `config` of EasyR1's form, and
+    `compute_score`, a name or path (default `auto`). `tokenizer` is a path, and whether it may run code.
+    Raises: RewardError."""
     methods = [name for name in METHODS if any(name in vars(base) for base in cls.__mro__)]
     if not methods:
         raise RewardError(f"class {cls.__qualname__}", f"no method {', '.join(METHODS)}", ONE_OF_THESE)
@@ -92,7 +92,7 @@ def _arguments(cls: type[Any], kwargs: Mapping[str, Any], tokenizer: tuple[str, 
 def score_shipped(
     name: str, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **_: Any
 ) -> float:
-    """The reward of a row by a shipped function: one number, which all managers can read.  Raises: RewardError."""
+    """Scores a row by a shipped function, and returns one number, which all managers can read.  Raises: RewardError."""
     fields = {
         "data_source": data_source,
         "solution_str": solution_str,
@@ -142,7 +142,7 @@ def stand_ins() -> Iterator[None]:
 
 
 def register(name: str) -> Callable[[C], C]:
-    """verl's decorator of managers. It returns the class unchanged: a run names it by its path."""
+    """Stands in for verl's decorator of managers. It returns the class unchanged: a run names a manager by path."""
     return lambda cls: cls
 
 
@@ -154,7 +154,7 @@ class AbstractRewardManager:
 
 
 class RewardManagerBase:
-    """The base of verl's managers with `run_single`, which keep the event loop in which they are created."""
+    """The base of verl's managers with `run_single`. They keep the event loop in which they are created."""
 
     _class_initialized = False
 
@@ -165,7 +165,7 @@ class RewardManagerBase:
 
     @classmethod
     def init_class(cls, config: object, tokenizer: object) -> None:
-        """Called with each instance; a class that prepares data once checks `_class_initialized`."""
+        """Runs for each instance; a class that prepares data only once checks `_class_initialized`."""
         cls._class_initialized = True
 
 
@@ -180,4 +180,4 @@ class FunctionRewardManager(ABC):
 
     @abstractmethod
     def compute_reward(self, data: object) -> object:
-        """Scores [B, R], on the last token of each response, and a dict with the other numbers of each."""
+        """Returns scores [B, R], on the last token of each response, and a dict with the other numbers of each."""

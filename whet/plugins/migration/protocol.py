@@ -35,10 +35,10 @@ class DataProtoItem:
 
 
 class DataProto(Batch):
-    """A batch with verl's names and methods; `union`, `rename`, `reorder` and `pop` do not change it: use their result.
+    """A batch with verl's names and methods. `union`, `rename`, `reorder` and `pop` return a new batch: use the result.
 
     `batch` has the tensor columns as a TensorDict, None without any; writes to it change the batch. A DataProto without
-    any column has no rows, and union with it is always possible."""
+    columns has no rows, and can be united with any other."""
 
     def __init__(
         self,
@@ -76,10 +76,10 @@ class DataProto(Batch):
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> Self:
-        """Makes a batch from tensors [B, ...] and from arrays or lists of B objects; a nested list is one object.
+        """Makes a batch from tensors [B, ...] and from arrays or lists of B objects. A nested list is one object.
 
-        `auto_padding` is kept in `meta_info`: `chunk` then takes any number of rows. `num_batch_dims` is always 1.
-        """
+        `auto_padding` is stored in `meta_info` and lets `chunk` take any number of rows. `num_batch_dims` is always
+        1."""
         if num_batch_dims != 1:
             raise DataError("num_batch_dims", num_batch_dims, "1, the dimension of rows, [B]")
         marks = {_AUTO_PADDING: True} if auto_padding else {}
@@ -87,7 +87,7 @@ class DataProto(Batch):
 
     @classmethod
     def from_batch(cls, batch: Batch) -> Self:
-        """The same rows and columns with verl's methods."""
+        """Returns the same rows and columns with verl's methods."""
         return cls._assemble(batch.columns(), batch.meta_info, len(batch))
 
     @classmethod
@@ -97,7 +97,7 @@ class DataProto(Batch):
         meta_info: Mapping[str, Any] | None = None,
         auto_padding: bool = False,
     ) -> Self:
-        """`from_dict` for columns of both kinds in one dict."""
+        """Makes a batch from one dict that has both tensor and object columns."""
         tensors = {name: column for name, column in data.items() if isinstance(column, torch.Tensor)}
         objects = {name: column for name, column in data.items() if not isinstance(column, torch.Tensor)}
         return cls.from_dict(tensors, objects, meta_info, auto_padding=auto_padding)
@@ -106,8 +106,8 @@ class DataProto(Batch):
     def from_tensordict(
         cls, tensor_dict: TensorDictBase, meta_info: Mapping[str, Any] | None = None, num_batch_dims: int = 1
     ) -> Self:
-        """Makes a batch from a TensorDict with batch size [B]: tensors, stacks of B objects, and objects of the whole
-        batch, which become `meta_info` beside `meta_info`."""
+        """Makes a batch from a TensorDict with batch size [B], which has tensors and stacks of B objects. Objects of
+        the whole batch are added to `meta_info`."""
         if tensor_dict.batch_dims != 1:
             raise DataError("batch size", list(tensor_dict.batch_size), "one dimension, [B]", "flatten the others")
         from tensordict import NonTensorData, NonTensorStack
@@ -122,8 +122,8 @@ class DataProto(Batch):
         return made if made.keys() else cls._assemble({}, made.meta_info, len(tensor_dict))
 
     def to_tensordict(self) -> TensorDict:
-        """The batch as a TensorDict with batch size [B]: object columns as stacks of B objects, the values of
-        `meta_info` as objects of the whole batch. `from_tensordict` reads it back."""
+        """Returns the batch as a TensorDict with batch size [B]. Object columns become stacks of B objects; the values
+        of `meta_info` become objects of the whole batch. `from_tensordict` reads it back."""
         if both := sorted(self.meta_info.keys() & set(self.keys())):
             raise DataError("meta_info", f"{both} are columns too", "names of its own", "rename one of each")
         from tensordict import NonTensorData, NonTensorStack
@@ -145,7 +145,7 @@ class DataProto(Batch):
         meta_info_keys: Names | None = None,
         deepcopy: bool = False,
     ) -> Self:
-        """Keeps the named columns and keys; None keeps all of that kind. `deepcopy` copies them too."""
+        """Selects the named columns and keys; None selects all of that kind. `deepcopy` copies them too."""
         tensors = rules.pick(self.tensors(), batch_keys, "tensor column")
         objects = rules.pick(self.non_tensor_batch, non_tensor_batch_keys, "object column")
         meta_info = rules.pick(self.meta_info, meta_info_keys, "meta_info key")
@@ -158,7 +158,7 @@ class DataProto(Batch):
         non_tensor_batch_keys: Names | None = None,
         meta_info_keys: Names | None = None,
     ) -> tuple[Self, Self]:
-        """Splits into (the named columns and keys, all others); None selects none of that kind."""
+        """Splits into two batches: the named columns and keys, and all others. None names none of that kind."""
         taken = (batch_keys, non_tensor_batch_keys, meta_info_keys)
         batch, objects, meta_info = (() if keys is None else keys for keys in taken)
         popped = self.select(batch, objects, meta_info)
@@ -184,7 +184,7 @@ class DataProto(Batch):
         return self._assemble(dict(zip(result, self.columns().values(), strict=True)), self.meta_info, len(self))
 
     def union(self, other: DataProto) -> Self:
-        """The columns and meta_info of both. A name in both must hold equal values (NaN equals NaN)."""
+        """Merges the columns and meta_info of both batches. A name in both must hold equal values (NaN equals NaN)."""
         blank = [data for data in (self, other) if not data.keys() and not len(data)]
         if len(self) != len(other) and not blank:
             found = f"{len(other)} rows (columns {other.keys()})"
@@ -198,7 +198,7 @@ class DataProto(Batch):
         return self._assemble(columns, meta_info, max(len(self), len(other)))
 
     def chunk(self, chunks: int) -> list[Self]:
-        """Splits into `chunks` consecutive parts of equal size; with `auto_padding` the first ones may have a row more.
+        """Splits into `chunks` consecutive equal parts. With `auto_padding` the first parts may have one row more.
 
         Raises: DataError if the rows do not divide."""
         if chunks < 1 or (len(self) % chunks and not self.meta_info.get(_AUTO_PADDING)):
@@ -280,13 +280,13 @@ class DataProto(Batch):
         return (self[np.arange(len(self) + pad_size) % len(self)] if pad_size else self.select()), pad_size
 
     def unpad(self, pad_size: int) -> Self:
-        """The rows without the last `pad_size`."""
+        """Removes the last `pad_size` rows."""
         if not 0 <= pad_size <= len(self):
             raise DataError("pad_size", pad_size, f"0 to {len(self)}, the number of rows", "correct it")
         return self.rows(slice(len(self) - pad_size))
 
     def fold_batch_dim(self, new_batch_size: int) -> Self:
-        """[B, ...] -> [new_batch_size, B / new_batch_size, ...] in every column: consecutive rows become one."""
+        """Folds consecutive rows into one in every column: [B, ...] -> [new_batch_size, B / new_batch_size, ...]."""
         if new_batch_size < 1 or len(self) % new_batch_size:
             raise DataError("new_batch_size", new_batch_size, f"a divisor of the {len(self)} rows", "correct it")
         lead = (new_batch_size, len(self) // new_batch_size)

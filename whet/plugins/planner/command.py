@@ -64,7 +64,7 @@ def plan(
 
 
 def plan_for(config: RunConfig, gpus: str, device_gib: float | None, host_gib: float | None) -> None:
-    """Prints a plan for each number of accelerators, and the smallest number. The exit status is 1 if none fits."""
+    """Prints a plan for each number of accelerators, and the smallest number. Exits with 1 if none fits."""
     from whet.tracking.console import shared_console
 
     counts = [int(each) if each.strip().isdecimal() else 0 for each in gpus.split(",")]
@@ -91,7 +91,7 @@ def plan_for(config: RunConfig, gpus: str, device_gib: float | None, host_gib: f
 
 
 def list_ranks(config: RunConfig) -> None:
-    """Prints the place of every rank."""
+    """Prints the node, devices and mesh place of every rank."""
     for each in places(config):
         numbers = ", ".join(map(str, each.devices))
         devices = f"device{'s' * (len(each.devices) > 1)} {numbers}" if each.devices else "processors"

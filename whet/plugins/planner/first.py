@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quick answer of `whet plan`, from formulas alone: it loads no torch, and takes less than two seconds."""
+"""The quick estimate of `whet plan`, from formulas alone. It loads no torch, and takes less than two seconds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FILLED, MOST_TOKENS, TOKEN_STEP = 0.75, 32_768, 512
 
 
 class Kept(NamedTuple):
-    """The numbers that a forward and backward pass keeps for each token."""
+    """The numbers of activations that a forward and backward pass keeps for each token."""
 
     hidden: float  # that a layer keeps of a token, times its hidden size
     inner: float  # and times its inner size
@@ -37,7 +37,7 @@ class Kept(NamedTuple):
     logit: int  # bytes
 
     def bytes_of_token(self, hidden: float, inner: float, layers: float, item: int, *, recomputes: bool) -> float:
-        """Peak bytes of a token's activations, with `item` bytes a number."""
+        """Returns the peak bytes of a token's activations, with `item` bytes for each number."""
         kept = self.hidden * hidden + self.inner * inner
         return item * (layers * hidden + self.layers * kept if recomputes else layers * kept)
 
@@ -54,15 +54,15 @@ def is_compiled(engine: str, options: Mapping[str, object]) -> bool:
 
 
 def tokens_within(room: float, held: float, of_token: float) -> int:
-    """The largest number of tokens in a micro-batch, with `of_token` bytes each, beside `held` bytes of other tensors
-    and within `room` bytes: they fill three quarters of the room, or half of the remaining room if that is more."""
+    """Returns the largest number of tokens in a micro-batch. A token takes `of_token` bytes; other tensors take `held`
+    of the `room` bytes. Tokens fill three quarters of the room, or half of the remaining room if that is more."""
     left = max(FILLED * room - held, (room - held) / 2)
     return min(MOST_TOKENS, max(TOKEN_STEP, int(left / of_token) // TOKEN_STEP * TOKEN_STEP))
 
 
 def first_answer(config: RunConfig, device_gib: float | None, host_gib: float | None) -> Iterator[str]:
-    """Yields whether a run fits, the smallest accelerator for it, and three settings that help; empty if the model's
-    config.json is not on this machine. Without given sizes, this machine's sizes count."""
+    """Yields lines: whether a run fits, the smallest accelerator for it, and three settings that help. Yields nothing
+    if the model's config.json is not on this machine. A size that is not given is this machine's."""
     shape = shape_of(str(config.model.path))
     if shape is None:
         return
@@ -87,7 +87,7 @@ def first_answer(config: RunConfig, device_gib: float | None, host_gib: float | 
 
 
 def _accelerator_gib() -> float | None:
-    """The free memory of the fullest NVIDIA accelerator, from its driver; None without one."""
+    """Returns the free GiB of the fullest NVIDIA accelerator, as its driver reports; None without an accelerator."""
     query = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(query, capture_output=True, text=True, timeout=5).stdout.split()
@@ -97,14 +97,14 @@ def _accelerator_gib() -> float | None:
 
 
 def bytes_of(config: RunConfig, shape: Mapping[str, float], on_device: bool, gib: float | None = None) -> int:
-    """Bytes of the largest process on the host, or of the fullest accelerator, of `gib` if that is known."""
+    """Returns the bytes of the largest process on the host, or of the fullest accelerator, which has `gib` if known."""
     shares = {name: pool.share if on_device else 1.0 for name, pool in config.cluster.pools.items()}
     of_pool = ((name, share, None if gib is None else gib * share) for name, share in shares.items())
     return max(round(_bytes_of_pool(config, shape, on_device, name, own) / share) for name, share, own in of_pool)
 
 
 def host_bytes(config: RunConfig, shape: Mapping[str, float]) -> int:
-    """Bytes that the actor's ranks on one node keep on the host with `cpu_offload`."""
+    """Returns the bytes that the actor's ranks on one node keep on the host with `cpu_offload`."""
     own, _ = section_of(config, "actor")
     if not own.engine.options.get("cpu_offload"):
         return 0
@@ -117,14 +117,14 @@ def host_bytes(config: RunConfig, shape: Mapping[str, float]) -> int:
 
 
 def mesh_of(config: RunConfig, role: str) -> Mesh:
-    """The grid of a role's processes; only copies with the engine `single`."""
+    """Returns the mesh of a role's processes. The engine `single` has only data-parallel copies."""
     engine, processes = section_of(config, role)[0].engine, config.cluster.processes_of(role)
     given = ENGINES[engine.name].resolve_options(engine.options, "engine.options").get("mesh")
     return Mesh.of(processes, {"shard": 1} if engine.name == "single" else given)
 
 
 def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: bool, pool: str, gib: float | None) -> int:
-    """Bytes of a process of a pool: the larger value of sampling and updates."""
+    """Returns the bytes of a process of a pool: the larger one of its sampling and its updates."""
     weights, words, layers, experts = (float(shape[name]) for name in ("weights", "words", "layers", "in_experts"))
     narrow = config.model.dtype == "bfloat16" or (
         config.model.dtype == "auto" and (on_device or bool(BFLOAT16 & {*instruction_set().split()}))
@@ -175,7 +175,7 @@ def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: boo
 
 
 def _sampling(config: RunConfig, shape: Mapping[str, float], item: int, narrow: bool) -> tuple[float, float, float]:
-    """Bytes of the rollout's own weights, its cache and its logits."""
+    """Returns the bytes of the rollout's own weights, of its KV cache, and of its logits."""
     assert isinstance(config, TrainConfig)
     engine, sampled = config.rollout.engine, {"float32": 4, "bfloat16": 2}.get(config.rollout.dtype, item)
     given = ROLLOUT_ENGINES[engine.name].resolve_options(engine.options, "options").get("kv_cache_bytes") or 0
@@ -188,7 +188,7 @@ def _sampling(config: RunConfig, shape: Mapping[str, float], item: int, narrow: 
 
 
 def _tokens(config: RunConfig, role: str) -> int:
-    """The tokens of a mini-batch in one process, with all rows at their limit."""
+    """Returns the tokens of a mini-batch in one process, if all rows reach their length limit."""
     processes = config.cluster.processes_of(role)
     if isinstance(config, ExamplesConfig):
         return -(-config.data.train_batch_size * config.rows_an_example // processes) * config.data.max_length
@@ -199,12 +199,12 @@ def _tokens(config: RunConfig, role: str) -> int:
 
 
 def section_of(config: RunConfig, role: str) -> tuple[ExamplesConfig | ActorConfig, str]:
-    """The section with the engine and the optimizer of a role, and the beginning of its keys."""
+    """Returns the config section with a role's engine and optimizer, and the prefix of the section's keys."""
     return (config, "") if isinstance(config, ExamplesConfig) else (config[role], f"{role}.")
 
 
 def changed(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
-    """The config with some values replaced, by dotted key."""
+    """Returns the config with some values replaced; `values` has them by dotted key."""
     tree = config.model_dump()
     for key, value in values.items():
         put(tree, key, value)
@@ -212,7 +212,7 @@ def changed(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
 
 
 def _roles(config: RunConfig) -> list[str]:
-    """The roles with a model: trained ones, and a reference that is no adapter's base."""
+    """Returns the roles that load a model: trained roles, and a reference unless it is the base of an adapter."""
     if isinstance(config, ExamplesConfig):
         return ["actor"]
     reads = ADV_ESTIMATORS[config.algorithm.adv_estimator].columns
@@ -236,7 +236,7 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, object]]:
 
 
 def shape_of(path: str) -> dict[str, float] | None:
-    """Sizes of the model whose config.json is in the folder `path`, or in the hub's cache; None without one."""
+    """Returns sizes from the config.json in the folder `path`, or in the hub's cache; None without the file."""
     hub = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
     files = [Path(path) / "config.json", *hub.glob(f"models--{path.replace('/', '--')}/snapshots/*/config.json")]
     try:

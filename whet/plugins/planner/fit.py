@@ -54,7 +54,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that reduces memory: the bytes that the run then needs, and the bytes saved."""
+    """A setting that reduces memory: the bytes that the run needs with it, and the bytes that it saves."""
 
     override: str  # in command line syntax
     needed_bytes: int
@@ -62,7 +62,7 @@ class Change:
 
 
 def rooms(setup: Setup) -> list[Room]:
-    """The host memory, for all processes on a node, and the memory of an accelerator for each pool.
+    """Returns the needs and limits of host memory, for all processes on a node, and of each pool's accelerators.
 
     Raises: ModelError."""
     cluster, free = setup.config.cluster, setup.host or free_memory()
@@ -91,9 +91,8 @@ def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], recl
     """Checks that a run fits into memory and onto the disk, before its models are loaded.  Returns the bytes of a
     checkpoint, or 0 if unknown.
 
-    `reclaimed_bytes` of the disk become free at the start of the run. If an upper bound, which is fast to compute,
-    shows a small run, there is no detailed plan.  Raises: ConfigError with the numbers, the settings that reduce them,
-    and the way to start anyway."""
+    `reclaimed_bytes` of the disk become free when the run starts. A detailed plan is skipped if a fast upper bound
+    already fits.  Raises: ConfigError with the numbers, the settings that reduce them, and the way to start anyway."""
     if os.environ.get(ANYWAY, "0") not in ("", "0"):
         return 0
     free, cluster = setup.host or free_memory(), setup.config.cluster
@@ -128,7 +127,7 @@ def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], recl
 
 
 def upper_bound(setup: Setup) -> int:
-    """An upper bound on the bytes of one process, from formulas, without tracing the passes."""
+    """Returns an upper bound on the bytes of one process, from formulas, without tracing the passes."""
     config, total = setup.config, 0
     for name, model in outlines_of(setup).items():
         total += model.weight_bytes * (4 if name in setup.objectives else 1)
@@ -151,8 +150,8 @@ def upper_bound(setup: Setup) -> int:
 
 
 def changes(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> list[Change]:
-    """Settings that save at least 2 % of a room, largest saving first, then a combination in which each setting saves
-    more. Savings come from a new plan with the settings."""
+    """Returns settings that save at least 2 % of a room, largest saving first, then a combination in which each setting
+    adds to the saving. Savings come from new plans with the settings."""
     candidates = _candidates(setup, room)
 
     def planned(*overrides: str) -> Change:
@@ -174,7 +173,7 @@ def changes(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> list[Ch
 
 
 def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, object]]:
-    """Settings that may reduce memory, by their override in command line syntax."""
+    """Returns settings that may reduce memory, by their override in command line syntax."""
     config, model, sizes = setup.config, setup.config.model, room.memory.micro_batch_tokens
     found: list[tuple[bool, str, object]] = [
         (not model.gradient_checkpointing, "model.gradient_checkpointing", True),
@@ -216,7 +215,7 @@ def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, object]]:
 
 
 def _shards(setup: Setup, name: str, engine: str) -> int:
-    """The shards of a role's model with another engine; 0 where a package of the engine is not installed."""
+    """Returns the number of shards of a role's model with another engine; 0 if a package of the engine is missing."""
     try:
         return estimate.spread_of(setup, name, engine).shards
     except ModuleNotFoundError:
@@ -241,7 +240,7 @@ def _too_much_memory(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -
 
 
 def advice(found: list[Change], free: int) -> list[str]:
-    """A line for each change, and advice if no change is enough."""
+    """Returns a line for each change, and advice if no change is enough."""
     lines = [
         f"- {each.override} saves {size(each.saved_bytes)}" + (": it fits" if each.needed_bytes <= free else "")
         for each in found

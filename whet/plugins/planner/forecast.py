@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner of runs, and its forecast from a config (memory, disk, time), for `whet plan` and `whet doctor`.
+"""Plans a run from its config, and forecasts its memory, disk and time, for `whet plan` and `whet doctor`.
 
-The first lines of a run come from it too."""
+It also makes the first lines of a run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ QUICK_SECONDS = 0.02  # to measure each rate at the start of a run
 
 @register_part("planner")
 def planner() -> Planner:
-    """Plans by outlines of the models of a run, and by formulas."""
+    """Returns the planner, which uses outlines of the models of a run, and formulas."""
     return Planner(
         check_fits, introduce, sized, cache_room, lambda each: partial(training_flops, Outline(each)), findings
     )
@@ -78,27 +78,27 @@ class Forecast:
 
     @property
     def disk_bytes(self) -> int:
-        """Most bytes of checkpoints: a new one is written before the oldest is deleted."""
+        """Peak bytes of all checkpoints on disk: a new one is written before the oldest is deleted."""
         return self.checkpoint_bytes * ((self.setup.config.trainer.save_limit or 1) + 1)
 
     @property
     def fits(self) -> bool:
-        """Tells whether the run fits into every memory, as far as known."""
+        """True if the run fits into every memory, as far as known."""
         return all(room.fits for room in self.rooms)
 
     @property
     def fits_on_disk(self) -> bool:
-        """Tells whether the checkpoints fit onto the disk of run_dir, as far as known."""
+        """True if the checkpoints fit onto the disk of run_dir, as far as known."""
         return self.free_disk_bytes is None or self.disk_bytes <= self.free_disk_bytes
 
     @property
     def estimated_seconds(self) -> Mapping[str, float] | None:
-        """Seconds of a step by phase; None on an accelerator, whose speed is unknown."""
+        """Estimated seconds of a step by phase; None on an accelerator, since its speed is unknown."""
         return self.speed.seconds if self.setup.device is None else None
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a step, measured in run_dir or else estimated."""
+        """Seconds of a step: measured by an earlier run in run_dir, else estimated."""
         estimated = self.estimated_seconds
         return self.measured.get("time/step", None if estimated is None else sum(estimated.values()))
 
@@ -112,8 +112,8 @@ class Forecast:
 
 
 def forecast_of(config: RunConfig, device_gib: float | None = None, host_gib: float | None = None) -> Forecast:
-    """Makes the forecast of a config for this machine, or with `device_gib` for accelerators of that size, one for each
-    process, and with `host_gib` for nodes of that memory.  Raises: ConfigError, ModelError."""
+    """Forecasts a run on this machine. With `device_gib` it assumes accelerators of that size, one for each process;
+    with `host_gib`, nodes of that memory.  Raises: ConfigError, ModelError."""
     make_setup, run_dir = trainer_of(config.command).marked("setup"), run_folder(config.trainer)
     if config.model.path is None:
         needs = "a config.json is enough, with the preprocessor_config.json of a model that reads images"
@@ -153,8 +153,8 @@ def forecast_of(config: RunConfig, device_gib: float | None = None, host_gib: fl
 
 
 def row_lengths(config: RunConfig) -> tuple[list[int], str, float]:
-    """Returns the lengths of the prompts or examples (empty if the data cannot be read), a note about them, and the
-    share of images and videos in their tokens (1.0 if unknown, used for models with vision)."""
+    """Returns the lengths of prompts or examples (empty if the data cannot be read), a note about them, and the
+    fraction of their tokens in images and videos (1.0 if unknown; for vision models only)."""
     limit = config.data.max_length if isinstance(config, ExamplesConfig) else config.data.max_prompt_length
     if not config.data.train_files:
         return [], f"data.train_files is empty: the plan assumes {limit} tokens in every row, the limit", 1.0
@@ -172,7 +172,7 @@ def row_lengths(config: RunConfig) -> tuple[list[int], str, float]:
 
 
 def _num_val(config: RunConfig) -> int:
-    """The number of prompts or examples of a validation; 0 without validation, or if the data cannot be read here."""
+    """Returns the number of validation prompts or examples; 0 without validation, or if the data cannot be read."""
     if not config.data.val_files or config.trainer.val_freq < 0:
         return 0
     try:
@@ -182,7 +182,7 @@ def _num_val(config: RunConfig) -> int:
 
 
 def _read(config: RunConfig, key: str) -> list[tuple[int, int]]:
-    """The number of tokens of each prompt or example, and the number of them that belong to images and videos."""
+    """Returns for each prompt or example its number of tokens, and how many of them belong to images and videos."""
     model, seed, where = config.model, config.trainer.seed, config.data.filter if key == TRAIN else None
     tokenizer = load_tokenizer(model.tokenizer_path or str(model.path), trust_remote_code=model.trust_remote_code)
     items = load_items(config.data, tokenizer, key, where=where, seed=seed).items
@@ -191,8 +191,8 @@ def _read(config: RunConfig, key: str) -> list[tuple[int, int]]:
 
 
 def _earlier_run(run_dir: Path, config: RunConfig) -> tuple[dict[str, float], float | None, list[str]]:
-    """Median seconds by phase, and the mean response length, in the last steps of an earlier run in `run_dir`; empty if
-    keys that affect its speed differ, with the names of these keys."""
+    """Returns the median seconds by phase, and the mean response length, of the last steps of an earlier run in
+    `run_dir`. They are empty if keys that affect its speed differ; the third value has the names of these keys."""
     try:
         before = dict(flatten(yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))))
         steps = read_steps(run_dir)[-RECENT:]
@@ -228,7 +228,7 @@ def introduce(setup: Setup, counts: Counts) -> None:
 
 
 def model_lines(setup: Setup) -> Iterator[str]:
-    """Yields a line for each model: size, trained fraction, dtype, processes and their device."""
+    """Yields a line for each model: its size, trained fraction, dtype, number of processes and device."""
     config = setup.config
     dtype = "float32" if config.model.dtype == "float32" else f"{config.model.dtype} over float32 weights"
     threads = plural(torch.get_num_threads(), "thread")
@@ -242,7 +242,7 @@ def model_lines(setup: Setup) -> Iterator[str]:
 
 
 def data_line(setup: Setup, counts: Counts) -> str:
-    """A line with the size of the data, and the steps."""
+    """Returns a line with the size of the data and the number of steps."""
     config = setup.config
     what, each = "examples", ""
     if isinstance(config, TrainConfig):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a run by kind and by phase, from its config and the configs of its models."""
+"""Plans the memory of a run by kind and phase, from its config and the configs of its models."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MARGIN = 1.2  # formulas of activations are within a fifth of traced plans
 
 @dataclass(frozen=True)
 class Item:
-    """Bytes of one kind by phase; phases with none are left out."""
+    """An item of memory: its name, and its bytes in each phase that needs it."""
 
     name: str
     by_phase: Mapping[str, int]
@@ -46,7 +46,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory plan of one process: bytes by item and phase."""
+    """The memory plan of one process: its items, with the bytes of each in each phase."""
 
     items: tuple[Item, ...]
     phases: tuple[str, ...]
@@ -89,7 +89,7 @@ class Memory:
 
 
 def outlines_of(setup: Setup) -> dict[str, Outline]:
-    """The models of the roles, as shapes without numbers.  Raises: ModelError."""
+    """Returns an outline of each role's model, with shapes instead of values.  Raises: ModelError."""
     if setup not in _OUTLINES:
         each = setup.device is not None, setup.media_share
         _OUTLINES[setup] = {name: Outline(role, *each) for name, role in setup.roles.items()}
@@ -97,7 +97,7 @@ def outlines_of(setup: Setup) -> dict[str, Outline]:
 
 
 def device_of(setup: Setup, pool: str) -> FreeMemory | None:
-    """The accelerator of each process of a pool, or its share of one; None on the host."""
+    """Returns the accelerator of each process of a pool, or the process's share of one; None on the host."""
     share, whole = setup.config.cluster.pools[pool].share, setup.device
     if whole is None or not setup.config.cluster.needs_device(pool):
         return None
@@ -107,7 +107,7 @@ def device_of(setup: Setup, pool: str) -> FreeMemory | None:
 
 
 def has_server(config: RunConfig) -> bool:
-    """Tells whether responses come from a program of its own, and not from a module of a rollout process."""
+    """Tells whether an inference server generates responses, instead of a module in a rollout process."""
     if not isinstance(config, TrainConfig):
         return False
     return not isinstance(ROLLOUT_ENGINES[config.rollout.engine.name].load(), SharesModule)
@@ -176,8 +176,8 @@ def _at_rest(setup: Setup, pool: str) -> tuple[_Kept, RolloutBytes | None]:
 
 
 def micro_batch_tokens(setup: Setup, name: str) -> int:
-    """The largest number of tokens in a forward pass of a role: the configured number; else the number that fits into
-    the known memory of an accelerator beside other tensors of an update; else the device's default."""
+    """Returns the largest number of tokens in a role's forward pass: the configured number; else the number that fits
+    into an accelerator of known memory, beside the other tensors of an update; else the default of the device."""
     role, model = setup.roles[name], outlines_of(setup)[name]
     device = device_of(setup, setup.config.cluster.pool_of(name))
     if role.max_tokens_per_micro_batch is not None or device is None or not device.total:
@@ -186,7 +186,7 @@ def micro_batch_tokens(setup: Setup, name: str) -> int:
 
 
 def _pass_bytes(setup: Setup, name: str) -> tuple[int, float]:
-    """Bytes on an accelerator in passes of a role, by formulas: without activations, and of a token's activations."""
+    """Returns a role's bytes on an accelerator by formulas: all without activations, and one token's activations."""
     model, spread, trains = outlines_of(setup)[name], spread_of(setup, name), name in setup.objectives
     kept, _ = _at_rest(setup, setup.config.cluster.pool_of(name))
     phases = [f"{name} update"] if trains else [each for each in kept.phases if each != "rollout"] or kept.phases
@@ -199,8 +199,8 @@ def _pass_bytes(setup: Setup, name: str) -> tuple[int, float]:
 
 
 def sized(settings: RoleSettings, setup: Setup, name: str) -> RoleSettings:
-    """The settings of a role in a run, with the tokens of its micro-batches filled in if an accelerator's memory
-    decides."""
+    """Returns a role's settings in a run. On an accelerator of known memory, the planner sets the tokens of
+    micro-batches."""
     if setup.device is None or not setup.device.total:
         return settings
     tokens = micro_batch_tokens(setup, name)
@@ -209,8 +209,8 @@ def sized(settings: RoleSettings, setup: Setup, name: str) -> RoleSettings:
 
 
 def cache_room(setup: Setup) -> CacheRoom | None:
-    """The room for the key and value cache beside the other tensors of its process on an accelerator; None on a host,
-    and for a cache of fixed size. Uses formulas, as a traced plan takes too long for the start of a run."""
+    """Returns the room for the KV cache beside the other tensors of its process on an accelerator; None on a host, and
+    for a cache of fixed size. It uses formulas, as a traced plan would delay the start of a run."""
     config = setup.config
     if not isinstance(config, TrainConfig) or setup.device is None:
         return None
@@ -232,7 +232,7 @@ def cache_room(setup: Setup) -> CacheRoom | None:
 
 
 def _keep_role(kept: _Kept, setup: Setup, name: str, model: Outline, away: tuple[str, ...]) -> None:
-    """Counts weights, moments and gradients of a model, which are on the host in the phases `away`."""
+    """Counts a model's weights, moments and gradients. In the phases `away` they are on the host."""
     spread = spread_of(setup, name)
     here = [phase for phase in kept.phases if phase not in away]
     shared = name == "actor" and _samples_from_the_actor(setup)
@@ -283,8 +283,8 @@ def _keep_rollout(kept: _Kept, setup: Setup, turns: bool) -> RolloutBytes:
 
 
 def _samples_from_the_actor(setup: Setup) -> bool:
-    """Tells whether the rollout uses the actor's module: its engine can, and both have the same pool and dtype, with no
-    adapter."""
+    """Tells whether the rollout samples from the actor's module. This needs an engine that can, the same pool and
+    dtype, and no adapter."""
     config = setup.config
     if not isinstance(config, TrainConfig) or config.cluster.pool_of("rollout") != config.cluster.pool_of("actor"):
         return False
@@ -297,8 +297,8 @@ def _samples_from_the_actor(setup: Setup) -> bool:
 def _update_bytes(
     model: Outline, split: Sequence[list[RowLength]], needs: frozenset[str], parts: Mapping[str, int]
 ) -> Counter[str]:
-    """Returns the peak bytes of an update in a process: of its first micro-batch, or of the largest later one with
-    gradients. `parts`: the number of processes that share each kind of bytes."""
+    """Returns the peak bytes of an update in a process: of its first micro-batch, or of the largest later one, which
+    also holds gradients. `parts` has the number of processes that share each kind of bytes."""
 
     def taken(rows: list[RowLength], *, accumulates: bool) -> Counter[str]:
         whole = model.update_bytes(rows, needs, accumulates=accumulates)
@@ -315,7 +315,7 @@ def _update_bytes(
 
 
 def _micro_batches(setup: Setup, name: str) -> list[list[RowLength]]:
-    """Returns the micro-batches of a mini-batch, as the engine splits it."""
+    """Returns the micro-batches into which the engine splits a mini-batch."""
     rows = mini_batch(setup.config, name, setup.lengths, spread_of(setup, name).row_ranks)
     role = outlines_of(setup)[name].role
     shares = role.forward.packing and role.forward.share_prompts
@@ -329,7 +329,7 @@ def _micro_batches(setup: Setup, name: str) -> list[list[RowLength]]:
 
 
 def mini_batch(config: RunConfig, name: str, lengths: Lengths, row_ranks: int = 1) -> list[RowLength]:
-    """The rows of an optimizer step in one process, or in `row_ranks` processes that compute them together."""
+    """Returns the rows of an optimizer step in one process, or in `row_ranks` processes that share these rows."""
     if isinstance(config, ExamplesConfig):
         count = -(-config.data.train_batch_size * row_ranks // config.cluster.processes_of("actor"))
         rows = [RowLength(index, 1, tokens - 1) for index, tokens in enumerate(lengths.spread(count), 1)]
@@ -342,7 +342,7 @@ def mini_batch(config: RunConfig, name: str, lengths: Lengths, row_ranks: int = 
 
 
 def spread_of(setup: Setup, name: str, engine: str | None = None) -> Spread:
-    """The sharding of a model over its role's processes, by the role's engine, or by `engine` with default options."""
+    """Returns how a model is sharded over its role's processes, by its engine, or by `engine` with default options."""
     settings = setup.roles[name].engine
     entry = ENGINES[settings.name if engine is None else engine]
     options = entry.resolve_options({} if engine is not None else settings.options, "engine.options")
@@ -351,7 +351,7 @@ def spread_of(setup: Setup, name: str, engine: str | None = None) -> Spread:
 
 
 def rollout_bytes(config: TrainConfig, model: Any, lengths: Lengths) -> RolloutBytes:
-    """The memory of the rollout engine, from its own plan; zero bytes for an engine without a plan."""
+    """Returns the rollout engine's own plan of its memory; zero bytes for an engine without a plan."""
     entry, rows = ROLLOUT_ENGINES[config.rollout.engine.name], decoded_together(config)
     of_token = token_bytes(model, ITEM_BYTES[config.rollout.dtype])
     layers, states = int(model.num_hidden_layers), sequence_bytes(model)
@@ -364,18 +364,18 @@ def rollout_bytes(config: TrainConfig, model: Any, lengths: Lengths) -> RolloutB
 
 
 def outstanding(config: TrainConfig) -> int:
-    """The number of sequences of a step that one process samples."""
+    """Returns the number of sequences of a step that one process samples."""
     sequences = config.data.train_batch_size * (1 + config.rollout.max_staleness) * config.rollout.n
     return -(-int(sequences) // config.cluster.processes_of("rollout"))
 
 
 def decoded_together(config: TrainConfig) -> int:
-    """The number of sequences that one process decodes together."""
+    """Returns the number of sequences that one process decodes together."""
     return min(config.rollout.max_batch_size, outstanding(config))
 
 
 def sampling_bytes(config: TrainConfig, model: Any, planned: RolloutBytes) -> int:
-    """Bytes of a decode or prefill step without the cache: logits with softmax and sums, or the states of a layer."""
+    """Returns the bytes of a decode or prefill step without the cache: logits, softmax and sums, or layer states."""
     rollout = config.rollout
     item = ITEM_BYTES[rollout.dtype]
     logits = decoded_together(config) * bytes_per_logit(rollout, item)
@@ -385,7 +385,7 @@ def sampling_bytes(config: TrainConfig, model: Any, planned: RolloutBytes) -> in
 
 
 def bytes_per_logit(rollout: RolloutConfig, item: int) -> int:
-    """Bytes of sampling for each logit: the logit, its float32 copy, log-softmax, probabilities, sums."""
+    """Returns the bytes of sampling for each logit: the logit, its float32 copy, log-softmax, probabilities, sums."""
     penalties = rollout.repetition_penalty, rollout.presence_penalty, rollout.frequency_penalty
     is_constrained = penalties != (1, 0, 0) or bool(rollout.bad_words) or rollout.allowed_token_ids is not None
     is_cut = rollout.top_p < 1 or rollout.top_k > 0  # sorted with their order, and cut by it
@@ -394,7 +394,7 @@ def bytes_per_logit(rollout: RolloutConfig, item: int) -> int:
 
 
 def column_bytes(config: TrainConfig, lengths: Lengths, roles: Mapping[str, object]) -> int:
-    """Bytes of the batch of a step, and of a mini-batch taken from it."""
+    """Returns the bytes of the batch of a step, plus a mini-batch taken from it."""
     prompts, response = config.data.train_batch_size, lengths.response
     numbers = 7 + 3 * ("critic" in roles) + ("ref" in roles)  # scores, rewards, advantages, log-probs, ...
     step = prompts * config.rollout.n * (8 * (4 * max(lengths.prompts) + 6 * response) + 4 * numbers * response)

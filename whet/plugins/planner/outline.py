@@ -55,7 +55,7 @@ class RowLength:
 
 
 class Outline:
-    """The model of a role, as shapes without values."""
+    """The model of a role, as shapes without values. Its properties are sizes in bytes and numbers of weights."""
 
     def __init__(self, role: RoleSettings, on_device: bool = False, media_share: float = 0.0) -> None:
         self.role, self._mode, self.media_share = role, FakeTensorMode(), media_share
@@ -92,15 +92,15 @@ class Outline:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes that a sharding engine gathers at once, in the dtype of products: two layers, and all weights outside
-        of layers."""
+        """Bytes that a sharding engine gathers at once, in the dtype of the computation: two layers, and all weights
+        outside of layers."""
         sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in layers(body_of(self.model))]
         every = sum(weight.numel() for weight in self.model.parameters())
         return (every - sum(sizes) + 2 * max(sizes, default=0)) * self.role.forward.dtype.itemsize
 
     @property
     def is_adapted(self) -> bool:
-        """Tells whether only an adapter is trained."""
+        """True if only an adapter is trained."""
         return self.role.lora is not None
 
     @property
@@ -116,8 +116,8 @@ class Outline:
 
     @property
     def layer_weights(self) -> int:
-        """The number of weights of linear layers that a token passes, without the output head; a mixture of experts
-        counts its router, and a mean expert as often as a token is sent to one."""
+        """The number of linear weights that process a token, without the output head. A mixture of experts counts its
+        router, and as many experts of mean size as a token is routed to."""
         head = None if self.role.is_value_model else self.model.get_output_embeddings()  # type: ignore[operator]
         towers = {part for tower in self._towers for part in tower.modules()}
         linear = [each for each in _linear(self.model) if each is not head and each not in towers]
@@ -135,7 +135,7 @@ class Outline:
 
     @property
     def experts(self) -> tuple[int, int]:
-        """The number of experts of a layer, and the number that each token is sent to; 0 if the config lacks it."""
+        """The number of experts of a layer, and the number of experts for each token; 0 if the config lacks it."""
         number = next((found for name in EXPERTS if (found := getattr(self.config, name, None))), 0)
         return number, getattr(self.config, "num_experts_per_tok", 0) or 0
 
@@ -146,7 +146,7 @@ class Outline:
 
     @property
     def vision_weights(self) -> int:
-        """The number of weights that only images and videos pass; 0 in a text model."""
+        """The number of weights that process only images and videos; 0 in a text model."""
         return sum(weight.numel() for tower in self._towers for weight in tower.parameters())
 
     @property
@@ -155,7 +155,7 @@ class Outline:
         return 0.0 if self.encoders is None else max(each.patches_per_token for each in self.encoders.own)
 
     def patches(self, rows: Sequence[RowLength]) -> float:
-        """The number of patches of the rows' images and videos; a shared prompt counts once."""
+        """Returns the number of patches of the rows' images and videos; a shared prompt counts once."""
         if self.encoders is None:
             return 0.0
         shares = self.role.forward.packing and self.role.forward.share_prompts
@@ -165,10 +165,10 @@ class Outline:
         return self.media_share * sum(prompts) * self.patches_per_token
 
     def vision_bytes(self, rows: Sequence[RowLength]) -> int:
-        """Bytes that a vision tower saves for the backward pass: inputs and outputs of its linear layers, for each
-        patch.
+        """Returns the bytes that a vision tower saves for the backward pass: inputs and outputs of its linear layers,
+        for each patch.
 
-        Estimated, because a tower's pass depends on the numbers of its grids. 0 if it is frozen. With gradient
+        It is an estimate, because the passes of a tower depend on its grids. 0 if the tower is frozen. With gradient
         checkpointing each layer saves only its input."""
         if self.encoders is None or self.vision_is_frozen:
             return 0
@@ -186,7 +186,7 @@ class Outline:
 
     @cached_property
     def moment_bytes(self) -> int:
-        """Bytes of the optimizer's state, found by a step on weights without values."""
+        """Bytes of the optimizer's state, found by an optimizer step on weights without values."""
         if self.role.optim is None:
             return 0
         states = list[object]()
@@ -205,12 +205,12 @@ class Outline:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint: the weights (of an adapter only its own) and the optimizer's state."""
+        """Bytes of a checkpoint: the optimizer's state and the weights (with an adapter, only the adapter's)."""
         return self.moment_bytes + (self.gradient_bytes if self.is_adapted else self.weight_bytes)
 
     @property
     def kept(self) -> Kept:
-        """The numbers that its passes keep: fewer if layers are compiled."""
+        """The numbers of activations that a pass keeps: fewer if layers are compiled."""
         role, dtype = self.role, self.role.forward.dtype
         compiles = self.device_type != "cpu" and is_compiled(role.engine.name, role.engine.options)
         is_known = fits_one_call(self.config, dtype) and not self.experts[0]
@@ -218,7 +218,7 @@ class Outline:
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of the copies of float32 weights that products in bfloat16 read."""
+        """Bytes of the bfloat16 copies of float32 weights, which matrix products in bfloat16 read."""
         item = self.role.forward.dtype.itemsize
         wide = [weight for weight in self.model.parameters() if weight.dtype == torch.float32 and weight.dim() > 1]
         return item * sum(weight.numel() for weight in wide) if item < FLOAT32 else 0
@@ -229,16 +229,16 @@ class Outline:
         return self.role.forward.chunk_tokens * self.config.vocab_size * self.kept.logit * bool(self.head_weights)
 
     def bytes_of_token(self, trains: bool = True) -> float:
-        """Bytes of a token's activations in a pass forward, and backward if it `trains`."""
+        """Returns the bytes of a token's activations in a forward pass, and in a backward pass too if it `trains`."""
         shape, item = self.config, self.role.forward.dtype.itemsize
         sizes = shape.hidden_size, inner_size(shape), shape.num_hidden_layers * trains, item
         return self.kept.bytes_of_token(*sizes, recomputes=self.role.gradient_checkpointing or not trains)
 
     def update_bytes(self, rows: Sequence[RowLength], needs: frozenset[str], *, accumulates: bool) -> Counter[str]:
-        """Peak bytes of forward and backward of one micro-batch by kind, without weights and optimizer.
+        """Returns the peak bytes of forward and backward of one micro-batch by kind, without weights and optimizer.
 
-        Runs the pass on tensors without values; for compiled layers uses formulas. With `accumulates`, gradients of an
-        earlier micro-batch exist.  Raises: ModelError for a model whose passes depend on values."""
+        It runs the pass on tensors without values, and uses formulas for compiled layers. `accumulates`: an earlier
+        micro-batch has left gradients.  Raises: ModelError for a model whose passes depend on values."""
         role = self.role
         adapter = None if role.lora is None else repr(role.lora)
         model = (role.model_path, role.is_value_model, role.is_reward_model, adapter, tuple(role.freeze))
@@ -303,7 +303,7 @@ class Outline:
 
 @contextmanager
 def _attention_of(device_type: str) -> Iterator[None]:
-    """Uses the fused attention kernel for rows of any length, like an accelerator, if the plan is for one."""
+    """Makes attention use the fused kernel for rows of any length, as an accelerator does, if the plan is for one."""
     before = attention.SHORT
     attention.SHORT = before if device_type == "cpu" else 0
     try:
@@ -328,13 +328,13 @@ def _as_if_on_cpu(model: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def inner_size(model: Any) -> int:
-    """The inner size of a layer's MLP; the largest if layers differ."""
+    """Returns the inner size of a layer's MLP; the largest if layers differ."""
     size = model.to_dict().get("intermediate_size") or 4 * model.hidden_size
     return int(max(size) if isinstance(size, list) else size)
 
 
 def tokens_of(rows: Sequence[RowLength], forward: ForwardSettings) -> int:
-    """The tokens of a micro-batch in a forward pass."""
+    """Returns the number of tokens of a micro-batch in a forward pass."""
     if not forward.packing:
         return len(rows) * max(row.tokens for row in rows)
     if not forward.share_prompts:
@@ -343,7 +343,7 @@ def tokens_of(rows: Sequence[RowLength], forward: ForwardSettings) -> int:
 
 
 def columns(rows: Sequence[RowLength]) -> dict[str, torch.Tensor]:
-    """Makes the columns of a batch with these lengths; each prompt has its own token id."""
+    """Makes the columns of a batch with these lengths. Each prompt consists of a token id of its own."""
     prompt_width, width = max(row.prompt_tokens for row in rows), max(row.response_tokens for row in rows)
     prompts = torch.tensor([row.prompt_tokens for row in rows])[:, None]
     responses = torch.tensor([row.response_tokens for row in rows])[:, None]
@@ -358,7 +358,7 @@ def columns(rows: Sequence[RowLength]) -> dict[str, torch.Tensor]:
 
 
 def _bytes(where: Layout) -> int:
-    """Returns the bytes of all indices and masks of a layout."""
+    """Returns the bytes of all index and mask tensors of a layout."""
     values = [value for part in (where, *where.bunches) for value in vars(part).values()]
     return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
@@ -366,9 +366,8 @@ def _bytes(where: Layout) -> int:
 class TensorBytes(TorchDispatchMode):
     """Counts the bytes of storages created inside the block, current and peak, by `kind`.
 
-    Works on real tensors, and on fake ones inside a FakeTensorMode. It does not count temporary memory of a single
-    operator.
-    """
+    It works on real tensors, and on fake ones inside a FakeTensorMode. Temporary memory inside an operator does not
+    count."""
 
     def __init__(self, kind: Callable[[torch.Tensor], str] = lambda tensor: "tensors") -> None:
         super().__init__()

@@ -27,7 +27,7 @@ TIME_NOTE = (
 
 
 def numbers(made: Forecast) -> str:
-    """The forecast as a JSON object, in bytes and seconds."""
+    """Returns the forecast as a JSON object, in bytes and seconds."""
     return json.dumps(
         {
             "parameters": {role: count for plan in made.plans.values() for role, count in plan.weights.items()},

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans a config for other numbers of accelerators: the mesh with the least communication that fits, by the formulas of
-`first`, and the place of every rank. No process is started, and no model is made."""
+"""Plans a config for other numbers of accelerators: the mesh that fits with the least communication, by the formulas of
+`first`, and the place of every rank. It starts no process, and makes no model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OF_A_NODE = 8  # accelerators, where the config has no number
 
 @dataclass(frozen=True)
 class Scaled:
-    """A config for a number of accelerators."""
+    """A config for a number of accelerators, and its changes."""
 
     gpus: int
     changes: Mapping[str, object]  # of the config, by key
@@ -33,7 +33,7 @@ class Scaled:
 
     @property
     def words(self) -> str:
-        """The changes as arguments of a command."""
+        """The changes, as arguments of a command."""
         return " ".join(f"{key}={_word(value)}" for key, value in self.changes.items())
 
 
@@ -53,8 +53,8 @@ class Place:
 def scale(
     config: RunConfig, shape: Mapping[str, float], counts: Sequence[int], gib: float, host_gib: float | None = None
 ) -> list[Scaled]:
-    """Plans for each number of accelerators of `gib`: the first candidate that fits, else the smallest. With `host_gib`
-    offloaded tensors must also fit into a node of that memory.
+    """Returns a plan for each number of accelerators of `gib`: the first candidate that fits, else the smallest one.
+    With `host_gib` the offloaded tensors must fit into a node of that memory too.
 
     Raises: ConfigError for a number that the pools of the config cannot share."""
     return [_best(config, shape, count, gib, host_gib) for count in counts]
@@ -63,7 +63,7 @@ def scale(
 def smallest(
     config: RunConfig, shape: Mapping[str, float], gib: float, most: int, host_gib: float | None = None
 ) -> Scaled | None:
-    """The plan for the smallest number of accelerators that fits, in whole nodes or a part of one; at most `most`."""
+    """Plans for the smallest number of accelerators that fits, up to `most`: a part of a node, or whole nodes."""
     for count in (1, 2, 4, *range(OF_A_NODE, most + 1, OF_A_NODE)):
         try:
             found = _best(config, shape, count, gib, host_gib)
@@ -96,7 +96,7 @@ def _best(config: RunConfig, shape: Mapping[str, float], gpus: int, gib: float, 
 
 
 def _candidates(config: RunConfig, shape: Mapping[str, float], gpus: int) -> Iterator[dict[str, object]]:
-    """Yields changes of a config for a number of accelerators, least communication first."""
+    """Yields changes of the config for a number of accelerators, in order of increasing communication."""
     role, prefix = section_of(config, "actor")
     here = min(gpus, max(config.cluster.gpus) or OF_A_NODE)
     nodes: dict[str, object] = {"cluster.nnodes": gpus // here, "cluster.n_gpus_per_node": here}
@@ -131,8 +131,8 @@ def _candidates(config: RunConfig, shape: Mapping[str, float], gpus: int) -> Ite
 
 
 def _pools(config: RunConfig, gpus: int, devices: int) -> dict[str, PoolConfig] | None:
-    """The pools on another number of accelerators, in the config's proportions; the rollout's engines have `devices`
-    each if it has its own pool. None if the number cannot be shared so."""
+    """Scales the pools to another number of accelerators, in the config's proportions. A separate rollout pool gives
+    `devices` to each engine. None if the number cannot be shared so."""
     if not config.cluster.placement:
         return {"main": PoolConfig(processes=gpus)} if devices == 1 else None
     pools, is_asked = dict[str, PoolConfig](), devices == 1
@@ -151,7 +151,7 @@ def _pools(config: RunConfig, gpus: int, devices: int) -> dict[str, PoolConfig] 
 
 
 def places(config: RunConfig) -> Iterator[Place]:
-    """Yields the place of every rank, as in a launch."""
+    """Yields the place of every rank in a run."""
     role = section_of(config, "actor")[0]
     actors = None if role.engine.name == "single" else config.cluster.pool_of("actor")
     mesh = mesh_of(config, "actor")
@@ -162,7 +162,7 @@ def places(config: RunConfig) -> Iterator[Place]:
 
 
 def _word(value: object) -> str:
-    """A value in Hydra's syntax."""
+    """Writes a value in Hydra's syntax."""
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{_word(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimates tokens and seconds of a step: arithmetic and memory traffic, divided by rates measured on this machine.
 
-Accurate to a factor of two. The matrix products of a model are assumed to reach `EFFICIENCY` of the rate of a single
-product. Rewards and environments are not included, and validation only in the time of a whole run.
-"""
+The estimate is right within a factor of two. It assumes that matrix products in a model reach `EFFICIENCY` of the rate
+of a single product. It leaves out rewards and environments; only a whole run includes validation."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ LARGEST_MATRIX = 4096  # most rows and columns of a measured product
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured speed of this machine, per second."""
+    """The measured rates of this machine, per second."""
 
     decode_flops: float  # operations, in products with one row for each sequence decoded together
     train_flops: float  # operations, in products with one row for each token of a micro-batch
@@ -40,14 +39,14 @@ class Rates:
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens and seconds of a step."""
+    """The tokens and seconds of a step."""
 
     tokens: Mapping[str, int]  # prompt, response
     seconds: Mapping[str, float]  # by phase
     validation: float = 0.0  # seconds of one validation; 0 without validation
 
     def whole(self, trainer: TrainerConfig, steps: int, first_step: int = 0, step: float | None = None) -> float:
-        """Seconds of a run from `first_step` on, with validations; `step`: the measured seconds of a step, if known."""
+        """Returns the seconds of a run from `first_step` on, with validations; `step` is a step's measured seconds."""
         every = trainer.val_freq if trainer.val_freq > 0 else steps
         validations = -(-steps // every) - first_step // every + (trainer.val_before_train and first_step == 0)
         each = sum(self.seconds.values()) if step is None else step
@@ -57,8 +56,8 @@ class Speed:
 def plan_speed(
     setup: Setup, response_length: float | None = None, rates: Rates | None = None, num_val: int = 0
 ) -> Speed:
-    """Estimates a step with responses of `response_length` tokens (default: the length limit), and a validation on
-    `num_val` prompts or examples."""
+    """Estimates the time of a step with responses of `response_length` tokens (default: the limit), and of a validation
+    on `num_val` prompts or examples."""
     config, outlines = setup.config, outlines_of(setup)
     response = setup.lengths.response if response_length is None else response_length
     if rates is None:
@@ -93,8 +92,8 @@ def plan_speed(
 
 
 def training_flops(model: Outline, batch: Batch) -> float:
-    """Operations of the forward and backward pass of an update on a batch, without recomputation; 0.0 for a mixture of
-    experts whose config lacks the number of experts a token."""
+    """Returns the FLOPs of the forward and backward pass of an update, without recomputation. 0.0 for a mixture of
+    experts if its config lacks the number of experts for each token."""
     number, used = model.experts
     if number and not used:
         return 0.0
@@ -106,15 +105,15 @@ def training_flops(model: Outline, batch: Batch) -> float:
 
 
 def _update(model: Outline, rows: list[RowLength], rates: Rates) -> float:
-    """Seconds of an update. The backward pass costs twice the forward, and recomputes logits, or with gradient
-    checkpointing everything. The optimizer reads weight, gradient and two moments, and writes three of these."""
+    """Returns the seconds of an update. The backward pass costs two forward passes, and recomputes logits, or all with
+    gradient checkpointing. The optimizer reads weight, gradient and two moments, and writes three of them."""
     once, head = _forward(model, rows, rates), 2 * model.head_weights * sum(row.response_tokens for row in rows)
     again = once if model.role.gradient_checkpointing else head / rates.train_flops / EFFICIENCY
     return 3 * once + again + 7 * model.gradient_bytes / rates.bytes
 
 
 def _forward(model: Outline, rows: list[RowLength], rates: Rates) -> float:
-    """Seconds of a forward pass over the rows: products, memory traffic outside products, operator calls."""
+    """Returns the seconds of a forward pass: matrix products, other memory traffic, and operator calls."""
     shape, tokens = model.config, sum(row.tokens for row in rows)
     sampled = sum(row.response_tokens for row in rows)
     if model.role.forward.packing and model.role.forward.share_prompts:
@@ -128,8 +127,8 @@ def _forward(model: Outline, rows: list[RowLength], rates: Rates) -> float:
 
 
 def _forward_flops(model: Outline, rows: list[RowLength]) -> float:
-    """Operations of a forward pass: two a weight and token, and in attention two products of head size a pair of
-    tokens."""
+    """Returns the FLOPs of a forward pass: two for each weight and token, and in attention two products of head size
+    for each pair of tokens."""
     shares = model.role.forward.packing and model.role.forward.share_prompts
     prompts = {row.prompt: row.prompt_tokens for row in rows}.values() if shares else [r.prompt_tokens for r in rows]
     responses = sum(row.response_tokens for row in rows)
@@ -141,8 +140,8 @@ def _forward_flops(model: Outline, rows: list[RowLength]) -> float:
 
 
 def _rollout(config: TrainConfig, model: Outline, rows: list[RowLength], rates: Rates) -> float:
-    """Seconds of sampling: one prefill of all prompts, then one decode step for each token of a response. A decode step
-    takes the longer of arithmetic and memory traffic, plus operator calls and sampling."""
+    """Returns the seconds of sampling: one prefill of all prompts, then one decode step for each response token. A
+    decode step takes the longer of arithmetic and memory traffic, plus operator calls and sampling."""
     together = min(decoded_together(config), len(rows))
     prompts = {row.prompt: row.prompt_tokens for row in rows}
     response = rows[0].response_tokens
@@ -160,7 +159,7 @@ def _rollout(config: TrainConfig, model: Outline, rows: list[RowLength], rates: 
 
 
 def measure(setup: Setup, seconds: float = MEASURE_SECONDS) -> Rates:
-    """Measures the rates of this machine with the model's sizes and dtypes, `seconds` for each rate."""
+    """Measures the rates of this machine with the model's sizes and dtypes; each measurement takes `seconds`."""
     config, model = setup.config, outlines_of(setup)["actor"].config
     train = getattr(torch, config.model.dtype)
     decode, together = train, 64

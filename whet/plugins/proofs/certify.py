@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Certificates: the exact expected gradient of an algorithm, compared with the gradient of its objective.
 
-The policy is so small that all its responses can be listed: V tokens, the first of which ends a response, and at most L
-of them. Its expected gradient is a finite sum, over every group of n responses with its probability, of the gradient of
-the loss that the registered functions give; the objective's, E[R] - beta KL(pi || ref) over whole responses, is
-autograd through the same enumeration. All in float64, so that an unbiased gradient agrees to eight digits."""
+The policy is so small that its responses can be listed: they have up to L of V tokens, and token 0 ends a response. The
+expected gradient of the algorithm is a finite sum over all groups of n responses: the probability of the group times
+the gradient of the registered loss. The gradient of the objective E[R] - beta KL(pi || ref) comes from autograd through
+the same list. All numbers are float64, so that an unbiased gradient agrees to eight digits."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ Columns = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class World:
-    """The possible responses to one prompt, with V tokens and lengths up to L, their rewards, and policies as tables of
-    logits.
+    """The responses of up to L tokens to one prompt, from a vocabulary of V tokens; their rewards; and policies, as
+    tables of logits.
 
     A state is the tokens so far; there are S states. Rows are the K responses; arrays are [K, L] unless noted."""
 
@@ -47,14 +47,14 @@ class World:
 
     @cached_property
     def responses(self) -> list[tuple[int, ...]]:
-        """Returns all possible responses; token 0 or the length limit ends a response."""
+        """The list of all possible responses. Token 0 or the length limit ends a response."""
         inner, size = range(1, self.vocabulary), self.length
         ended = [(*body, 0) for shorter in range(size) for body in itertools.product(inner, repeat=shorter)]
         return ended + list(itertools.product(inner, repeat=size))
 
     @cached_property
     def tokens(self) -> Tensor:
-        """Token ids, 0 in the padding."""
+        """The token ids of the responses, 0 in the padding."""
         return torch.tensor([[*a, *[0] * (self.length - len(a))] for a in self.responses])
 
     @cached_property
@@ -65,7 +65,7 @@ class World:
 
     @cached_property
     def states(self) -> Tensor:
-        """The number of the state before each token, 0 in the padding."""
+        """The index of the state before each token, 0 in the padding."""
         begun = {response[:t]: None for response in self.responses for t in range(len(response))}
         numbers = {state: number for number, state in enumerate(begun)}
         rows = [[numbers[a[:t]] if t < len(a) else 0 for t in range(self.length)] for a in self.responses]
@@ -77,37 +77,37 @@ class World:
         return int(self.states.max()) + 1
 
     def table(self, name: int, scale: float = 1.0) -> Tensor:
-        """Random logits [S, V], always the same for the same name."""
+        """Returns random logits [S, V], a function of `name` and the world's seed."""
         draw = torch.Generator().manual_seed(1000 * self.seed + name)
         return scale * torch.randn(self.num_states, self.vocabulary, generator=draw, dtype=torch.float64)
 
     @cached_property
     def scores(self) -> Tensor:
-        """Scores [K]: some responses are correct, most are not, and style adds a little."""
+        """The score of each response [K], drawn with the seed: 1 or 0 for its correctness, plus up to 0.1 for style."""
         draw = torch.Generator().manual_seed(1000 * self.seed + 99)
         correct = (torch.rand(len(self.responses), generator=draw, dtype=torch.float64) < 0.4).double()
         return correct + 0.1 * torch.rand(len(self.responses), generator=draw, dtype=torch.float64)
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """log pi of every token, 0 in the padding."""
+        """Returns the log-prob of every token, 0 in the padding."""
         chosen = logits.log_softmax(-1)[self.states, self.tokens]
         return chosen.masked_fill(self.mask == 0, 0.0)
 
     def statistic(self, logits: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Applies a function to each state's log-probs [S, V] -> [S, ...], and returns the value at each token."""
+        """Applies `function` to the log-probs of all states [S, V] -> [S, ...], and returns each token's value."""
         at_tokens: Tensor = zero_outside(function(logits.log_softmax(-1))[self.states], self.mask)
         return at_tokens
 
 
 def entropy_of(log_pi: Tensor) -> Tensor:
-    """The entropy of each state: [S, V] -> [S]."""
+    """Returns the entropy of each state.   [S, V] -> [S]"""
     return -(log_pi.exp() * log_pi).sum(-1)
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """Compares the expected gradient g with the objective's, t: |g - t| / |t|, their cosine, |g| / |t|, and the
-    variance of one group's gradient in units of |t|^2. For a KL as a loss also `kl_error`."""
+    """The algorithm's expected gradient g against the objective's gradient t: |g - t| / |t|, cosine, |g| / |t|, and the
+    variance of the gradient of one group, divided by |t|^2. `kl_error` is set for a KL in the loss."""
 
     relative_error: float
     cosine: float
@@ -125,10 +125,10 @@ def certify(
     staleness: float = 0.0,
     gap: float = 0.0,
 ) -> Certificate:
-    """Computes the certificate of a config's mathematics, with groups of n responses.
+    """Computes the certificate of an algorithm's config, with groups of n responses.
 
-    `mode` replaces the config's aggregation. The sampling policy is `staleness` away from the updated one, in the
-    standard deviation of logits; with `gap` the sampler is still further away."""
+    `mode` replaces the config's aggregation. The logits of the old policy differ from the updated one's by noise with
+    standard deviation `staleness`; the sampler's logits differ from the old policy's by noise of size `gap`."""
     step = CertifiedStep.of(algorithm, world, mode)
     penalised = algorithm.kl.coef if algorithm.kl.where != "none" else 0.0
     target = objective_gradient(world, step.scores, world.table(1).requires_grad_(), penalised)
@@ -143,8 +143,8 @@ def certify(
 
 
 def kl_error(form: str, world: World = World(), *, staleness: float = 0.0) -> float:
-    """|g - t| / |t| for a form of the KL as a loss, with t the gradient of each token's KL for fixed states of the
-    samples. The sampling policy is `staleness` away; no other term gives a gradient."""
+    """Returns |g - t| / |t| for a KL in the loss of this `form`, without other terms. t is the gradient of each state's
+    KL, with the visited states held fixed. `staleness` is the distance of the sampling policy."""
     step = CertifiedStep.of(plain(kl=KLConfig(where="loss", form=form, coef=1.0)), world, SUMS)
     mean, _ = step.expected_gradient(1, staleness, 0.0)  # in a group of one RLOO is 0
     now = world.table(1).requires_grad_()
@@ -157,7 +157,7 @@ def kl_error(form: str, world: World = World(), *, staleness: float = 0.0) -> fl
 
 @dataclass(frozen=True)
 class CertifiedStep:
-    """The loop's own parts for a config, and their results on a batch of one group of responses."""
+    """The estimator, correction and objective of a config, as in the loop, applied to one group of responses."""
 
     world: World
     config: TrainConfig
@@ -167,7 +167,7 @@ class CertifiedStep:
 
     @classmethod
     def of(cls, algorithm: AlgorithmConfig, world: World, mode: str | None = None) -> CertifiedStep:
-        """Builds the parts of a config; `mode`, if given, replaces its loss aggregation."""
+        """Builds these parts from a config; `mode`, if given, replaces the aggregation of the loss."""
         overlong = algorithm.overlong
         overlong = overlong.model_copy(update={"buffer_length": min(overlong.buffer_length, world.length - 1)})
         algorithm = algorithm.model_copy(update={"overlong": overlong})
@@ -183,7 +183,7 @@ class CertifiedStep:
 
     @cached_property
     def scores(self) -> Tensor:
-        """Scores of the responses minus the penalty for long ones, which is part of the objective.   [K]"""
+        """The world's scores minus the length penalty, which is part of the objective.   [K]"""
         overlong, lengths = self.config.algorithm.overlong, self.world.mask.sum(-1).double()
         if not overlong.penalty:
             return self.world.scores
@@ -191,7 +191,7 @@ class CertifiedStep:
         return self.world.scores + soft_overlong(lengths, penalty=overlong.penalty, **limits)
 
     def expected_gradient(self, n: int, staleness: float, gap: float) -> tuple[Tensor, Tensor]:
-        """The expected step [S V] over all groups of n responses, and its variance."""
+        """Returns the expected gradient [S V] over all groups of n responses, and its variance."""
         now = self.world.table(1)
         old = now + staleness * self.world.table(2)
         sampler = old + gap * self.world.table(3)
@@ -212,13 +212,13 @@ class CertifiedStep:
         return mean, weights @ (gradients - mean).square().sum(-1)
 
     def slope(self, group: Sequence[int], columns: Columns, outputs: Columns) -> Tensor:
-        """The gradient of a group's loss with respect to all model outputs for all responses, end to end."""
+        """Returns the gradient of a group's loss by the model's outputs, concatenated for all responses."""
         leaves = {name: output.detach().requires_grad_() for name, output in outputs.items()}
         found = torch.autograd.grad(self.loss(group, columns, leaves), list(leaves.values()), materialize_grads=True)
         return torch.cat([each.flatten() for each in found])
 
     def loss(self, group: Sequence[int], columns: Columns, outputs: Columns) -> Tensor:
-        """The loss of a step whose batch is one group, chosen from the columns and model outputs of all responses."""
+        """Returns the loss of a step on one group; selects its rows from the columns and outputs of all responses."""
         rows, metrics = torch.tensor(group), Metrics()
         shaper = Shaper(self.config)  # afresh: no group knows of another
         uid = torch.zeros(len(group), dtype=torch.int64)
@@ -232,7 +232,7 @@ class CertifiedStep:
         return loss
 
     def is_kept(self, group: Sequence[int]) -> bool:
-        """Tells whether the config's filter keeps a group, by which of its responses are correct."""
+        """Tells whether the config's filter keeps a group, given the correctness of its responses."""
         settings = self.config.algorithm.filter
         correct = [float(self.world.scores[response] >= 1) for response in group]
         kept: bool = FILTERS[settings.name or ""].load()(correct, **settings.options)
@@ -240,9 +240,8 @@ class CertifiedStep:
 
 
 def kept_first(durations: Tensor, weights: Tensor, batch: int, extra: int) -> Tensor:
-    """The probability that a group is among the first `batch` to end, of batch + extra groups that start together;
-    groups of equal duration end in any order. `weights` are the probabilities of groups that a filter keeps.   [G] ->
-    [G]"""
+    """Returns the probability that a group is among the first `batch` to end, if batch + extra groups start together;
+    ties are broken at random. `weights` are the probabilities of the groups that a filter keeps.   [G] -> [G]"""
     others, found = batch + extra - 1, torch.zeros_like(weights)
     for duration in durations.unique():
         faster, same = (float(weights[at].sum()) for at in (durations < duration, durations == duration))
@@ -255,7 +254,7 @@ def kept_first(durations: Tensor, weights: Tensor, batch: int, extra: int) -> Te
 
 
 def objective_gradient(world: World, scores: Tensor, logits: Tensor, kl_coef: float) -> Tensor:
-    """Gradient of E[R] - kl_coef KL(pi || ref), over all responses; R is `scores` [K]."""
+    """Returns the gradient of E[R] - kl_coef KL(pi || ref) over all responses. `scores` [K] are the rewards R."""
     log_pi = world.log_probs(logits).sum(-1)
     log_ref = world.log_probs(world.table(4)).sum(-1)
     value = (log_pi.exp() * (scores - kl_coef * (log_pi - log_ref))).sum()
@@ -263,7 +262,7 @@ def objective_gradient(world: World, scores: Tensor, logits: Tensor, kl_coef: fl
 
 
 def jacobian(world: World, logits: Tensor) -> Tensor:
-    """Jacobian of the model's outputs for all responses, end to end, with respect to the logits.   [., S V]"""
+    """Returns the Jacobian of the model's outputs, concatenated for all responses, by the logits.   [., S V]"""
 
     def outputs(at: Tensor) -> Tensor:
         return torch.cat([output.flatten() for output in outputs_of(world, at).values()])
@@ -273,7 +272,7 @@ def jacobian(world: World, logits: Tensor) -> Tensor:
 
 
 def outputs_of(world: World, now: Tensor) -> Columns:
-    """The outputs of the updated policy for all responses, differentiable."""
+    """Returns the updated policy's outputs for all responses, differentiable by `now`."""
     return {
         "log_probs": world.log_probs(now),
         "entropy": world.statistic(now, entropy_of),
@@ -317,7 +316,7 @@ def columns_of(world: World, old: Tensor, sampler: Tensor) -> Columns:
 
 
 def multiplicity(group: Sequence[int]) -> int:
-    """The number of orders in which a group can be sampled."""
+    """Returns the number of orders in which the responses of a group can be sampled."""
     same = [group.count(each) for each in set(group)]
     return math.factorial(len(group)) // math.prod(math.factorial(count) for count in same)
 
@@ -332,7 +331,7 @@ SUMS = "seq-mean-token-sum"
 
 @dataclass(frozen=True)
 class Certified:
-    """The part to certify, with RLOO, `reinforce` and sums over sequences as the rest; or a whole recipe."""
+    """A row of the table: one part, combined with RLOO, `reinforce` and sums over sequences; or a whole recipe."""
 
     kind: str
     name: str
@@ -343,13 +342,13 @@ class Certified:
 
 
 def plain(**changed: Any) -> AlgorithmConfig:
-    """RLOO with the REINFORCE loss, which follows the objective's gradient exactly; `changed` replaces values."""
+    """Returns a config of RLOO with `reinforce`, which is exactly unbiased; `changed` replaces its values."""
     return AlgorithmConfig(**{"adv_estimator": "rloo", "policy_loss": "reinforce", **changed})
 
 
 def rows() -> list[Certified]:
-    """Rows that change one thing at a time (every estimator, loss, aggregation, place and form of the KL, weight, and
-    filter), then rows of the shipped recipes."""
+    """Returns the rows of the table: first every estimator, loss, aggregation, KL, weight and filter, changed one at a
+    time, then the shipped recipes."""
     kinds = (ADV_ESTIMATORS, POLICY_LOSSES, AGGREGATIONS, KL_FORMS, WEIGHTS, FILTERS)
     found = [row for kind in kinds for entry in kind for row in rows_of(entry)]
     whole = CorrectionConfig(weight="importance", weight_options={"level": "sequence", "cap": math.inf})
@@ -366,7 +365,7 @@ def rows() -> list[Certified]:
 
 
 def rows_of(entry: Entry) -> list[Certified]:
-    """The rows of one function; empty for a kind without effect on the gradient, and for an alias of a function."""
+    """Returns the rows of a registered function; none if its kind does not affect the gradient, and for an alias."""
     kind, name, exact = entry.kind, entry.name, bool(entry.marks.get("unbiased"))
     if kind == KL_FORMS.kind:
         terms = [KLConfig(where=where, form=name, coef=0.5) for where in ("reward", "loss")]
@@ -386,7 +385,7 @@ def rows_of(entry: Entry) -> list[Certified]:
 
 
 def certificates(row: Certified) -> tuple[Certificate, Certificate]:
-    """Computes certificates with samples of the policy itself, and with samples of a policy `STALENESS` away."""
+    """Computes two certificates: sampled by the policy itself, and by a policy at the distance `STALENESS`."""
     own, stale = (certify(row.algorithm, mode=row.mode, gap=row.gap, staleness=each) for each in (0.0, STALENESS))
     if row.kind == KL_LOSS:
         stale = replace(stale, kl_error=kl_error(row.name, staleness=STALENESS))

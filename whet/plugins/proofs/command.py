@@ -37,7 +37,7 @@ def certify(
 
 
 def certify_all(name: str | None = None) -> list[list[str]]:
-    """Computes all certificates, or the ones of a name, as rows of text: kind, name, numbers.  Raises:
+    """Computes all certificates, or only the ones of `name`. Returns rows of text: kind, name, numbers.  Raises:
     RegistryError."""
     from whet.config.compose import shipped_recipes
     from whet.phases import counting
@@ -54,7 +54,7 @@ def certify_all(name: str | None = None) -> list[list[str]]:
 
 
 def cells(row: Certified) -> list[str]:
-    """The certificates of one row as text, in the order of `legend`."""
+    """Returns the certificates of one row as text, in the order of `legend`."""
     from whet.plugins.proofs.certify import certificates
 
     own, stale = certificates(row)

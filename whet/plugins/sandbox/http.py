@@ -26,8 +26,8 @@ INTERFACE = "a service with SandboxFusion's interface"
 
 
 class HttpSandbox:
-    """Runs programs in a service. The service has its own limits, apart from time and memory. `languages` adds commands
-    of this side, which a service of `whet serve-sandbox` runs; SandboxFusion has only its own languages."""
+    """Runs programs in a service, which adds limits of its own. `languages` adds commands of this side, which only a
+    `whet serve-sandbox` service can run; SandboxFusion has only its own languages."""
 
     def __init__(self, address: str, languages: Mapping[str, Language] | None = None) -> None:
         self.address = address.rstrip("/").removesuffix("/run_code")
@@ -39,8 +39,8 @@ class HttpSandbox:
 
     @cached_property
     def languages(self) -> Mapping[str, Language | str]:
-        """The service's names of languages, which a whet service reports, and the client's own ones.  Raises:
-        SandboxError."""
+        """The languages that a whet service reports, plus the client's own `languages`; for SandboxFusion, its fixed
+        list.  Raises: SandboxError."""
         told = self._ask("/v1/languages", None, GRACE_SECONDS)
         if told is None and self._own:
             found = f"{', '.join(self._own)}, and the service at {self.name} takes no languages of its clients"
@@ -75,7 +75,7 @@ class HttpSandbox:
         """Does nothing: the service keeps running."""
 
     def _ask(self, path: str, body: dict[str, Any] | None, seconds: float) -> dict[str, Any] | None:
-        """Posts a body, or gets a path; None if the path does not exist."""
+        """Sends POST with a body, or GET without one. Returns the reply; None if the path does not exist."""
         secret, method = os.environ.get(KEY), "GET" if body is None else "POST"
         headers = {"Authorization": f"Bearer {secret}"} if secret else None
         limits: dict[str, Any] = {"seconds": seconds, "attempts": ATTEMPTS, "most": MOST_BYTES}
@@ -97,7 +97,7 @@ class HttpSandbox:
         return SandboxError(f"sandbox at {self.name}", f"answered {answer}", f"a result of {INTERFACE}", change)
 
     def _read(self, answer: dict[str, Any]) -> Ran:
-        """Reads an answer.  Raises: SandboxError for a failure of the service, which does not concern the program."""
+        """Converts a reply.  Raises: SandboxError if the service failed for a reason other than the program."""
         if answer.get("status") == "SandboxError":
             raise SandboxError(f"sandbox at {self.name}", f"failed: {answer.get('message')}", change="read its log")
         compiled, ran = answer.get("compile_result"), answer.get("run_result")
@@ -124,9 +124,9 @@ def service(
     paths: Sequence[str] = (),
     languages: Mapping[str, Language] | None = None,
 ) -> HttpSandbox:
-    """A service at http://HOST:PORT, which has its own interpreters and folders.
+    """Returns a sandbox that runs programs in the service at http://HOST:PORT.
 
-    Raises: SandboxError if interpreters or folders of this machine are set."""
+    Raises: SandboxError if `python` or `paths` is set: the service has its own interpreters and folders."""
     if python or paths:
         found = f"set to files of this machine, and the sandbox {address} is a service"
         change = "unset them, and start the service with them (`whet serve-sandbox --python FILE --path FOLDER`)"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sandboxes on this machine: bubblewrap around one process that starts programs in their own namespaces, and the same
-process without namespaces, whose programs Landlock confines if the kernel has it."""
+"""Sandboxes on this machine. A zygote process starts the programs: inside bubblewrap, each program in its own
+namespaces; or without namespaces, confined by Landlock if the kernel has it."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ INSTALL = (
 
 
 class LocalSandbox:
-    """Runs programs on this machine. The first job starts its process, which ends with this object and with this
-    process.
+    """Runs programs on this machine. The first job starts the process that forks them; it ends with this object and
+    with this process.
 
     Isolated programs see the system's libraries and compilers (/usr), the Python interpreter `python`, the folders
-    `paths`, and an empty scratch folder; no network, no other process. With `isolated=False` they read the same files
-    and write only their scratch folder if the kernel has Landlock, as the user nobody if this user is root. Commands
-    are also found in each of `paths` and in its `bin`.  Raises: SandboxError for a path that is not a folder."""
+    `paths`, and an empty scratch folder; no network, no other process. With `isolated=False` they run as nobody if this
+    user is root, and with Landlock they read only these files and write only the scratch folder. Commands are also
+    found in each of `paths` and in its `bin`.  Raises: SandboxError for a path that is not a folder."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class LocalSandbox:
 
     @property
     def name(self) -> str:
-        """The kind of isolation."""
+        """The kind of isolation, as a name."""
         return "bubblewrap" if self._isolated else "unisolated"
 
     def run(self, program: Program, inputs: Sequence[bytes]) -> list[Ran]:
@@ -205,7 +205,7 @@ class LocalSandbox:
         return ours
 
     def _wrapper(self) -> list[str]:
-        """The command line of bubblewrap."""
+        """Returns the command line of bubblewrap."""
         found = shutil.which("bwrap")
         if found is None:
             found = "not installed, and programs must not run without isolation"
@@ -231,7 +231,7 @@ class LocalSandbox:
         return [*words, "--remount-ro", "/dev", "--remount-ro", "/"]
 
     def _readable(self) -> list[str]:
-        """The folders that programs may read."""
+        """Returns the folders that programs may read."""
         toolchains = ["/etc/alternatives", *map(str, Path("/etc").glob("java-*-openjdk"))]  # what /usr has links to
         shown = ["/usr", *toolchains, *self._prefixes, *self._paths]
         own = [] if self._isolated else [f"/{name}" for name in LINKS if not Path("/", name).is_symlink()]
@@ -250,7 +250,7 @@ class LocalSandbox:
 def bubblewrap(
     *, python: str | None = None, paths: Sequence[str] = (), languages: Mapping[str, Language] | None = None
 ) -> LocalSandbox:
-    """Programs on this machine, which see no network, no other files and no other processes."""
+    """Returns a sandbox that isolates programs by bubblewrap: no network, other files or other processes."""
     return _checked(LocalSandbox(isolated=True, python=python, paths=paths, languages=languages))
 
 
@@ -258,12 +258,12 @@ def bubblewrap(
 def unisolated(
     *, python: str | None = None, paths: Sequence[str] = (), languages: Mapping[str, Language] | None = None
 ) -> LocalSandbox:
-    """Programs on this machine without namespaces, confined by Landlock if the kernel has it."""
+    """Returns a sandbox without namespaces: Landlock confines programs, if the kernel has it."""
     return _checked(LocalSandbox(isolated=False, python=python, paths=paths, languages=languages))
 
 
 def _checked(sandbox: LocalSandbox) -> LocalSandbox:
-    """Runs a program that prints.  Raises: SandboxError if this machine cannot isolate programs."""
+    """Runs a test program, and returns the sandbox.  Raises: SandboxError if this machine cannot isolate programs."""
     ran = sandbox.run_job(Job(code="print(6 * 7)", limits=Limits(seconds=20.0)))
     if (ran.end, ran.stdout) != ("ok", b"42\n"):
         raise SandboxError(f"sandbox {sandbox.name}", f"a program that prints 42 ended with {ran}", change=INSTALL)
@@ -271,7 +271,7 @@ def _checked(sandbox: LocalSandbox) -> LocalSandbox:
 
 
 def _prefixes(python: str) -> list[str]:
-    """The folders of an interpreter.  Raises: SandboxError."""
+    """Returns the installation folders of an interpreter.  Raises: SandboxError."""
     code = "import sys; print(sys.prefix); print(sys.base_prefix)"
     try:
         done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -282,7 +282,7 @@ def _prefixes(python: str) -> list[str]:
 
 
 def _end(process: subprocess.Popen[bytes], control: socket.socket, log: int) -> None:
-    """Ends the process, which ends itself and all programs when the socket closes."""
+    """Closes the socket, upon which the process ends itself and all programs, and waits for its end."""
     control.close()
     with suppress(subprocess.TimeoutExpired):
         process.wait(END_SECONDS)

@@ -31,7 +31,7 @@ MAX_WAITING = 1024  # programs beyond those that run; more get status 429
 
 
 class RunRequest(BaseModel):
-    """The body of /run_code."""
+    """The body of a /run_code request."""
 
     code: str
     language: str
@@ -45,8 +45,8 @@ class RunRequest(BaseModel):
 
 
 class SandboxApp:
-    """The application; a server runs its `asgi`. `concurrency` programs run at a time. `host` is the server's own name:
-    without an API key it answers only requests for this name."""
+    """The ASGI application, as `asgi`. It runs up to `concurrency` programs at a time. Without an API key it answers
+    only requests that address it as `host`, its own name."""
 
     def __init__(self, sandbox: Sandbox, concurrency: int, host: str = "127.0.0.1", api_key: str | None = None) -> None:
         self._host, self._api_key = host, api_key
@@ -113,7 +113,7 @@ def serve(sandbox: Sandbox, host: str, port: int, concurrency: int, api_key: str
 
 
 def _told(ran: Ran, *, is_compiled: bool) -> dict[str, object]:
-    """The end of a run in SandboxFusion's form; `message` has whet's own word for it."""
+    """Converts a program's result to SandboxFusion's form. `message` has whet's own name for the kind of end."""
     late = ran.end == "timeout"
     result = {
         "status": "TimeLimitExceeded" if late else "Finished",

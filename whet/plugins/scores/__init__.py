@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Score functions of code, instructions, pictures, short answers and judges, and a check of any score function."""
+"""Score functions for code, instructions, pictures and short answers, and by judges; and a check of score functions."""

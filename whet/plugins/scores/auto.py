@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The score function for a row by its `data_source`, with verl's names, or by the form of its ground truth."""
+"""Selects the score function of a row by its `data_source`, with verl's names, or by the form of its ground truth."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ SOURCES: dict[str, tuple[str, Mapping[str, Any]]] = {
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any], prompt_str: str
 ) -> Any:
-    """The result of the function that a table names for the row's `data_source` (docs/rewards.md has the table).
+    """Scores a response with the function for the row's `data_source`; docs/rewards.md has the table of functions.
 
-    Raises: RewardError for a data source that is not in the table.
-    """
+    Raises: RewardError for a data source that is not in the table."""
     fields = {
         "data_source": data_source,
         "solution_str": solution_str,
@@ -44,7 +43,7 @@ def check_row(truth: Any, extra_info: Mapping[str, Any], data_source: str) -> No
 
 @cache
 def find(data_source: str) -> tuple[Entry, Mapping[str, Any]]:
-    """The function for a data source, and its options.  Raises: RewardError."""
+    """Returns the function for a data source, and the function's options.  Raises: RewardError."""
     found = next((entry for source, entry in SOURCES.items() if fnmatchcase(data_source, source)), None)
     if found is None:
         hint = did_you_mean(data_source, SOURCES)
@@ -69,8 +68,8 @@ def score_math_or_code(
     *,
     sandbox: str = "bubblewrap",
 ) -> Any:
-    """The result of `code` or `math`, by a word in `ability` or `data_source`, else by tests in the ground truth. For
-    rows of Skywork-OR1, whose manager is `yr`.
+    """Scores a response by `code` or `math`. `ability`, or else `data_source`, contains one of these words; otherwise
+    tests in the ground truth select `code`. For rows of Skywork-OR1, which use the manager `yr`.
 
     Raises: the errors of `code`."""
     kind = str(extra_info.get("ability") or data_source).lower()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`whet check-reward`: finds wrong responses that a reward function rewards.
 
-A row is a prompt with its ground truth. Probes make responses from it that are wrong: empty, echoed, hedged, malformed,
-huge, hostile; for a row of tests, programs that cheat. A response counts as paid if its reward is at least a right
-response's; a response without an answer, if it gets more than half of it. The function runs in a reward process, as in
-training."""
+A row is a prompt with its ground truth. Probes derive wrong responses from it: empty, echoed, hedged, malformed, huge,
+hostile; if the row has tests, also programs that cheat. A wrong response counts as paid if its reward is at least the
+reward of a right response; a response without an answer, if it gets more than half of that. The function runs in a
+reward process, as in training."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FORMS: Mapping[str, str] = _TABLE["forms"]
 
 
 def _texts(group: str) -> dict[str, tuple[str, list[str]]]:
-    """Returns a description of the responses, and the responses, by name of a probe."""
+    """Returns for each probe of a group its description and its responses."""
     return {
         name: (what, [each if isinstance(each, str) else "".join(map(mul, each[::2], each[1::2])) for each in texts])
         for name, found in _TABLE[group].items()
@@ -63,7 +63,7 @@ class CheckedPrompt:
 
     @property
     def answer(self) -> str:
-        """The ground truth as text; of a published solution, the answer after `####`."""
+        """The ground truth as text. In a published solution, this is the answer after `####`."""
         return str(self.truth).rpartition("####")[2].strip()
 
     @cached_property
@@ -74,7 +74,7 @@ class CheckedPrompt:
         return tuple(programs(self.truth, self.extra))
 
     def item(self, response: str) -> RewardItem:
-        """The response as an item to score."""
+        """Returns the item to score for a response."""
         ids = tuple(range(1, 2 + len(response.split())))
         extra = copy.deepcopy(dict(self.extra))
         return RewardItem(self.data_source, response, self.truth, extra, prompt_str=self.prompt, response_ids=ids)
@@ -82,7 +82,7 @@ class CheckedPrompt:
 
 @dataclass(frozen=True)
 class RewardFinding:
-    """A fault of a reward function: its name, a sentence, and a response that shows it."""
+    """A fault of a reward function: its name, an explanation, and a response that shows it."""
 
     name: str
     what: str
@@ -91,7 +91,7 @@ class RewardFinding:
 
 @dataclass(frozen=True)
 class Report:
-    """The faults of a reward function, and its measured behaviour."""
+    """The faults of a reward function, and the measurements of its behaviour."""
 
     findings: Sequence[RewardFinding]
     forms: Sequence[str]  # ways of writing the ground truth that are paid
@@ -105,13 +105,13 @@ ROWS = tuple(CheckedPrompt(prompt, truth) for prompt, truth in _TABLE["rows"])
 
 
 def check(pool: RewardPool, rows: Sequence[CheckedPrompt], *, reads_truth: bool) -> Report:
-    """Runs all probes on a reward function. `reads_truth`: the function gets the ground truth, without which no
-    response can be wrong."""
+    """Runs all probes on a reward function. `reads_truth`: the function reads the ground truth; otherwise no response
+    counts as wrong."""
     return _RewardCheck(pool, rows).run(reads_truth=reads_truth)
 
 
 class _RewardCheck:
-    """A check of one function: its rows, findings and measured times."""
+    """A check of one reward function: its rows, findings and measured times."""
 
     def __init__(self, pool: RewardPool, rows: Sequence[CheckedPrompt]) -> None:
         self.pool, self.rows = pool, rows
@@ -122,7 +122,7 @@ class _RewardCheck:
         self.count = 0
 
     def run(self, *, reads_truth: bool) -> Report:
-        """Returns the report."""
+        """Runs the check and returns its report."""
         forms = self._right() if reads_truth else []
         parts: list[Callable[[], None]] = [partial(self._probe, *each) for each in PROBES if forms or self.full]
         for part in counting([*parts, self._repeatable, self._hostile, self._speed]):
@@ -134,7 +134,7 @@ class _RewardCheck:
         return Report([*self.findings.values()], forms, self.count, seconds[len(seconds) // 2], low, high)
 
     def score(self, pairs: Sequence[tuple[CheckedPrompt, str]]) -> list[Outcome]:
-        """The outcomes of responses, in one call."""
+        """Scores responses in one call, and returns their outcomes."""
         start = time.perf_counter()
         outcomes = self.pool.score([row.item(response) for row, response in pairs])
         if pairs:
@@ -150,8 +150,8 @@ class _RewardCheck:
         return outcomes
 
     def _right(self) -> list[str]:
-        """Finds the reward of a right response, by row, and the forms of the ground truth that earn it. Rows whose
-        ground truth the function cannot read, or rewards in no form, are left out."""
+        """Measures the reward of a right response for each row. Returns the forms of the ground truth that earn it.
+        Drops rows whose right responses earn no more than a wrong one."""
         paid, suited = dict.fromkeys(FORMS, 0), []
         for row in self.rows:
             texts = [*([] if row.right is None else [row.right]), *_all_forms([row.answer]), WRONG]
@@ -184,7 +184,7 @@ class _RewardCheck:
             self._examine(name, what, row, response, outcome)
 
     def _examine(self, name: str, what: str, row: CheckedPrompt, response: str, outcome: Outcome) -> None:
-        """Adds a finding if a wrong response is paid: in full or, without an answer, for more than half."""
+        """Adds a finding if a wrong response is paid in full, or a response without an answer more than half."""
         if isinstance(outcome, Failure) or id(row) not in self.full:
             return
         low, full = self.full[id(row)]
@@ -196,7 +196,7 @@ class _RewardCheck:
             self._find(name, f"it pays {outcome.reward:g} for {what}, and {full:g} for a right response", response)
 
     def _repeatable(self) -> None:
-        """Checks that the same responses, in another order and among others, get the same outcomes."""
+        """Checks that responses get the same outcomes in another order and among other responses."""
         rows = [row for row in self.rows if not row.programs] or self.rows[:1]  # each program takes its time
         pairs = [(row, text) for row in rows for text in _all_forms([row.answer])]
         pairs += [(row, text) for row in rows for text in ("", "It is 7.", row.prompt)]
@@ -208,8 +208,8 @@ class _RewardCheck:
                 self._find("order", "the reward of a response depends on the responses before it", response)
 
     def _hostile(self) -> None:
-        """Scores strange responses, one at a time, so that none affects another; programs have a process each in any
-        case."""
+        """Scores strange responses one at a time, so that none affects another. Programs always have separate
+        processes."""
         for row in self.rows[:2]:
             told = [
                 (name, what, text)
@@ -231,7 +231,7 @@ class _RewardCheck:
                     self._find("pays too much", more, response)
 
     def _speed(self) -> None:
-        """Checks that the time for a long response grows no faster than its length, and that it is not paid."""
+        """Checks that the time for a response grows no faster than its length, and that a long one is not paid."""
         for unit in UNITS[: 2 if self.rows[0].programs else None]:
             seconds = []
             for size in (LONG, LONG * FACTOR):
@@ -248,7 +248,7 @@ class _RewardCheck:
 
 
 def shorten(text: str) -> str:
-    """The beginning of a text, on one line."""
+    """Returns the beginning of a text on one line."""
     shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
     return shown.encode("unicode_escape").decode()
 
@@ -263,7 +263,7 @@ Probe = Callable[[CheckedPrompt, Sequence[CheckedPrompt]], Iterator[str]]
 
 
 def near_misses(row: CheckedPrompt) -> list[str]:
-    """Answers that nearly equal the ground truth, but are wrong."""
+    """Returns wrong answers that nearly equal the ground truth."""
     truth = row.answer
     if re.fullmatch(r"-?\d+", truth):
         number = int(truth)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs, scored by tests that run in a sandbox."""
+"""Scores programs by tests that run in a sandbox."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ FENCED_AS = {"py": "python", "python3": "python", "c++": "cpp", "cc": "cpp", "js
 
 @dataclass(frozen=True)
 class Suite:
-    """The tests of a program. `kind`: "stdin" (cases are pairs of input and output), "call" (arguments and value),
-    "code" (statements with assertions), "pytest" (a file)."""
+    """The tests of a program, by `kind`: "stdin" (pairs of input and output), "call" (arguments and value), "code"
+    (statements with assertions), "pytest" (a file)."""
 
     kind: Literal["stdin", "call", "code", "pytest"]
     cases: Sequence[Any]
@@ -89,7 +89,7 @@ def compute_score(
     paths: Sequence[str] = (),
     tolerance: Share = 0.0,
 ) -> dict[str, float | str]:
-    """Tests the last fenced block of code: 1 if all tests pass (`binary`), their share, or its 4th power (`fraction4`).
+    """Tests the last fenced code block: 1 if all pass (`binary`), the passed share, or its 4th power (`fraction4`).
 
     Tests in the ground truth, or as JSON text: `{"inputs": [...], "outputs": [...]}`, with `fn_name` for calls of a
     function; `[{"input", "output", "testtype"}]` as in LiveCodeBench; `{"test", "entry_point"}` as in HumanEval; a list
@@ -152,9 +152,9 @@ def _without(language: str, box: Sandbox) -> DataError:
 
 
 def extract_code(text: str, language: str | None, known: Container[str]) -> tuple[str, str]:
-    """Returns (language, source) of the last fenced block in a known language, or in `language`; without one, of the
-    last block that names no language; only the text after `</think>` counts. A text without fences is the source. A
-    fence in a list is indented: its lines lose the indentation of the fence, as in CommonMark."""
+    """Returns (language, source) of the last fenced block in `language`, or in any known language; without one, of the
+    last block that names no language. It reads only the text after `</think>`. A text without fences is the source
+    itself. Lines of a fence in a list lose the fence's indentation, as in CommonMark."""
     text = text.rpartition("</think>")[2]
     found = [
         (FENCED_AS.get(tag.lower(), tag.lower()), re.sub(rf"^[ \t]{{0,{len(space)}}}", "", block, flags=re.MULTILINE))
@@ -168,7 +168,7 @@ def extract_code(text: str, language: str | None, known: Container[str]) -> tupl
 
 
 def read_tests(truth: Any, extra: Fields) -> Suite:
-    """Returns the tests of a ground truth.  Raises: ValueError."""
+    """Reads the tests in a ground truth.  Raises: ValueError."""
     if isinstance(truth, str):
         try:
             truth = json.loads(truth)
@@ -203,20 +203,20 @@ def read_tests(truth: Any, extra: Fields) -> Suite:
 
 
 def _is_null(value: object) -> bool:
-    """Tells whether a value is a null of arrow, pandas or JSON for an unused column: None, NaN, or such a text."""
+    """Tells whether a value is the null of arrow, pandas or JSON for an unused column: None, NaN, or text for these."""
     return not isinstance(value, list | dict) and str(value).strip().lower() in _NULLS
 
 
 def _given(fields: Any) -> Any:
-    """A dict or list without its null values; any other value unchanged."""
+    """Removes null values from a dict or list; returns any other value unchanged."""
     if isinstance(fields, Mapping):
         return {name: value for name, value in fields.items() if not _is_null(value)}
     return [each for each in fields if not _is_null(each)] if isinstance(fields, list | tuple) else fields
 
 
 def _asserts(tests: Suite) -> bool:
-    """Tells whether tests in Python can fail on purpose: their executed code asserts something about a name, raises, or
-    calls a function that does. Functions that nobody calls do not count; unreadable tests fail anyway."""
+    """Tells whether Python tests can fail on purpose: executed code asserts something about a name, raises, or calls a
+    function that does. Functions that are never called do not count. Unparsable tests count, as they fail anyway."""
     tree = parsed("\n".join([tests.setup, *tests.cases]))
     if tree is None:
         return True
@@ -233,8 +233,8 @@ def _asserts(tests: Suite) -> bool:
 
 
 def _helpers(prompt: str, name: str) -> str:
-    """The imports and functions of a prompt of code that come with the function `name`. Tests may use these, not the
-    replacements in the code."""
+    """Returns the imports and functions that precede the function `name` in a code prompt. Tests use these versions,
+    not replacements in the response's code."""
     body = tree.body if (tree := parsed(prompt)) and name else []
     kept = [each for each in body if isinstance(each, ast.Import | ast.ImportFrom | ast.FunctionDef)]
     return "\n".join(ast.unparse(each) for each in kept if getattr(each, "name", "") != name)
@@ -243,7 +243,7 @@ def _helpers(prompt: str, name: str) -> str:
 def run_tests(
     box: Sandbox, language: str, source: str, tests: Suite, limits: Limits, tolerance: float = 0.0
 ) -> list[tuple[bool, str]]:
-    """Returns for each test whether it passed, and the reason of a failure.  Raises: SandboxError."""
+    """Returns for each test whether it passed, and the reason if it failed.  Raises: SandboxError."""
     if tests.kind != "stdin":
         return _run_peer(box, source, tests, limits, tolerance)
     if language == "python" and not re.search(r"^from __future__ ", source, re.MULTILINE):
@@ -260,8 +260,8 @@ def run_tests(
 
 
 def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Tells whether two outputs have the same lines, except for space at line ends, empty lines at the end, and a
-    relative tolerance between numbers if one is a float."""
+    """Tells whether two outputs have the same lines. Space at line ends and empty lines at the end do not count;
+    numbers may differ by the relative `tolerance` if one is a float."""
     one, other = ([line.rstrip() for line in text.rstrip().split("\n")] for text in (found, expected))
     if one == other or len(one) != len(other):
         return one == other
@@ -301,10 +301,10 @@ def _run_peer(box: Sandbox, source: str, tests: Suite, limits: Limits, tolerance
 
 
 def _names(tests: Suite) -> tuple[list[str], list[str], str]:
-    """Names that Python tests import; modules that they use, imported or not; and the one builtin that the code may
-    replace, because it is under test.
+    """Returns the names that Python tests import; the modules that they use, imported or not; and the one builtin that
+    the code may replace, because it is under test.
 
-    `assert str(sum(1, 2)) == str(5)` is a test of `sum`, the innermost on the left, as it has no other name; `assert
+    `assert str(sum(1, 2)) == str(5)` tests `sum`, the innermost call on the left, as there is no other name; `assert
     abs(f(2)) < 1` does not test `abs`."""
     code = "\n".join([tests.setup, *tests.cases]) if tests.kind in ("code", "pytest") else ""
     trees = [tree] if (tree := parsed(code)) else []
@@ -353,13 +353,13 @@ def _tests_of_mapping(truth: Fields, extra: Fields) -> Suite:
 
 
 def _statements(value: Any) -> list[str]:
-    """The statements of a text or of a list of texts; empty for None."""
+    """Returns the statements of a text or of a list of texts; empty for None."""
     is_list = isinstance(value, Iterable) and not isinstance(value, str | Mapping)
     return [str(each) for each in (value if is_list else [value]) if not _is_null(each)]
 
 
 def _function(extra: Fields) -> str:
-    """The name of the function in LiveCodeBench's functional tests, which `extra` holds.  Raises: ValueError."""
+    """Returns the function name in `extra` for LiveCodeBench's functional tests.  Raises: ValueError."""
     more = _value(extra.get("metadata"))
     for fields in (extra, more if isinstance(more, Mapping) else {}):
         if name := fields.get("fn_name") or fields.get("func_name"):
@@ -369,7 +369,7 @@ def _function(extra: Fields) -> str:
 
 
 def _arguments(given: Any) -> list[Any] | dict[str, Any]:
-    """The arguments of a call: a list, a dict by name, or text with one JSON value on each line."""
+    """Returns the arguments of a call: a list, a dict by name, or text with one JSON value on each line."""
     if isinstance(given, Mapping):
         return dict(given)
     return [_value(line) for line in given.split("\n") if line.strip()] if isinstance(given, str) else [*given]
@@ -387,7 +387,7 @@ def _text(value: object) -> str:
 
 
 def _completed(source: str, tests: Suite) -> tuple[str, str]:
-    """Imports before the source, and the source, appended to the prompt if it continues it, as in HumanEval."""
+    """Returns imports to put before the source, and the source, after the prompt's code if it completes that code."""
     prompt, name = tests.prompt, tests.defines
     imports = (IMPORTS if tests.kind == "call" else "") + tests.imports
     defined = rf"^(?:async )?(?:def|class) (?:{re.escape(name)}|Solution)\b|^{re.escape(name)}\s*="
@@ -400,7 +400,7 @@ def _completed(source: str, tests: Suite) -> tuple[str, str]:
 
 
 def parsed(code: str) -> ast.Module | None:
-    """The syntax tree of code; None for invalid Python."""
+    """Parses Python code; None if it is invalid."""
     try:
         return ast.parse(code)
     except (SyntaxError, ValueError):
@@ -408,16 +408,16 @@ def parsed(code: str) -> ast.Module | None:
 
 
 def nodes_of(trees: Iterable[ast.AST], kind: type[N]) -> list[N]:
-    """The nodes of a kind in trees."""
+    """Returns all nodes of the class `kind` in the trees."""
     return [each for tree in trees for each in ast.walk(tree) if isinstance(each, kind)]
 
 
 def called_names(trees: Iterable[ast.AST]) -> list[str]:
-    """The names of functions that the trees call by a bare name."""
+    """Returns the names of functions that the trees call by a plain name."""
     return [each.func.id for each in nodes_of(trees, ast.Call) if isinstance(each.func, ast.Name)]
 
 
 def _last(ran: Ran) -> str:
-    """The last line that a program wrote to standard error."""
+    """Returns the last line that a program wrote to standard error."""
     lines = ran.stderr.decode(errors="replace").strip().splitlines()
     return lines[-1][:_SHOWN] if lines else f"exit code {ran.code}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong programs that no grader should reward, made from the tests of a row."""
+"""Wrong programs that no grader should reward, derived from the tests of a row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROGRAMS = shipped_yaml("plugins/scores/probes.yaml")["programs"]
 
 
 def _tests(truth: object, extra: Mapping[str, object]) -> Suite | None:
-    """The tests in a ground truth; None for a ground truth of another form."""
+    """Returns the tests in a ground truth; None if it has another form."""
     try:
         tests = read_tests(truth, extra)
     except (AttributeError, TypeError, ValueError):
@@ -25,8 +25,8 @@ def _tests(truth: object, extra: Mapping[str, object]) -> Suite | None:
 
 
 def programs(truth: object, extra: Mapping[str, object]) -> Iterator[str]:
-    """Yields responses for a ground truth with tests: a program that exits before the tests, one that equals every
-    value, one that replaces builtins, replaces or reads the tests, and one that nearly writes the expected output."""
+    """Yields wrong responses for a ground truth with tests. Their programs exit before the tests, equal every value,
+    replace builtins, replace or read the tests, or write nearly the expected output."""
     tests = _tests(truth, extra)
     if tests is None:
         return
@@ -44,7 +44,7 @@ def programs(truth: object, extra: Mapping[str, object]) -> Iterator[str]:
 
 
 def _defined(tests: Suite, value: str) -> str:
-    """Definitions of the tested names: functions that return the expression `value`."""
+    """Returns code that defines the tested names as functions that return the expression `value`."""
     name, _, method = (tests.entry or tests.defines).partition(".")
     if method:
         return f"\nclass {name}:\n    def {method}(self, *a, **k): return {value}\n"

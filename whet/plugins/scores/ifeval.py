@@ -75,7 +75,7 @@ def check_row(ground_truth: Any, extra_info: Mapping[str, Any], *_: object) -> N
 
 
 def read_instructions(ground_truth: Any, extra_info: Mapping[str, Any]) -> list[Callable[[str], bool]]:
-    """A check for each instruction of a row, in its order.  Raises: ValueError."""
+    """Returns a check for each instruction of a row, in the row's order.  Raises: ValueError."""
     try:
         found = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     except ValueError:
@@ -93,7 +93,7 @@ def read_instructions(ground_truth: Any, extra_info: Mapping[str, Any]) -> list[
 
 
 def _bind(name: str, given: Mapping[str, Any]) -> Callable[[str], bool]:
-    """The check of one instruction with its arguments.  Raises: ValueError, ModuleNotFoundError."""
+    """Binds the check of one instruction to its arguments.  Raises: ValueError, ModuleNotFoundError."""
     if name not in CHECKS:
         raise DataError("instruction_id_list", name, f"one of {', '.join(CHECKS)}", "correct it")
     if name.startswith(("language:", "change_case:english_")):
@@ -113,7 +113,7 @@ def _bind(name: str, given: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def count_sentences(text: str) -> int:
-    """The number of sentences; text after the last full stop counts as one more."""
+    """Counts sentences; text after the last full stop counts as one more."""
     count, last = 0, 0
     for match in _END.finditer(text):
         stop, following = match[1], match[2]
@@ -126,12 +126,12 @@ def count_sentences(text: str) -> int:
 
 
 def count_capital_words(text: str) -> int:
-    """The number of words in capital letters."""
+    """Counts the words in capital letters."""
     return sum(word.isupper() for word in _BETWEEN_WORDS.split(text))
 
 
 def language_of(text: str) -> str | None:
-    """The ISO 639-1 code of a text's language; None for a text without letters.  Raises: ModuleNotFoundError."""
+    """Detects a text's language (ISO 639-1); None for a text without letters.  Raises: ModuleNotFoundError."""
     import langdetect
 
     langdetect.DetectorFactory.seed = 0  # else the same text may get two languages

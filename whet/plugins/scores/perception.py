@@ -30,9 +30,9 @@ def detection(
     metric: Literal["iou", "map"] = "iou",
     thresholds: Sequence[Share] = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95),
 ) -> dict[str, float]:
-    """Mean IoU of matched boxes, or mAP, of the JSON list of boxes in a response; 0 without such a list.
+    """Scores the JSON list of boxes in a response by the mean IoU of matched boxes, or by mAP; 0 without a list.
 
-    A box is `{"bbox_2d": [x1, y1, x2, y2], "label": ...}` (or `bbox`), with a `score` by option. `iou`: boxes of equal
+    A box is `{"bbox_2d": [x1, y1, x2, y2], "label": ...}` (or `bbox`); it may have a `score`. `iou`: boxes of equal
     label are matched greedily, largest IoU first; the sum is divided by the larger number of boxes, so that neither
     missing nor additional boxes pay. `map`: mean over labels and `thresholds` of the area under the precision-recall
     curve, boxes in descending score. The list is the last in the text after `</think>`. The accuracy is 1 where all
@@ -52,7 +52,7 @@ def detection(
 
 
 def read_boxes(ground_truth: Any, *_: object) -> list[Box]:
-    """The boxes of a ground truth.  Raises: ValueError."""
+    """Reads the boxes of a ground truth.  Raises: ValueError."""
     expected = _boxes(_last_list(ground_truth) if isinstance(ground_truth, str) else ground_truth)
     truths = [box for box in expected if box]
     if not truths or len(truths) < len(expected):
@@ -65,7 +65,7 @@ def read_boxes(ground_truth: Any, *_: object) -> list[Box]:
 def grounding(
     solution_str: str, ground_truth: Any, *, metric: Literal["iou", "accuracy"] = "iou", threshold: Share = 0.5
 ) -> dict[str, float]:
-    """IoU of the last box of a response and the box of the ground truth; 0 without a box. `detection` takes several.
+    """Scores the last box of a response by its IoU with the true box; 0 without a box. `detection` takes several.
 
     A box is four numbers x1, y1, x2, y2 in brackets, in the text after the last `</think>`. `accuracy` pays 1 if the
     IoU is at least `threshold`, else 0. The ground truth is a list of numbers, or a text with them.  Raises: ValueError
@@ -153,7 +153,7 @@ def counting(
 
 
 def _numbers(solution_str: str, ground_truth: str | int | float) -> tuple[Decimal | None, Decimal]:
-    """The last numbers of the answer and of the ground truth.  Raises: ValueError."""
+    """Returns the last numbers of the answer and of the ground truth.  Raises: ValueError."""
     truth = last_number(str(ground_truth))
     if truth is None:
         raise truth_error(ground_truth, "a number")
@@ -168,7 +168,7 @@ def _words_of(ground_truth: str, *, letters: bool = False) -> list[str]:
 
 
 def _last_list(text: str) -> object:
-    """The last JSON list of objects in a text; an empty list without one."""
+    """Returns the last JSON list of objects in a text; an empty list without one."""
     for opening in list(_LIST.finditer(text))[-20:][::-1]:
         try:
             return json.JSONDecoder().raw_decode(text, opening.start())[0]
@@ -178,7 +178,7 @@ def _last_list(text: str) -> object:
 
 
 def _boxes(found: object) -> list[Box | None]:
-    """The boxes of a list; None for a malformed box."""
+    """Reads the boxes in a list; None for a malformed box."""
     return [_box(each) for each in found] if isinstance(found, list | tuple) else []
 
 
@@ -193,7 +193,7 @@ def _box(found: object) -> Box | None:
 
 
 def _overlap(box: Box, other: Box) -> float:
-    """Intersection over union; 0 for different labels."""
+    """Returns the intersection over union of two boxes; 0 for different labels."""
     (x1, y1, x2, y2), (u1, v1, u2, v2) = box[1], other[1]
     shared = max(0.0, min(x2, u2) - max(x1, u1)) * max(0.0, min(y2, v2) - max(y1, v1))
     union = (x2 - x1) * (y2 - y1) + (u2 - u1) * (v2 - v1) - shared
@@ -201,7 +201,7 @@ def _overlap(box: Box, other: Box) -> float:
 
 
 def _match(boxes: Sequence[Box], truths: Sequence[Box]) -> list[float]:
-    """Overlaps of the pairs of boxes that are matched one to one, largest first."""
+    """Matches boxes with true boxes one to one, largest overlap first. Returns the overlaps of the pairs."""
     pairs = [(_overlap(box, truth), i, j) for i, box in enumerate(boxes) for j, truth in enumerate(truths)]
     matched, rows, columns = list[float](), set[int](), set[int]()
     for overlap, i, j in sorted(pairs, key=lambda pair: -pair[0]):
@@ -213,8 +213,8 @@ def _match(boxes: Sequence[Box], truths: Sequence[Box]) -> list[float]:
 
 
 def _average_precision(boxes: Sequence[Box], truths: Sequence[Box], threshold: float) -> float:
-    """Mean over labels of the area under the precision-recall curve, each precision the largest at its recall or
-    above. A label without ground truth counts 0."""
+    """Returns the mean over labels of the area under the precision-recall curve. Each precision is the largest at its
+    recall or above. A label that is not in the ground truth counts 0."""
     labels = {box[0] for box in (*boxes, *truths)}
     return sum(_area(label, boxes, truths, threshold) for label in labels) / len(labels)
 

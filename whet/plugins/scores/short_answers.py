@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short answers as text: exact match and token F1 after SQuAD's normalisation, and letters of multiple choice."""
+"""Scores short answers: exact match and token F1 after SQuAD's normalisation, and letters of multiple choice."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def search_qa(
 
 
 def read_truths(ground_truth: object, *_: object) -> list[object]:
-    """The texts of a ground truth.  Raises: ValueError."""
+    """Reads the texts of a ground truth.  Raises: ValueError."""
     truths = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
     truths = [truths] if isinstance(truths, str | int | float) else entries(truths) or []
     if not truths or None in truths:
@@ -51,7 +51,7 @@ def read_truths(ground_truth: object, *_: object) -> list[object]:
 
 
 def extract_answer(text: str, *, needs_tag: bool) -> str | None:
-    """The content of the last closed `<answer>` after the last `</think>`; None, or the whole text, without one."""
+    """Returns the last closed `<answer>` after the last `</think>`; without one None if `needs_tag`, else all text."""
     text = after_thought(text)
     before, closing, _ = text.rpartition("</answer>")
     _, opening, content = before.rpartition("<answer>")
@@ -61,13 +61,13 @@ def extract_answer(text: str, *, needs_tag: bool) -> str | None:
 
 
 def normalise(text: str) -> str:
-    """SQuAD's normalisation (Rajpurkar et al. 2016): lower case, no punctuation, no articles, single spaces. The
-    minus sign and the decimal point of a number stay."""
+    """Normalises a text as SQuAD does (Rajpurkar et al. 2016): lower case, no punctuation, no articles, single spaces.
+    The minus sign and the decimal point of a number stay."""
     return " ".join(ARTICLES.sub(" ", _PUNCTUATION.sub("", text.lower())).split())
 
 
 def token_f1(answer: str, truth: str) -> float:
-    """F1 of the words that two normalised texts share; 1 if both are empty."""
+    """Returns the token F1 of two normalised texts; 1 if both are empty."""
     found, expected = answer.split(), truth.split()
     if not found or not expected:
         return float(found == expected)
@@ -116,12 +116,11 @@ def crossthinkqa(
     longest: Count | None = None,
     length_weight: Share = 0.5,
 ) -> dict[str, float | str | None]:
-    """A number by the correctness of the letter and a `\\boxed{}` around it (Nemotron-CrossThink, arXiv:2504.13941).
+    """Scores the correctness of the letter, and a `\\boxed{}` around it (Nemotron-CrossThink, arXiv:2504.13941).
 
-    For right and boxed, right, wrong and boxed, wrong: loose 1, 1, -1, -1; soft 1, 0.5, -0.5, -1; strict 1, -1, -1, -1.
-    With `longest`, a positive reward is multiplied by 1 - length_weight * min(1, words / longest). `multiple_choice`
-    has the rules for letters. The part `boxed` is 1 where the letter is in a box.
-    """
+    For right and boxed, right, wrong and boxed, wrong: `loose` gives 1, 1, -1, -1; `soft` 1, 0.5, -0.5, -1; `strict` 1,
+    -1, -1, -1. `longest` multiplies a positive reward by 1 - length_weight * min(1, words / longest). The letter is
+    found as in `multiple_choice`. The part `boxed` is 1 if the letter is in a box."""
     letter, boxed = extract_letter(solution_str)
     right = letter == read_letter(ground_truth)
     reward = TABLES[table][(0 if right else 2) + (not boxed)]
@@ -131,7 +130,7 @@ def crossthinkqa(
 
 
 def extract_letter(text: str, *, lone: bool = False) -> tuple[str | None, bool]:
-    """The capital letter that a response chooses, None without one; and whether it is in a box."""
+    """Returns the capital letter that a response chooses, or None, and whether it is in a box."""
     text = after_thought(text)
     tagged = extract_answer(text, needs_tag=True) or ""
     written = [_WRITTEN.fullmatch(content) for content in (*_BOX.findall(text)[-1:], tagged)]
@@ -144,7 +143,7 @@ def extract_letter(text: str, *, lone: bool = False) -> tuple[str | None, bool]:
 
 
 def read_letter(ground_truth: str, *_: object) -> str:
-    """The letter of a ground truth.  Raises: ValueError."""
+    """Reads the letter of a ground truth.  Raises: ValueError."""
     found = _WRITTEN.fullmatch(str(ground_truth))
     if found is None:
         raise truth_error(ground_truth, "B, (B) or `B. text`", "write the letter")

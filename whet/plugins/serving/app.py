@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP side of the server: routes, API key, limits, and streams of events."""
+"""The HTTP side of the server: routes, API key, limits, and event streams."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ HEALTH, CHAT, TEXT = "/health", "/v1/chat/completions", "/v1/completions"
 
 
 class Counters:
-    """The numbers of a server since its start, and of its engine, for Prometheus."""
+    """Counts the server's requests and tokens since its start, for Prometheus, with numbers of its engine."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # one more series for each, with the time of its making
@@ -80,7 +80,7 @@ class Counters:
         }
 
     def page(self, status: Status) -> bytes:
-        """The page of /metrics."""
+        """Returns the page /metrics."""
         for name, gauge in self._status.items():
             gauge.set(getattr(status, name))
         return generate_latest(self._registry)
@@ -88,7 +88,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """Values of the options of `whet serve`, which has the defaults. A sample is one of the n responses to a prompt."""
+    """The options of `whet serve`, which has their defaults. A sample is one of the n responses to a prompt."""
 
     model: str  # a Hugging Face folder or hub name, a checkpoint, or a run
     name: str | None  # of the model for clients; unset: the last part of its path
@@ -115,12 +115,12 @@ class ServeSettings:
 
 
 class App:
-    """An OpenAI-compatible application for one model; a server runs its `asgi`."""
+    """An OpenAI-compatible application for one model. A server runs its `asgi`."""
 
     def __init__(
         self, reader: BodyReader, engine: EngineThread, settings: ServeSettings, described: Callable[[], Raw]
     ) -> None:
-        """`described` returns further fields of the model's card."""
+        """Builds the application. `described` returns more fields of the model's card."""
         self._reader, self._engine, self._settings, self._described = reader, engine, settings, described
         self._texts, self._counters = TokenTexts(reader.tokenizer), Counters()
         self._created, self._unfinished = int(time.time()), 0  # samples
@@ -156,7 +156,7 @@ class App:
         return Route(path, counted, methods=[method])
 
     def _told(self, path: str, error: Exception) -> ApiError:
-        """Converts an error for the client; the traceback of a bug goes to the log."""
+        """Converts an error for the client. The traceback of a bug goes to the log."""
         match error:
             case ApiError():
                 return error
@@ -195,13 +195,13 @@ class App:
         return {**own, **more, **self._described()}
 
     def _status(self) -> Status:
-        """The last known status, as the engine may be busy.  Raises: WhetError of an engine that has failed."""
+        """Returns the last known status, since the engine may be busy.  Raises: WhetError if the engine has failed."""
         if self._engine.death is not None:
             raise self._engine.death
         return self._engine.status
 
     async def _answer(self, path: str, request: Request) -> Response:
-        """Answers a completion request; with stream=true the response begins at the first token."""
+        """Answers a completion request. With stream=true the response begins at the first token."""
         started = time.monotonic()
         most = round(self._settings.max_body_mib * 2**20)
         body = await read_body(request.headers, request.stream(), most, BODY_SECONDS)
@@ -225,8 +225,8 @@ class App:
         return EventStream(self._chunks(first, events, answer, path, started), events, seconds)
 
     async def _tables(self, asked: ClientRequest, late_at: float) -> list[list[Raw | None]]:
-        """The log-probs of each prompt in vLLM's form, by token id at each position after the first; empty if not
-        requested.  Raises: ApiError."""
+        """Returns the log-probs of each prompt in vLLM's form: by token id at each position after the first; empty if
+        they were not requested.  Raises: ApiError."""
         body, engine = asked.body, self._engine.engine
         if not isinstance(body, TextBody) or (count := body.prompt_logprobs) is None:
             return []
@@ -242,7 +242,7 @@ class App:
         return found
 
     async def _events(self, uid: str, asked: ClientRequest, late_at: float) -> Samples:
-        """Samples a request and yields events until all samples are done; if left early, it ends the samples."""
+        """Samples a request and yields events until all samples end; aborts them if the reader leaves early."""
         queue: asyncio.Queue[Event | WhetError] = asyncio.Queue()
         requests = asked.requests(uid, self._settings.deadline_seconds)
         samples = {
@@ -280,12 +280,12 @@ class App:
             self._engine.abort([request.uid for request in requests])
 
     def _place(self, log_probs: Mapping[int, float]) -> Raw:
-        """Log-probs by token id, with the text of each token."""
+        """Converts log-probs by token id, and adds the text of each token."""
         decode = self._reader.tokenizer.decode
         return {str(token): {"logprob": each, "decoded_token": decode([token])} for token, each in log_probs.items()}
 
     async def _in_time(self, work: Awaitable[T], late_at: float) -> T:
-        """The result of `work`.  Raises: ApiError once the loop's time reaches `late_at`, whatever the engine does."""
+        """Waits for the result of `work`.  Raises: ApiError at the loop's time `late_at`, even if the engine hangs."""
         try:
             async with asyncio.timeout_at(late_at):
                 return await work
@@ -336,7 +336,7 @@ class App:
             self._counters.requests.labels(path, status).inc()
 
     def _piece(self, sample: ResponseChoice, event: Event) -> Piece:
-        """The piece of a sample that an event completes."""
+        """Returns the piece of a sample that an event completes."""
         if isinstance(event, Finished):
             done, first = event.completion, sample.num_tokens
             token_ids, log_probs, reason = done.token_ids[first:], done.log_probs[first:], done.finish_reason
@@ -350,7 +350,7 @@ class App:
 
 
 class ShortestFirst:
-    """Runs functions in threads, shortest bodies first, so that a long text does not delay short ones."""
+    """Runs functions in threads, the shortest bodies first, so that a long text does not delay short texts."""
 
     def __init__(self, threads: int = READING_THREADS) -> None:
         self._threads, self._pool = threads, ThreadPoolExecutor(threads, "prompts")
@@ -358,7 +358,7 @@ class ShortestFirst:
         self._order, self._running, self._long = count(), 0, 0
 
     async def run(self, size: int, function: Callable[[], T]) -> T:
-        """Runs the function for a body of `size` bytes when its turn comes, and returns the result."""
+        """Runs the function for a body of `size` bytes when its turn comes, and returns its result."""
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         heapq.heappush(self._waiting, (size, next(self._order), turn))
@@ -385,7 +385,7 @@ class ShortestFirst:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. Its lines and samples end when the client leaves, or reads too slowly."""
+    """Sends server-sent events. Ends the lines and samples if the client leaves, or reads too slowly."""
 
     def __init__(self, lines: AsyncGenerator[str, None], samples: Samples, seconds: float) -> None:
         super().__init__(lines, media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -403,7 +403,7 @@ class EventStream(StreamingResponse):
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of the work, which is cancelled if the client leaves.  Raises: ClientDisconnect."""
+    """Waits for the result of `work`; cancels it if the client leaves.  Raises: ClientDisconnect."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -422,7 +422,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def in_own_words(error: WhetError) -> EngineError:
-    """An engine's error, with server options and request fields in place of config keys."""
+    """Converts an engine's error: it names server options and request fields instead of config keys."""
     own = {"rollout.engine.options.": "--option ", "data.max_response_length": "max_tokens"}
 
     def named(text: str) -> str:
@@ -436,7 +436,7 @@ def _line(content: Raw) -> str:
 
 
 async def _not_here(request: Request, error: Exception) -> Response:
-    """The response for an unknown route."""
+    """Returns the response for an unknown route."""
     assert isinstance(error, HTTPException)
     expected = f"the server has POST {CHAT}, POST {TEXT}, GET /v1/models, /v1/models/MODEL, {HEALTH} and /metrics"
     message = f"{request.method} {request.url.path}: {error.detail}; {expected}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of HTTP requests: checked, and converted to prompts and sampling parameters; errors in the form of the OpenAI
-API.
+"""Checks the bodies of HTTP requests, and converts them to prompts and sampling parameters. Errors have the form of the
+OpenAI API.
 
-No parameter is silently ignored: an unsupported one is an error, unless its value has no effect."""
+No parameter is silently ignored: an unsupported parameter is an error, unless its value has no effect."""
 
 from __future__ import annotations
 
@@ -50,25 +50,25 @@ TokenId = Annotated[int, Field(ge=0)]
 
 
 class ApiError(Exception):
-    """An error for the client: HTTP status, message, the parameter at fault, and a code for programs."""
+    """An error for the client: the HTTP status, a message, the invalid parameter, and a code for programs."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def to_dict(self) -> Raw:
-        """The body of the response."""
+        """Returns the body of the error response."""
         kind = ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def refused(param: str, message: str, code: str | None = None) -> ApiError:
-    """The error for a parameter that the client has to change."""
+    """Returns an error for a parameter that the client has to change."""
     return ApiError(400, message, param=param, code=code)
 
 
 def unsupported(param: str, value: object, why: str) -> ApiError:
-    """The error for a parameter of the API, or a value, that this server does not support."""
+    """Returns an error for a parameter, or a value of it, that this server does not support."""
     return refused(param, f"{param}={value!r:.80} is not supported: {why}", "unsupported_value")
 
 
@@ -81,7 +81,7 @@ class StreamOptions(BaseModel):
 
 
 class WithoutEffect(BaseModel):
-    """The fields that are accepted without effect: names of the client, and settings for OpenAI's storage."""
+    """Fields that are accepted but have no effect: names of the client, and settings of OpenAI's storage."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     user: str | None = None
@@ -94,7 +94,7 @@ class WithoutEffect(BaseModel):
 
 
 class Body(WithoutEffect):
-    """The fields that both kinds of requests share."""
+    """The fields that chat and text requests share."""
 
     model: str
     n: int = Field(1, ge=1, le=MAX_CHOICES)
@@ -124,7 +124,7 @@ class Body(WithoutEffect):
 
     @property
     def likeliest(self) -> int | None:
-        """Number of tokens with log-probs requested beside the sampled one; None: no log-probs at all."""
+        """The number of most probable tokens to report beside the sampled token; None: no log-probs at all."""
         raise NotImplementedError
 
 
@@ -161,7 +161,7 @@ class TextBody(Body):
 
 @dataclass(frozen=True)
 class ToolsAsked:
-    """The tools of a request."""
+    """The tools that a request offers to the model, and the parser of their calls."""
 
     parser: str  # of their calls
     schemas: Mapping[str, Raw]  # of the arguments, by name of the tool
@@ -171,7 +171,7 @@ class ToolsAsked:
 
 @dataclass(frozen=True)
 class ClientRequest:
-    """A checked request of a client."""
+    """A checked request from a client."""
 
     body: ChatBody | TextBody
     prompts: tuple[tuple[int, ...], ...]
@@ -180,11 +180,11 @@ class ClientRequest:
 
     @property
     def include_usage(self) -> bool:
-        """Tells whether a stream ends with the usage."""
+        """True if a stream ends with the usage."""
         return self.body.stream_options is not None and self.body.stream_options.include_usage
 
     def requests(self, uid: str, deadline_seconds: float) -> list[Request]:
-        """The engine's requests, n for each prompt. Equal seeds give equal draws, the j-th sample its own."""
+        """Returns the engine's requests, n for each prompt. Equal seeds give equal draws; sample j has its own."""
         n, seed = self.body.n, secrets.randbits(62) if self.body.seed is None else self.body.seed
         return [
             Request(
@@ -202,7 +202,7 @@ class ClientRequest:
 
 @dataclass(frozen=True)
 class BodyReader:
-    """Converts bodies for one model."""
+    """Reads the bodies of requests to one model."""
 
     name: str
     tokenizer: PreTrainedTokenizerBase
@@ -253,7 +253,7 @@ class BodyReader:
         return ClientRequest(body, tuple(map(tuple, given)), tuple(params))
 
     def _checked(self, kind: type[B], raw: object) -> B:
-        """The body, after a check of its fields and of the model that it names."""
+        """Checks the fields of a body and the model that it names, and returns the body."""
         if not isinstance(raw, dict):
             raise ApiError(400, f"the body is a JSON {type(raw).__name__}; expected an object")
         given = {name: value for name, value in raw.items() if value is not None}
@@ -277,7 +277,7 @@ class BodyReader:
         return body
 
     def _check_size(self, param: str, samples: int, texts: object = "") -> None:
-        """Raises: ApiError for more samples than the server takes, and for a prompt that is too long in any
+        """Raises: ApiError for more samples than the server accepts, and for a prompt that is too long in any
         encoding."""
         if samples > self.most_samples:
             raise refused("n", f"the request asks for {samples} samples; the server takes {self.most_samples}")
@@ -299,7 +299,7 @@ class BodyReader:
         return ids
 
     def _tools(self, template: str, tools: list[Raw], body: ChatBody) -> ToolsAsked:
-        """The tools with the parser of their calls.  Raises: ApiError if the model cannot call tools."""
+        """Returns the tools with the parser of their calls.  Raises: ApiError if the model cannot call tools."""
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
         if "tools" not in template:
             raise unsupported("tools", [*schemas], "the chat template does not show tools to the model; leave them out")
@@ -313,7 +313,7 @@ class BodyReader:
         return ToolsAsked(parser, schemas, None if body.parallel_tool_calls and not is_named else 1, opening)
 
     def _params(self, body: Body, prompt: Sequence[int], limit: int | None, default: int) -> SamplingParams:
-        """The sampling parameters of one prompt."""
+        """Returns the sampling parameters of one prompt."""
         room = self.context - len(prompt)
         if not prompt:
             raise refused("prompt", "the prompt is empty; it needs one token or more")
@@ -351,14 +351,14 @@ class BodyReader:
 
 @lru_cache(maxsize=4)
 def _names_read(template: str) -> frozenset[str]:
-    """The names in a chat template's code, without attribute names after a point."""
+    """Returns the names in a chat template's code, without attribute names after a dot."""
     tokens = [(kind, text) for _, kind, text in Environment().lex(template) if kind != "whitespace"]
     pairs = zip([("", ""), *tokens], tokens, strict=False)
     return frozenset(text for (_, before), (kind, text) in pairs if kind == "name" and before != ".")
 
 
 def _invalid(error: ValidationError) -> ApiError:
-    """The error for the first invalid field."""
+    """Returns the error for the first invalid field."""
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0])
     if first["type"] == "missing":
@@ -369,7 +369,7 @@ def _invalid(error: ValidationError) -> ApiError:
 
 
 def _tool(index: int, raw: Raw) -> Raw:
-    """A tool in the form that the template reads."""
+    """Converts a tool to the form that the template reads."""
     where = f"tools[{index}]"
     match raw:
         case {"type": "function", "function": {"name": str(name)} as function}:
@@ -388,7 +388,7 @@ def _tool(index: int, raw: Raw) -> Raw:
 
 
 def _opening(parser: str, names: Sequence[str], choice: object) -> str:
-    """The text that begins a call of the chosen tool, or of any tool; empty if the model may choose.  Raises:
+    """Returns the text that begins a call of the chosen tool, or of any tool; empty if the model may choose.  Raises:
     ApiError."""
     match choice:
         case None | "auto":
@@ -407,7 +407,7 @@ def _opening(parser: str, names: Sequence[str], choice: object) -> str:
 
 
 def _message(index: int, raw: Raw) -> Message:
-    """A message in the template's form: content as text, arguments of tool calls as objects, as most expect."""
+    """Converts a message for the template: content as text, arguments of tool calls as objects, as most expect."""
     where = f"messages[{index}]"
     role, content, calls = raw.get("role"), raw.get("content"), raw.get("tool_calls")
     if not isinstance(role, str):
@@ -430,7 +430,7 @@ def _message(index: int, raw: Raw) -> Message:
 
 
 def _with_object(where: str, call: Raw) -> Raw:
-    """A tool call whose arguments are an object instead of JSON text."""
+    """Converts the arguments of a tool call from JSON text to an object."""
     try:
         function, arguments = call["function"], call["function"].get("arguments") or {}
         parsed = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments

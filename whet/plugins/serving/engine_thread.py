@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that owns the rollout engine: it runs calls, polls, and delivers events."""
+"""The thread that owns the rollout engine. It runs calls, polls the engine, and delivers events."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Deliver = Callable[[Event | WhetError], None]
 
 
 class EngineStoppedError(EngineError):
-    """Ends all requests: the engine has failed, or the server is stopping."""
+    """Raised for all requests if the engine has failed, or the server is stopping."""
 
 
 class EngineThread:
-    """Runs an engine until `stop`. All methods except `run` may be called from other threads and return at once.
+    """Runs an engine until `stop`. Other threads may call all methods except `run`, which return at once.
 
     `on_death` is called with the error that ends the engine."""
 
@@ -50,7 +50,7 @@ class EngineThread:
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds since the last update of `status`: many while the engine loads weights, or restarts."""
+        """Seconds since the last update of `status`. It is large while the engine loads weights or restarts."""
         return time.monotonic() - self._seen_at
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -64,7 +64,7 @@ class EngineThread:
         return self._calls.submit(called)
 
     def submit(self, requests: Sequence[Request], deliver: Deliver) -> None:
-        """Submits the requests; `deliver` gets their events, or the error of an engine that refuses one."""
+        """Submits the requests. `deliver` gets their events, or the error if the engine refuses a request."""
 
         def enter() -> None:
             for request in requests:
@@ -79,7 +79,7 @@ class EngineThread:
         self.call(enter).add_done_callback(tell)
 
     def abort(self, uids: Collection[str]) -> None:
-        """Ends the unfinished ones among the requests; none of their events is delivered any more."""
+        """Aborts the unfinished requests among `uids`. Their events are no longer delivered."""
 
         def leave() -> None:
             gone = {uid for uid in uids if self._deliver.pop(uid, None) is not None}
@@ -90,7 +90,7 @@ class EngineThread:
         self.call(leave)
 
     def end_requests(self) -> None:
-        """Ends all requests, with an error."""
+        """Ends all requests with an error."""
 
         def end() -> None:
             self.engine.abort(list(self._deliver))
@@ -108,7 +108,7 @@ class EngineThread:
         self._thread.join()
 
     def run(self) -> None:
-        """Serves calls and polls, until `stop` or an error of the engine."""
+        """Runs calls and polls the engine, until `stop` or an error of the engine."""
         try:
             while not self._is_stopped:
                 self._calls.serve(0.0 if self._deliver or self._is_stopped else IDLE_SECONDS)
@@ -144,7 +144,7 @@ class EngineThread:
         self._tell([(deliver, event) for deliver, event in found if deliver is not None])
 
     def _tell(self, found: Sequence[tuple[Deliver, Event | WhetError]]) -> None:
-        """Delivers events, all together: each switch of threads costs as much as a decode step of a small model."""
+        """Delivers events in one batch: each switch of threads costs as much as a decode step of a small model."""
 
         def deliver_all() -> None:
             for deliver, event in found:
@@ -169,7 +169,7 @@ class EngineThread:
 
 
 def named(error: BaseException) -> WhetError:
-    """Converts any error of an engine to a WhetError, on which a user can act."""
+    """Converts any error of an engine to a WhetError, which tells the user how to act."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         cache = "its cache, for instance with --option kv_cache_bytes=268435456"
         change = f"lower --max-running, or {cache}, or sample in --dtype bfloat16"

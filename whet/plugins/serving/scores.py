@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP side of a served reward model: scores of texts and conversations, in the form of vLLM's /pooling and
+"""The HTTP side of a served reward model. It scores texts and conversations, in the form of vLLM's /pooling and
 /classify."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FORMS: dict[str, tuple[str, dict[str, object]]] = {  # name of the scores, and f
 
 
 class ScoreApp:
-    """An ASGI application, `asgi`, for one reward model."""
+    """An ASGI application for one reward model, as `asgi`."""
 
     def __init__(self, settings: ServeSettings, folder: str, dtype: Literal["float32", "bfloat16"]) -> None:
         """Loads the model.  Raises: ModelError."""
@@ -97,8 +97,8 @@ class ScoreApp:
         return JSONResponse({"object": "list", "model": self.name, "data": data, "usage": usage})
 
     def _rows(self, body: Any) -> list[list[int]]:
-        """The token ids of `messages`, or of `input`: one text or several, or their ids.  Raises: ApiError,
-        DataError."""
+        """Returns the token ids of `messages`, or of `input`, which is one text, several texts, or token ids.  Raises:
+        ApiError, DataError."""
         if not isinstance(body, dict) or ("messages" in body) == ("input" in body):
             raise ApiError(400, "a body needs either messages or input", param="input")
         if body.get("model") not in (None, "", self.name):
@@ -129,7 +129,7 @@ class ScoreApp:
         raise ApiError(400, "input is a text, token ids, or a list of either", param="input")
 
     async def _scored(self, rows: Sequence[list[int]]) -> list[float]:
-        """Scores rows, in passes shared with other requests.  Raises: ApiError."""
+        """Scores rows in forward passes that it shares with other requests.  Raises: ApiError."""
         if len(self._waiting) + len(rows) > self._settings.max_running + self._settings.max_waiting:
             raise ApiError(429, f"{len(self._waiting)} texts wait already; try again later")
         loop = asyncio.get_running_loop()

@@ -63,14 +63,14 @@ def serve(settings: ServeSettings) -> None:
 
 
 def sampling_of(settings: ServeSettings, folder: str, dtype: Dtype) -> tuple[RolloutConfig, ModelConfig]:
-    """The configs of the sampling engine and of its model."""
+    """Returns the configs of the sampling engine and of its model."""
     chosen = RolloutEngineConfig(name=settings.engine, options=dict(settings.option))
     rollout = RolloutConfig(engine=chosen, dtype=dtype, max_batch_size=settings.max_running)
     return rollout, ModelConfig(path=folder, dtype=dtype, trust_remote_code=settings.trust_remote_code)
 
 
 def reader_of(settings: ServeSettings, folder: str, name: str) -> BodyReader:
-    """The reader of requests for the model in a folder, under `name` unless the settings have a name."""
+    """Returns the reader of requests for the model in a folder. Its name is `name`, unless the settings have one."""
     trusted = settings.trust_remote_code
     tokenizer = load_tokenizer(folder, folder, trust_remote_code=trusted)
     return BodyReader(
@@ -95,7 +95,7 @@ def _serve_scores(settings: ServeSettings, app: ScoreApp, bound: socket.socket) 
 
 
 class _Server:
-    """A loaded engine, its thread, and the HTTP server in front of it."""
+    """A loaded engine, its thread, and the HTTP server in front of them."""
 
     def __init__(
         self, settings: ServeSettings, reader: BodyReader, engine: RolloutEngine, source: str, dtype: str
@@ -113,7 +113,7 @@ class _Server:
         self._http = HttpServer(app.asgi, settings, self._engine)
 
     def run(self, bound: socket.socket) -> None:
-        """Serves until a signal, or until the engine fails.  Raises: WhetError for a failed engine."""
+        """Serves until a signal, or until the engine fails.  Raises: WhetError if the engine has failed."""
         settings, (host, port) = self._settings, bound.getsockname()[:2]
         log.info("serving %s with %s, as %r, on http://%s:%d/v1", self._source, settings.engine, self._name, host, port)
         log.info("Ctrl-C ends it when running requests are done, after %g s at the latest", settings.stop_seconds)
@@ -130,7 +130,7 @@ class _Server:
                 await follower
 
     async def _follow(self) -> None:
-        """Loads each new checkpoint of the run, between two decode steps."""
+        """Loads each new checkpoint of the run between two decode steps."""
         run, last = Path(self._settings.model).expanduser(), _identity(Path(self._source))
         while True:
             await asyncio.sleep(FOLLOW_SECONDS)
@@ -156,7 +156,7 @@ class _Server:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, extended to end requests with an error if they take too long after a signal."""
+    """uvicorn's server, which also ends requests with an error if they take too long after a signal."""
 
     def __init__(self, app: Starlette, settings: ServeSettings, engine: EngineThread | None = None) -> None:
         http = with_deadline(AutoHTTPProtocol)
@@ -166,8 +166,8 @@ class HttpServer(uvicorn.Server):
         self._settings, self._engine = settings, engine
 
     def run_on(self, bound: socket.socket) -> None:
-        """Serves until a signal, or until the engine fails; stops the engine.  Raises: WhetError for a failed
-        engine."""
+        """Serves until a signal, or until the engine fails; then stops the engine.  Raises: WhetError if the engine has
+        failed."""
         if self._settings.host not in LOCAL and not self._settings.api_key:
             log.warning("anyone who reaches %s:%d may use this server; set --api-key KEY", *bound.getsockname()[:2])
         try:
@@ -189,7 +189,7 @@ class HttpServer(uvicorn.Server):
 
 
 def _source(settings: ServeSettings) -> str:
-    """The model or checkpoint to load.  Raises: ConfigError, CheckpointError."""
+    """Returns the model or checkpoint to load.  Raises: ConfigError, CheckpointError."""
     run = Path(settings.model).expanduser()
     found = find_model(settings.model)
     is_run = found != settings.model and Path(found) != run
@@ -210,14 +210,14 @@ def _source(settings: ServeSettings) -> str:
 
 
 def _identity(folder: Path) -> tuple[str, int]:
-    """A checkpoint's name and the time of its completion: a run resumed from an older one writes folders again."""
+    """Returns a checkpoint's name and completion time. The name is not enough: a resumed run may write it again."""
     with suppress(OSError):  # removed meanwhile
         return folder.name, (folder / checkpoint.MANIFEST).stat().st_mtime_ns
     return folder.name, 0
 
 
 def _step(source: str) -> int | None:
-    """The step of a checkpoint; None for a model."""
+    """Returns the step of a checkpoint; None for a model."""
     folder = Path(source).expanduser()
     return checkpoint.step_of(folder) if (folder / checkpoint.MANIFEST).exists() else None
 
@@ -241,7 +241,7 @@ def bound_to(host: str, port: int) -> Iterator[socket.socket]:
 
 @contextmanager
 def _signals_end_quietly() -> Iterator[None]:
-    """Catches the SIGINT and SIGTERM that the block's server raises again at its end."""
+    """Catches the SIGINT and SIGTERM that uvicorn raises again after it has stopped."""
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

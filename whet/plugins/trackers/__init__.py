@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackers that are services, one file each."""
+"""Trackers that send metrics to services; each has its own file."""

@@ -51,7 +51,7 @@ class MlflowTracker:
         self._client.log_text(self.run_id, json.dumps(run.config, indent=2, default=str), "config.json")
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
-        """Logs a step in one request, after its tables."""
+        """Logs the tables of a step, then its metrics in one request."""
         for name, rows in tables.items():
             self._client.log_text(self.run_id, _csv(rows), f"{name}_{step:06}.csv")
         now = int(time.time() * 1000)

@@ -15,8 +15,8 @@ from whet.tracking.tracker import NO_TABLES, Tables
 
 @register_tracker("swanlab", package="swanlab")
 class SwanlabTracker:
-    """Logs scalars and tables by step. SwanLab ignores repeated steps, but offline it loses the last steps of a killed
-    process. So a resumed run sends all steps again from the start."""
+    """Logs scalars and tables by step. A resumed run sends all steps again from the start: SwanLab ignores repeated
+    steps, but in offline mode it loses the last steps of a killed process."""
 
     def __init__(self, run: TrackedRun) -> None:
         settings = swanlab.Settings()

@@ -15,7 +15,7 @@ from whet.tracking.tracker import NO_TABLES, Tables
 
 @register_tracker("trackio", package="trackio")
 class TrackioTracker:
-    """Logs one record a step, with its tables. A resumed run is found by its name, which is unique in the project."""
+    """Logs one record for each step, with its tables. A resumed run is found by its name, unique in the project."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.run_id = run.run_id or _free_name(run.project, run.name)

@@ -15,8 +15,8 @@ from whet.tracking.tracker import NO_TABLES, Tables
 
 @register_tracker("wandb", package="wandb")
 class WandbTracker:
-    """Logs a history row a step, with its tables. W&B accepts only steps after the last one that it has, so a resumed
-    run does not send earlier steps again. Offline this step is unknown, and the new folder has the whole run."""
+    """Logs metrics and tables by step. W&B accepts only steps after its last one, so a resumed run does not send
+    earlier steps again. In offline mode the last step is unknown, so the new folder gets the whole run."""
 
     def __init__(self, run: TrackedRun) -> None:
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):

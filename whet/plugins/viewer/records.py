@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trajectories of a run: an index of line positions, so that a page reads only the lines that it shows."""
+"""Reads the trajectories of a run. It indexes line positions, so that a page reads only the lines that it shows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Stamp = tuple[int, int, int]  # of a file: changes with its content
 
 
 class ListedTrajectory(NamedTuple):
-    """A trajectory in a list: its position, and the numbers and names for sorting and filtering."""
+    """A trajectory in a list: its position in the file, and the values for sorting and filtering."""
 
     kind: str
     step: int
@@ -47,7 +47,7 @@ class ListedTrajectory(NamedTuple):
 
 @dataclass(frozen=True)
 class Query:
-    """The trajectories that a list shows; without a step, the trajectories of all steps."""
+    """A query for a list of trajectories; without a step it covers all steps."""
 
     kind: str = "step"
     step: int | None = None
@@ -73,7 +73,7 @@ SORTED: dict[str, Callable[[ListedTrajectory], float | tuple[bool, float]]] = {
 
 
 class Records:
-    """The trajectories of a run's folder. Files are read on request, and again after a change."""
+    """The trajectories in a run's folder. Files are read on request, and read again after a change."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -82,13 +82,13 @@ class Records:
         self._lock = threading.RLock()
 
     def steps(self) -> dict[str, list[int]]:
-        """The steps with files of trajectories, by kind, and with files of tokens, under `tokens`."""
+        """Returns the steps that have files of trajectories, by kind, and under `tokens` files of tokens."""
         found = {kind: self._steps_of("rollouts", kind) for kind in KINDS}
         return {**found, "tokens": self._steps_of("tokens", "step")}
 
     def page(self, query: Query, offset: int, limit: int) -> Record:
-        """A part of the list for a query, with the whole list's length and the number of files read so far: a query
-        over many files returns before all are read, and has to be repeated."""
+        """Returns a part of a query's list, the length of the whole list, and the number of files read so far. A query
+        over many files returns before all are read; the page then repeats it."""
         with self._lock:
             steps = self._steps_of("rollouts", query.kind) if query.step is None else [query.step]
             paths, until = [self._path(query.kind, step) for step in steps], time.monotonic() + INDEX_SECONDS
@@ -108,7 +108,7 @@ class Records:
         return {"total": len(rows), "rows": shown, "files": len(steps), "read": len(paths)}
 
     def trajectory(self, kind: str, step: int, line: int) -> Record:
-        """A trajectory: its record, the rows of its tokens, and its group.  Raises: LookupError."""
+        """Returns a trajectory: its record, the rows of its tokens, and its group.  Raises: LookupError."""
         with self._lock:
             path = self._path(kind, step)
             self._index(path, kind, step)
@@ -119,8 +119,8 @@ class Records:
         return {"record": record, "tokens": self._token_rows(kind, step, str(record.get("uid"))), "group": members}
 
     def beside(self, kind: str, step: int, record: Mapping[str, object]) -> Record:
-        """The trajectory of this run's step for the same task as another run's record: of the same row and the same
-        number in the group, else of the same number, else the first.  Raises: LookupError."""
+        """Finds this run's trajectory for the task of another run's `record`, at the same step: the same row and number
+        in the group; else the same number; else the first.  Raises: LookupError."""
         prompt, whole = str(record.get("prompt")), place_of(record)
         with self._lock:
             path = self._path(kind, step)
@@ -135,7 +135,7 @@ class Records:
         return self.trajectory(kind, step, found.get(whole, min(numbered or found.values())))
 
     def media(self, name: str) -> Path:
-        """The file of an image or video by its digest.  Raises: LookupError."""
+        """Returns the file of an image or video, named by its digest.  Raises: LookupError."""
         if not re.fullmatch(r"[0-9a-f]{16,128}", name):
             raise LookupError(name)
         for path in (self.folder / "media").glob(f"{name}.*"):
@@ -155,7 +155,7 @@ class Records:
         return inside(self.folder, self.folder / "rollouts" / f"{kind}_{step:06}.jsonl")
 
     def _index(self, path: Path, kind: str, step: int) -> Stamp:
-        """Reads the line positions of a new or changed file.  Returns its stamp.  Raises: LookupError."""
+        """Indexes the lines of a new or changed file. Returns the file's stamp.  Raises: LookupError."""
         stamp = _stamp(path)
         if path not in self._rows or self._rows[path][0] != stamp:
             with path.open("rb") as file:
@@ -186,7 +186,7 @@ class Records:
         }
 
     def _token_rows(self, kind: str, step: int, uid: str) -> list[Record]:
-        """The rows of a trajectory and of its players in tokens/."""
+        """Reads the rows of a trajectory, and of its players, from tokens/."""
         path = self.folder / "tokens" / f"step_{step:06}.jsonl"
         if kind != "step" or not is_inside(self.folder, path):
             return []
@@ -196,20 +196,20 @@ class Records:
 
 
 def is_inside(folder: Path, path: Path) -> bool:
-    """Tells whether a path is a plain file inside `folder`, with no link that leads out of it; a pipe might never
-    answer."""
+    """Tells whether a path is a plain file inside `folder`, also after following links. Reading a pipe could block
+    forever."""
     return path.is_file() and path.resolve().is_relative_to(folder.resolve())
 
 
 def inside(folder: Path, path: Path) -> Path:
-    """Returns `path`.  Raises: LookupError if it is not inside the folder."""
+    """Returns `path`, which has to be inside the folder.  Raises: LookupError if it is not."""
     if not is_inside(folder, path):
         raise LookupError(path)
     return path
 
 
 def _rows(file: BinaryIO, kind: str, step: int) -> Iterator[ListedTrajectory]:
-    """Yields the row of each line; damaged lines are left out."""
+    """Yields the entry of each line; damaged lines are left out."""
     offset, number = 0, 0
     for line in file:
         try:
@@ -229,7 +229,7 @@ def _rows(file: BinaryIO, kind: str, step: int) -> Iterator[ListedTrajectory]:
 
 
 def _lines_with(path: Path, text: str, offsets: Sequence[int]) -> set[int]:
-    """The numbers of the lines that contain a text in JSON's form, ignoring the case of ASCII letters."""
+    """Returns the numbers of the lines that contain `text` in JSON form, ignoring the case of ASCII letters."""
     needle = json.dumps(text, ensure_ascii=False)[1:-1].encode("utf-8", "backslashreplace").lower()
     content, found, place = path.read_bytes().lower(), set[int](), 0
     while (place := content.find(needle, place)) >= 0:
@@ -241,8 +241,8 @@ def _lines_with(path: Path, text: str, offsets: Sequence[int]) -> set[int]:
 
 @lru_cache(KEPT_QUERIES)
 def _places_by_uid(path: Path, stamp: Stamp) -> Mapping[str, Sequence[int]]:
-    """Returns the positions of each trajectory's lines in a file of tokens, whose lines begin with the uid. A changed
-    stamp makes it read the file again."""
+    """Returns the positions of each trajectory's lines in a file of tokens. Each line begins with the uid. `stamp` is
+    part of the cache key: a changed file is read again."""
     places: dict[str, list[int]] = {}
     offset, decoder = 0, json.JSONDecoder()
     with path.open("rb") as file:
@@ -257,7 +257,7 @@ def _places_by_uid(path: Path, stamp: Stamp) -> Mapping[str, Sequence[int]]:
 
 
 def _line_at(path: Path, offset: int) -> Record:
-    """The object at a position of a file.  Raises: LookupError without one."""
+    """Reads the JSON object of the line at a position.  Raises: LookupError if there is none."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -270,14 +270,14 @@ def _line_at(path: Path, offset: int) -> Record:
 
 
 def _agents(record: Record) -> list[str]:
-    """The names of the sub-agents and players that took turns, in the order of their first turns."""
+    """Returns the names of the sub-agents and players that took turns, in the order of their first turns."""
     steps = record["steps"] if isinstance(record.get("steps"), list) else []
     found = (each.get(name) for each in steps if isinstance(each, dict) for name in ("agent", "player"))
     return list(dict.fromkeys(str(name) for name in found if name))
 
 
 def _plain(text: str) -> str:
-    """A text without the special tokens of chat templates."""
+    """Removes the special tokens of chat templates from a text."""
     return re.sub(r"<\|[^|<>]{1,40}\|>", "", text).strip()
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP server of `whet view`. It only reads, only below its folder, and only answers to addresses of its machine: a
-page of another site that resolves its own name to this machine gets no data."""
+"""The HTTP server of `whet view`. It never writes, reads only below its folder, and answers only requests to this
+machine's addresses. So a foreign site whose name resolves to this machine gets no data."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ HEADERS = {
 
 
 class Site:
-    """The answers to the page's requests, from the runs below a folder."""
+    """Answers the page's requests from the runs below a folder."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -58,7 +58,7 @@ class Site:
         self._lock = threading.Lock()
 
     def runs(self, _: Mapping[str, str]) -> object:
-        """Lists the runs: name, steps, state, the names of its metrics and of the main ones, the steps of its files."""
+        """Lists the runs: name, steps, state, names of all and of the main metrics, and the steps of its files."""
         found, known = [], set[str]()
         for name, path in find_runs(self.root).items():
             curves, records = self._opened(path)
@@ -73,19 +73,19 @@ class Site:
         return {"folder": self.root.name, "runs": found, "panels": panels}
 
     def curves(self, query: Mapping[str, str]) -> object:
-        """The points of the metrics `names`, separated by commas."""
+        """Returns the points of the metrics in `names`, which commas separate."""
         curves, _ = self._run(query)
         curves.refresh()
         return curves.points(query["names"].split(","), MAX_POINTS)
 
     def seconds(self, query: Mapping[str, str]) -> object:
-        """The times of a run's steps, by phase."""
+        """Returns the seconds of a run's steps, by phase."""
         curves, _ = self._run(query)
         curves.refresh()
         return curves.seconds([name for name in curves.names() if name.startswith("time/")], MAX_POINTS // 4)
 
     def trajectories(self, query: Mapping[str, str]) -> object:
-        """A part of a list of trajectories."""
+        """Returns a part of a list of trajectories."""
         _, records = self._run(query)
         step = query.get("step", "")
         show, sort = query.get("show", "all"), query.get("sort", "file")
@@ -95,12 +95,12 @@ class Site:
         return records.page(asked, int(query.get("offset", 0)), min(int(query.get("limit", 100)), MAX_ROWS))
 
     def trajectory(self, query: Mapping[str, str]) -> object:
-        """A trajectory with its tokens and its group."""
+        """Returns a trajectory with its tokens and its group."""
         _, records = self._run(query)
         return records.trajectory(query["kind"], int(query["step"]), int(query["line"]))
 
     def beside(self, query: Mapping[str, str]) -> object:
-        """The trajectory of the run `other` with the same step and prompt as one of `run`; null without one."""
+        """Returns the trajectory of run `other` for the same step and prompt as one of `run`; null without one."""
         kind, step = query["kind"], int(query["step"])
         record = self._run(query)[1].trajectory(kind, step, int(query["line"]))["record"]
         other = self._run({"run": query["other"]})[1]
@@ -110,20 +110,20 @@ class Site:
             return None
 
     def config(self, query: Mapping[str, str]) -> object:
-        """The run's config.yaml."""
+        """Returns the config.yaml of a run."""
         folder = self._path(query)
         path = folder / "config.yaml"
         return {"text": inside(folder, path).read_text("utf-8", "replace") if path.exists() else ""}
 
     def media(self, run: str, name: str) -> Path:
-        """The file of an image or video."""
+        """Returns the file of an image or video."""
         return self._run({"run": run})[1].media(name)
 
     def _run(self, query: Mapping[str, str]) -> tuple[Curves, Records]:
         return self._opened(self._path(query))
 
     def _path(self, query: Mapping[str, str]) -> Path:
-        """The folder of a run found by `find_runs`, so that no name leads elsewhere.  Raises: LookupError."""
+        """Returns the folder of a run. It has to be among the runs of `find_runs`.  Raises: LookupError."""
         path = self.root / query["run"]
         with self._lock:
             if path in self._open:
@@ -138,7 +138,7 @@ class Site:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one request, whose values are untrusted text."""
+    """Answers one request. It does not trust the values in it."""
 
     protocol_version = "HTTP/1.1"
     timeout = 60
@@ -147,7 +147,7 @@ class Handler(BaseHTTPRequestHandler):
     server: ViewerServer
 
     def handle_one_request(self) -> None:
-        """Reads a request and answers it; `ViewerServer` closes the connection if its head takes too long."""
+        """Reads a request and answers it. `ViewerServer` closes the connection if the headers take too long."""
         self.server.reading[self.connection] = time.monotonic()
         try:
             super().handle_one_request()
@@ -155,13 +155,13 @@ class Handler(BaseHTTPRequestHandler):
             self.server.reading.pop(self.connection, None)
 
     def parse_request(self) -> bool:
-        """Reads the head of a request."""
+        """Reads the headers of a request."""
         is_read = super().parse_request()
         self.server.reading.pop(self.connection, None)
         return is_read
 
     def do_GET(self) -> None:
-        """Sends the page, a file of it, numbers as JSON, or an image."""
+        """Sends the page, one of its files, numbers as JSON, or an image."""
         if not is_own(self.headers.get("Host", ""), self.own_host):
             return self._send(HTTPStatus.FORBIDDEN, "text/plain", b"this server answers to its own address only")
         try:
@@ -197,7 +197,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class ViewerServer(ThreadingHTTPServer):
-    """A server with a thread for each connection, which it closes if the head of a request does not arrive in time."""
+    """Serves each connection in a thread of its own; closes it if its headers take too long."""
 
     daemon_threads = True
 
@@ -206,7 +206,7 @@ class ViewerServer(ThreadingHTTPServer):
         super().__init__(*arguments)
 
     def service_actions(self) -> None:
-        """Closes connections whose request takes too long; called after each poll."""
+        """Closes connections that wait too long for their headers; runs after each poll."""
         late = time.monotonic() - HEAD_SECONDS
         for connection in [each for each, since in self.reading.copy().items() if since < late]:
             with suppress(OSError):
@@ -228,7 +228,7 @@ def open_server(root: Path, host: str = "127.0.0.1", port: int = 0) -> Threading
 
 
 def _static(name: str) -> bytes:
-    """A file of the page.  Raises: LookupError."""
+    """Reads a file of the page.  Raises: LookupError."""
     folder = resources.files("whet.plugins.viewer") / "static"
     if name not in {each.name for each in folder.iterdir()}:
         raise LookupError(name)
@@ -239,7 +239,7 @@ METRICS, TIMINGS = "metrics.jsonl", "timings.jsonl"
 
 
 class CurvesFile:
-    """The curves of a JSONL file of metrics, by name."""
+    """The curves in a JSONL file of metrics, by name."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -249,8 +249,8 @@ class CurvesFile:
         self._lock = threading.Lock()
 
     def refresh(self) -> None:
-        """Reads appended lines, or the whole file if it was replaced, as in a resumed run. Skips an incomplete last
-        line, and lines that are not objects."""
+        """Reads appended lines, or the whole file if a resumed run has replaced it. Skips an incomplete last line, and
+        lines that are not objects."""
         with self._lock:
             try:
                 stat = self.path.stat()
@@ -293,25 +293,25 @@ class Curves:
         self.files = (CurvesFile(folder / METRICS), CurvesFile(folder / TIMINGS))
 
     def refresh(self) -> None:
-        """Reads the lines that the run has written since the last call."""
+        """Reads the lines that the run has appended since the last call."""
         for file in self.files:
             file.refresh()
 
     def names(self) -> list[str]:
-        """The names of all metrics."""
+        """Returns the names of all metrics."""
         return sorted({name for file in self.files for name in list(file.curves)})
 
     def main(self) -> list[str]:
-        """The metrics that `whet plot` draws by default, in its order."""
+        """Returns the metrics that `whet plot` draws by default, in its order."""
         found = main_names(self.names(), lambda name: self._named([name]).get(name))
         return [name.lstrip("-~") for name in found]
 
     def points(self, names: Sequence[str], most: int) -> dict[str, object]:
-        """Returns steps and values of metrics that the run has, each thinned to about `most` points."""
+        """Returns the steps and values of these metrics, each thinned to about `most` points."""
         return {name: thinned(*curve, most) for name, curve in self._named(names).items()}
 
     def seconds(self, names: Sequence[str], most: int) -> dict[str, object]:
-        """Returns metrics that add up, at common steps: sums over at most `most` ranges of `width` steps."""
+        """Returns the sums of metrics over ranges of `width` steps; there are at most `most` ranges."""
         found = self._named(names)
         width = max(1, -(-max((steps[-1] + 1 for steps, _ in found.values()), default=1) // most))
         starts = sorted({step // width for steps, _ in found.values() for step in list(steps)})
@@ -327,9 +327,9 @@ class Curves:
         return {name: curve for file in self.files for name, curve in list(file.curves.items()) if name in names}
 
     def summary(self) -> dict[str, object]:
-        """The last step, the number of steps in the config (None: unknown), state and error of run.json, and whether
-        the run is active: its state is "running", and its files have changed in the last 90 seconds or a process holds
-        its lock. Without run.json the state is "", and a run with steps left is active if its files have changed."""
+        """Returns the last step, the number of steps in the config (None: unknown), state and error of run.json, and
+        whether the run is active: its state is "running", and its files changed in the last 90 seconds or a process
+        holds its lock. Without run.json the state is "", and an unfinished run is active if its files changed."""
         step = max(file.last_step for file in self.files)
         try:
             config = inside(self.folder, self.folder / CONFIG).read_text("utf-8")
@@ -349,7 +349,7 @@ class Curves:
 
 
 def _noted_state(path: Path) -> tuple[str, str, int | None]:
-    """The state that a run has written, the error that ended it, and its steps; "", "", None if the file lacks them."""
+    """Reads a run's recorded state, its error and its number of steps; "", "", None if the file lacks them."""
     try:
         noted = json.loads(inside(path.parent, path).read_bytes())
         steps = noted.get("total_steps")
@@ -361,8 +361,8 @@ def _noted_state(path: Path) -> tuple[str, str, int | None]:
 
 
 def thinned(x: Sequence[int], y: Sequence[float], most: int) -> tuple[list[int], list[float]]:
-    """Returns about `most` points of a curve: the smallest and largest of each range, and both ends, so that no peak is
-    lost."""
+    """Returns about `most` points of a curve: both ends, and the smallest and largest value of each range, so that no
+    peak is lost."""
     if len(x) <= most:
         return list(x), list(y)
     stretch = -(-2 * len(x) // most)
@@ -374,7 +374,7 @@ def thinned(x: Sequence[int], y: Sequence[float], most: int) -> tuple[list[int],
 
 
 def find_runs(root: Path) -> dict[str, Path]:
-    """The folders of runs, at `root` and below, by their paths below it ("." for itself); links are not followed."""
+    """Returns the folders of runs at and below `root`, by relative path ("." for `root`); does not follow links."""
     found: dict[str, Path] = {}
     for place, folders, files in os.walk(root):
         path = Path(place)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools: functions, classes and MCP servers that the model calls between its turns."""
+"""Tools that the model calls between its turns: functions, classes and MCP servers."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MCP servers: a process (stdio), an address (streamable HTTP) or a Python object; each episode has its own session."""
+"""MCP servers: a process (stdio), an address (streamable HTTP) or a Python object. An episode has its own session."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class McpSource(ToolSource):
-    """The tools of an MCP server. `known` has its schemas if they were read before."""
+    """The tools of an MCP server. `known` has their schemas if they were read before."""
 
     def __init__(
         self, server: Mapping[str, Any], where: str, seconds: float, known: Sequence[ToolSchema] | None = None
@@ -60,7 +60,7 @@ class McpSource(ToolSource):
 
 
 class McpSession(Session):
-    """A connection to a server. One task opens and closes it, as the library requires; any task may call it."""
+    """A connection to an MCP server. One task opens and closes it, as the library requires; any task may make calls."""
 
     def __init__(self, opener: Callable[[], Any], name: str) -> None:
         self._opener, self.name = opener, name
@@ -75,7 +75,7 @@ class McpSession(Session):
         await self._ready
 
     async def schemas(self) -> list[ToolSchema]:
-        """The schemas of all tools of the server."""
+        """Fetches the schemas of all tools of the server."""
         found, cursor = list[ToolSchema](), None
         while True:
             page = await self._request(self._client.list_tools(cursor=cursor))
@@ -114,7 +114,7 @@ class McpSession(Session):
             self._ready.set_exception(ToolError(self.name, found, "a running server", change))
 
     async def _request(self, request: Coroutine[Any, Any, T]) -> T:
-        """The server's reply.  Raises: ToolError if the connection is lost; BadCallError."""
+        """Waits for the server's reply.  Raises: ToolError if the connection is lost; BadCallError."""
         from mcp.shared.exceptions import MCPError
         from mcp_types import CONNECTION_CLOSED
 
@@ -135,7 +135,7 @@ class McpSession(Session):
 
 
 def _opener(server: Mapping[str, Any], where: str) -> Callable[[], Any]:
-    """A function that creates the client of a server.  Raises: ConfigError for an unknown form."""
+    """Returns a function that creates the client of a server.  Raises: ConfigError for an unknown form."""
     import mcp
     from mcp.client.stdio import StdioServerParameters, stdio_client
 
@@ -162,9 +162,9 @@ def _opener(server: Mapping[str, Any], where: str) -> Callable[[], Any]:
 
 
 def _headers(given: Mapping[str, Any], where: str) -> dict[str, str]:
-    """The headers of requests, with `$NAME` or `${NAME}` replaced by the values of environment variables.
+    """Returns HTTP headers in which environment variables replace `$NAME` and `${NAME}`.
 
-    Raises: ConfigError for a variable that is not set, and for a secret in the config, which runs save."""
+    Raises: ConfigError for an unset variable, and for a secret in the config itself, since runs save their config."""
     found = {}
     for name, value in given.items():
         text = str(value)
@@ -187,7 +187,7 @@ async def _over_http(url: str, headers: dict[str, str]) -> AsyncIterator[Any]:
 
 
 def _part(content: Any) -> Part:
-    """A part of a result: text, an image, or for other content its type.  Raises: BadCallError for a damaged image."""
+    """Converts a part of a result to text or an image, other content to its type.  Raises: BadCallError."""
     if content.type != "image":
         return str(content.text) if content.type == "text" else f"[{content.type}]"
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shipped parsers of tool calls, one registered function a format, which split a turn into calls and text."""
+"""Shipped parsers of tool calls, one for each format. A parser splits a turn into calls and the text around them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Parsed:
 
 
 def parse(parser: str, text: str, schemas: Schemas) -> Parsed:
-    """Parses a turn with a parser, registered or named by a path. JSON of a call that the parser left as text becomes a
+    """Parses a turn. `parser` is a registered name or a path. If the parser leaves JSON of a call as text, it becomes a
     call with an error.  Raises: RegistryError."""
     expected = f"expected {FORMS.get(parser, 'the format that you were told')}"
     content, calls = "", list[Call]()
@@ -168,9 +168,9 @@ def _tagged(
     end: str = "</tool_call>",
     whole: Callable[[str, int], int] = lambda text, start: _decoded(text, start)[1] or start,
 ) -> Iterator[str | Call]:
-    """Splits at `begin` ... `end`; `read` makes calls from such a part and from the text between its tags. A call
-    without its end lasts to the next one; an end without a beginning, and XML of a call without tags, are errors too.
-    `whole` finds the end of a complete value after a tag, inside which tags are text."""
+    """Splits text at `begin` ... `end`. `read` makes calls from such a part and the text between its tags. A call
+    without an end tag lasts to the next call. An end tag alone, and XML of a call without tags, are errors. `whole`
+    finds the end of a complete value after a begin tag; inside the value, tags are text."""
     error, position = f"a call stands between {begin} and {end}; a tag is missing", 0
     tag = re.compile(rf"{re.escape(end)}|(?={re.escape(begin)})|\Z")
     while position < len(text):
@@ -186,9 +186,9 @@ def _tagged(
 
 
 def _outside(text: str, schemas: Schemas, expected: str) -> Iterator[str | Call]:
-    """Splits text around calls at JSON that was meant as a call, which gets an error: an object with a tool of
-    `schemas` (at the start of the text with any name) and arguments, or JSON that breaks off at the end and names a
-    tool. Thoughts may have such JSON."""
+    """Finds JSON outside of calls that was meant as a call, and turns it into a call with an error. This is an object
+    with arguments and a tool of `schemas` (at the start of the text: any name), or JSON that breaks off at the end and
+    names a tool. In thoughts such JSON is allowed."""
     if not re.search(r"""["'](?:name|function)["']\s*:""", text):
         yield text
         return
@@ -219,7 +219,7 @@ def _outside(text: str, schemas: Schemas, expected: str) -> Iterator[str | Call]
 
 
 def _name_in(value: Any) -> str | None:
-    """The tool that an object names, if it has arguments, in any of the usual forms."""
+    """Returns the tool that an object names, in any usual form, if the object has arguments."""
     match value:
         case {"name": str(name)} | {"function": str(name)} if _ARGUMENTS & {*value}:
             return name
@@ -227,7 +227,7 @@ def _name_in(value: Any) -> str | None:
 
 
 def _json_call(text: str, body: str, key: str) -> Call:
-    """The call in a JSON text; `key` is the usual name of its arguments."""
+    """Parses a JSON text as a call; `key` is the usual name of its arguments."""
     value, end = _decoded(body, 0)
     if end == 0:
         return Call("", error=f"the call is not valid JSON; {_expected(key)}", text=text)
@@ -237,7 +237,7 @@ def _json_call(text: str, body: str, key: str) -> Call:
 
 
 def _calls_of(values: Sequence[object], text: str, key: str) -> list[Call]:
-    """The calls of a list; the first one carries the text of all."""
+    """Converts the values of a list to calls. The first call carries the text of all of them."""
     return [_call_of(each, text if number == 0 else "", key) for number, each in enumerate(values)]
 
 
@@ -269,8 +269,8 @@ def _name_of(value: object) -> str | None:
 
 
 def _decoded(text: str, start: int, *, whole: bool = False) -> tuple[Any, int]:
-    """The JSON value at `start`, with or without literal line breaks in its strings, and its end; (None, 0) without
-    one, or with `whole` if other text follows it."""
+    """Parses the JSON value at `start`, also with literal line breaks in strings. Returns the value and its end; (None,
+    0) without one, or with `whole` if other text follows."""
     while start < len(text) and text[start].isspace():
         start += 1
     try:
@@ -296,7 +296,7 @@ def _xml_call(part: str, body: str, schemas: Schemas) -> Call:
 
 
 def _kinds(schema: object, root: Mapping[str, object], seen: tuple[str, ...] = ()) -> set[str]:
-    """The types that a schema names: itself, by its values, in its parts or by references into `root`."""
+    """Returns the types that a schema names directly, by its values, in its parts, or by references into `root`."""
     if not isinstance(schema, Mapping):  # true is a schema too
         return set()
     named = _list(schema.get("type")) or [schema.get("type")]
@@ -319,7 +319,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _typed(value: str, kinds: set[str]) -> object:
-    """A value of XML, converted for a schema of these types: text, or JSON if the schema has no text."""
+    """Converts a value of XML to one of the types `kinds`: to text, or from JSON if the schema has no text."""
     value = value.removeprefix("\n").removesuffix("\n")
     if not kinds or kinds == {"string"}:
         return value
@@ -361,7 +361,7 @@ def _python(code: str) -> Sequence[ast.AST]:
 
 
 def _python_call(node: ast.AST, schemas: Schemas) -> Call | None:
-    """The call of a known tool, or of `name.call`; None for other code."""
+    """Converts Python syntax to a call, if it calls a known tool or `name.call`; None for other code."""
     match node:
         case ast.Call(func=ast.Name(id=name)) if name in schemas and name not in INTERPRETERS:
             pass

@@ -13,8 +13,8 @@ from whet.registry import register_tool
 
 @register_tool("python")
 class Python:
-    """Runs Python programs in a sandbox: `bubblewrap`, a service at http://HOST:PORT, or `unisolated`. `python` is an
-    interpreter with more packages. Each call is a new program."""
+    """Runs Python programs in a `sandbox`: `bubblewrap`, a service at http://HOST:PORT, or `unisolated`. `python` may
+    name an interpreter with more packages. Each call is a new program."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Python:
 
 
 def with_last_value(code: str) -> str:
-    """A program that also prints the value of an expression at its end, like an interactive interpreter."""
+    """Extends a program to print the value of an expression at its end, like an interactive interpreter."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

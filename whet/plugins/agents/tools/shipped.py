@@ -32,14 +32,14 @@ def calculator(expression: str) -> str:
 
 @register_tool("search")
 class Search:
-    """Searches a corpus by BM25. `corpus` is a .jsonl file with `text`, and optionally `title`, in each line."""
+    """Searches a corpus by BM25. Each line of `corpus`, a .jsonl file, has `text` and may have `title`."""
 
     def __init__(self, *, corpus: str, top: Count = 3) -> None:
         self._index, self._top = _index(corpus), top
 
     @classmethod
     def prepare(cls, *, corpus: str, top: int) -> None:
-        """Reads the corpus before the processes of episodes are forked."""
+        """Reads the corpus once, before the processes of episodes are forked."""
         _index(corpus)
 
     def search(self, query: str) -> str:
@@ -53,7 +53,7 @@ class Search:
 
 
 class BM25:
-    """Documents ranked by BM25 (Robertson and Zaragoza 2009), with Lucene's idf:
+    """Ranks documents by BM25 (Robertson and Zaragoza 2009), with Lucene's idf:
 
     sum over words of ln(1 + (N - n + .5) / (n + .5)) tf (k1 + 1) / (tf + k1 (1 - b + b length / mean length))."""
 
@@ -68,7 +68,7 @@ class BM25:
                 self._weights.setdefault(word, []).append((number, count * (k1 + 1) / (count + norm)))
 
     def scores(self, query: str) -> dict[int, float]:
-        """The scores of the documents that contain a word of the query."""
+        """Returns the scores of the documents that contain a word of the query, by index."""
         found = Counter[int]()
         for word in words(query):
             with_word = self._weights.get(word, [])
@@ -78,14 +78,14 @@ class BM25:
         return dict(found)
 
     def best(self, query: str, top: int) -> list[str]:
-        """The documents with the highest scores; of equal ones the first."""
+        """Returns the documents with the highest scores; among equal scores, earlier documents."""
         scores = self.scores(query)
         ranked = sorted(scores, key=lambda number: (-scores[number], number))
         return [self.documents[number] for number in islice(ranked, top)]
 
 
 def words(text: str) -> list[str]:
-    """The lower-case words of a text; each character of Chinese and Japanese text, which has no spaces, is a word."""
+    """Splits a text into lower-case words. Each Chinese or Japanese character is a word, since they use no spaces."""
     return re.findall(rf"(?=\w)[{_ALONE}]|[^\W{_ALONE}]+", text.lower())
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entries of `environment.tools`: functions, classes with a session an episode, and MCP servers; and the schema of
-a tool, made from a function's signature and docstring, with a check of arguments."""
+"""The entries of `environment.tools`: functions, classes with a session for each episode, and MCP servers. It also
+makes the schema of a tool from a function's signature and docstring, and checks arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Part = str | Media  # of the result of a call
 
 
 class BadCallError(Exception):
-    """An error in a call, which the tool returns for the model to read."""
+    """An error in a call, which the tool returns so that the model reads it."""
 
 
 class Session(ABC):
@@ -57,11 +57,11 @@ class ToolSource(ABC):
 
     @abstractmethod
     def session(self, prompt: Prompt) -> Session:
-        """A session for the episode of a prompt."""
+        """Makes the session for the episode of a prompt."""
 
 
 def open_source(entry: Any, where: str, seconds: float, known: Sequence[ToolSchema] | None = None) -> ToolSource:
-    """The source of an entry. An MCP server is asked for its tools within `seconds`, unless they are `known`.
+    """Opens an entry as a source of tools. An MCP server lists its tools within `seconds`, unless they are `known`.
 
     Raises: ConfigError, ToolError."""
     kind, value, options = read_entry(entry, where)
@@ -79,7 +79,7 @@ def open_source(entry: Any, where: str, seconds: float, known: Sequence[ToolSche
 
 
 class FunctionSource(ToolSource):
-    """A function as a tool: the model supplies parameters before `*`, the config supplies options after it."""
+    """A tool that is a function. The model supplies parameters before `*`; the config supplies options after it."""
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any], where: str) -> None:
         schema, model = schema_of(function, function.__name__, where)
@@ -90,9 +90,9 @@ class FunctionSource(ToolSource):
 
 
 class ClassSource(ToolSource):
-    """A class with an object for each episode: its public methods are tools, except `close`, which ends it, and
-    `shown`, which gets the images and videos that the model has read, before the calls of a turn. The constructor may
-    take `prompt`; its other parameters are options of the config. A class method `prepare` gets the options, once
+    """A class as a source of tools, with one object for each episode. Its public methods are tools, except two: `close`
+    ends it, and `shown` gets the images and videos that the model has read, before the calls of a turn. The constructor
+    may take `prompt`; its other parameters are options of the config. A class method `prepare` gets the options, once
     before processes of episodes are forked."""
 
     def __init__(self, kind: type, options: Mapping[str, Any], where: str) -> None:
@@ -122,7 +122,7 @@ class ClassSource(ToolSource):
 
 
 class PythonSession(Session):
-    """Functions as tools: `async` ones are awaited, others run in threads of their own."""
+    """Runs functions as tools. It awaits `async` functions, and runs others in threads of their own."""
 
     def __init__(
         self,
@@ -148,8 +148,8 @@ class PythonSession(Session):
 
 
 async def _run(call: Callable[[], Any], *, is_async: bool) -> Any:
-    """The result of a call that does not block other calls or the deadline: a hanging thread is left alone until the
-    process of the episode ends."""
+    """Runs a call without blocking other calls or the deadline, and returns its result. A hanging thread is left alone
+    until the process of the episode ends."""
     if is_async:
         return await call()
     done: Future[Any] = Future()
@@ -169,7 +169,7 @@ async def _run(call: Callable[[], Any], *, is_async: bool) -> Any:
 
 
 def _part(result: Any) -> Part:
-    """Converts a result: text, images and videos stay, other values become JSON."""
+    """Converts a result: text, images and videos stay as they are; other values become JSON."""
     if isinstance(result, str | Media):
         return result
     if isinstance(result, Image.Image):
@@ -184,23 +184,23 @@ _ARGUMENT = re.compile(r"^(\s+)\*{0,2}(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 
 @dataclass(frozen=True)
 class ToolSchema:
-    """The name of a tool, its purpose, and the JSON schema of its arguments, as the model reads them."""
+    """A tool as the model reads it: its name, its purpose, and the JSON schema of its arguments."""
 
     name: str
     description: str
     parameters: Mapping[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """The tool in the form of OpenAI's API, which chat templates take."""
+        """Returns the tool in the form of OpenAI's API, which chat templates take."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
 
 def schema_of(function: Callable[..., Any], name: str, where: str) -> tuple[ToolSchema, type[BaseModel]]:
-    """The schema of a function, and a model that checks its arguments. Parameters after `*` are options of the config,
-    which the model does not see.
+    """Returns the schema of a function, and a model that checks arguments. Parameters after `*` are options of the
+    config, which the model does not see.
 
-    Raises: ConfigError, beginning with `where`, without a docstring, for a parameter without a type, and for *args."""
+    Raises: ConfigError that begins with `where`: without a docstring, for a parameter without a type, for *args."""
     doc, place = inspect.getdoc(function), f"{where}: tool {name}"
     if not doc:
         raise ConfigError(place, "no docstring", "one from which the model reads its use", "write one")
@@ -234,7 +234,7 @@ def schema_of(function: Callable[..., Any], name: str, where: str) -> tuple[Tool
 
 
 def checked(model: type[BaseModel], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments in the form that the function takes.  Raises: ValueError with every fault, for the model to read."""
+    """Checks arguments, and converts them for the function.  Raises: ValueError with every fault, for the model."""
     try:
         found = model.model_validate(dict(arguments))
     except ValidationError as error:
@@ -244,7 +244,7 @@ def checked(model: type[BaseModel], arguments: Mapping[str, Any]) -> dict[str, A
 
 
 def read_docstring(doc: str) -> tuple[str, dict[str, str]]:
-    """The text before the first section of a docstring, and the meaning of each argument in `Args:`."""
+    """Returns a docstring's text before its first section, and the meaning of each argument in `Args:`."""
     first = _SECTION.search(doc)
     summary = doc[: first.start()] if first else doc
     described, current, indent = dict[str, str](), "", 0
@@ -263,7 +263,7 @@ def read_docstring(doc: str) -> tuple[str, dict[str, str]]:
 
 
 def _without_titles(schema: Any) -> Any:
-    """A JSON schema without the titles that pydantic adds, which do not help a model."""
+    """Removes the titles that pydantic adds to a JSON schema, since they do not help a model."""
     if isinstance(schema, list):
         return [_without_titles(each) for each in schema]
     if not isinstance(schema, dict):

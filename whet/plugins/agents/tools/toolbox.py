@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tools of a run: schemas for the chat template, the parser of calls, the limits; and an environment that wraps
-another: a turn with calls gets their results, other turns go to the inner environment."""
+"""The tools of a run: schemas for the chat template, the parser of calls, the limits. `ToolEnvironment` wraps another
+environment: it runs the calls of a turn, and passes turns without calls to the inner environment."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FORM = 'A call looks like this:\n<tool_call>\n{"name": "...", "arguments": {...}
 
 @dataclass(frozen=True)
 class Toolbox:
-    """The tools of a run, with their parser and limits."""
+    """The tools of a run, with the parser of their calls and their limits."""
 
     entries: Sequence[Any]
     known: Sequence[Sequence[ToolSchema]]  # of each entry
@@ -54,17 +54,17 @@ class Toolbox:
         return any("command" in each.get("mcp", ()) for each in self.entries if isinstance(each, Mapping))
 
     def around(self, inner: EnvironmentSpec) -> ToolSpec:
-        """Wraps an environment in the tools."""
+        """Returns a spec that wraps the environment `inner` in the tools."""
         return ToolSpec(inner, self)
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """The arguments of the chat template that describe the tools to the model."""
+        """Returns the chat template's arguments that describe the tools to the model."""
         tools = [schema.to_dict() for schema in self.schemas]
         return {"tools": tools} if self.role == "tool" else {DESCRIBED: described(tools)}
 
     def with_parser(self, template: str | None) -> Toolbox:
-        """The tools with the parser for a chat template; None stands for text without a template.
+        """Adds the parser for a chat template; None stands for text without a template.
 
         Raises: ConfigError if the template shows no known format, or no tools at all."""
         if template is not None and self.role == "tool" and "tools" not in template:
@@ -83,16 +83,16 @@ class Toolbox:
     def calls(
         self, tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], turn: int
     ) -> tuple[dict[str, Any], ...]:
-        """The calls in turn number `turn` of an episode. The parser also sees special tokens, which some formats have.
+        """Parses the calls in turn number `turn`. The parser also sees special tokens, which some formats contain.
 
-        An id has nine letters and digits, as Mistral's template requires.
+        An id of a call has nine letters and digits, as Mistral's template requires.
 
         Raises: ToolError if the parser raises."""
         assert self.parser is not None
         return self.typed_calls(str(tokenizer.decode(list(token_ids), skip_special_tokens=False)), turn)
 
     def typed_calls(self, text: str, turn: int = 0) -> tuple[dict[str, Any], ...]:
-        """The calls in a text, by default in the form of Hermes.  Raises: the errors of `calls`."""
+        """Parses the calls in a text, by default in the format of Hermes.  Raises: the errors of `calls`."""
         try:
             parsed = parse(self.parser or "hermes", text, {each.name: each.parameters for each in self.schemas})
         except Exception as error:  # the code of a user's parser
@@ -107,7 +107,7 @@ class Toolbox:
 
 @register_part("tools")
 def toolbox_of(environment: ToolsConfig) -> Toolbox:
-    """The tools of the config. Each process loads them, and asks MCP servers for their tools, once.
+    """Loads the tools of the config. Each process does this once, and asks MCP servers for their tools.
 
     Raises: ConfigError; ToolError for an MCP server that does not start."""
     limits = ToolLimits(**environment.tool_limits)
@@ -116,7 +116,7 @@ def toolbox_of(environment: ToolsConfig) -> Toolbox:
 
 
 def described(tools: Sequence[Mapping[str, Any]]) -> str:
-    """The text of a system message that describes its tools to a model."""
+    """Returns a system message that describes the tools to a model."""
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return f"You can call these functions:\n<tools>\n{lines}\n</tools>\n{FORM}"
 
@@ -161,7 +161,7 @@ class ToolSpec:
 
 
 class ToolEnvironment:
-    """The environment of an episode with tools."""
+    """An environment with tools around an inner environment, for one episode."""
 
     def __init__(self, inner: Running, sources: Sequence[ToolSource], limits: ToolLimits, role: Role = "tool") -> None:
         self._inner, self._sources, self._limits, self._role = inner, sources, limits, role
@@ -190,7 +190,7 @@ class ToolEnvironment:
         return self._counted(await self._ask("reset", prompt, seed))
 
     async def step(self, answer: Answer) -> Observation:
-        """Answers the calls of a turn, run concurrently; a turn without calls goes to the inner environment."""
+        """Runs a turn's calls concurrently and returns the results. Other turns go to the inner environment."""
         if not answer.tool_calls:
             return self._counted(await self._ask("step", answer))
         for session in self._sessions if answer.media else ():
@@ -217,13 +217,13 @@ class ToolEnvironment:
         return outcome
 
     def _counted(self, observation: Observation) -> Observation:
-        """The observation, with the call counts of the episode so far."""
+        """Adds the episode's call counts so far to the observation."""
         fields = {f"tools/{name}": float(self._counts[name]) for name in COUNTS}
         return replace(observation, fields={**fields, **observation.fields})
 
     async def _result(self, call: Mapping[str, Any]) -> Sequence[Part]:
-        """The parts that answer a call.  Raises: ToolError if the session is lost, SandboxError; both fail the
-        episode."""
+        """Runs a call, and returns the parts of its result.  Raises: ToolError if the session is lost; SandboxError.
+        Both fail the episode."""
         limits = self._limits
         deadline = asyncio.timeout(limits.seconds)
         self._counts["calls"] += 1
@@ -274,7 +274,7 @@ class ToolEnvironment:
 
 
 def _content(parts: Sequence[Part]) -> str | list[dict[str, Any]]:
-    """The content of a message: text, or a list of parts if it has an image or a video."""
+    """Returns the content of a message: text, or a list of parts if there is an image or a video."""
     if all(isinstance(part, str) for part in parts):
         return "".join(map(str, parts))
     return [{"type": part.kind} if isinstance(part, Media) else {"type": "text", "text": part} for part in parts]

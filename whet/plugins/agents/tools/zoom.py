@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A shipped tool: an enlarged view of a part of an image that the model has read."""
+"""A shipped tool that enlarges a part of an image that the model has read."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from whet.types import Media, Prompt
 
 @register_tool("zoom")
 class Zoom:
-    """Shows a part of an image of the prompt, of an observation or of an earlier call, enlarged by `scale`.
+    """Shows a part of an image, enlarged by `scale`. The image is from the prompt, an observation or an earlier call.
 
-    `unit` is the unit of boxes: `resized`, pixels of the image as the model reads it (Qwen2.5-VL); `pixels` of the
-    original image; `thousandths` of its width and height (Qwen3-VL). A part with a side below `smallest` pixels is an
-    error."""
+    `unit` is the unit of boxes: `resized` means pixels of the image as the model reads it (Qwen2.5-VL); `pixels`, of
+    the original image; `thousandths`, of its width and height (Qwen3-VL). A part with a side below `smallest` pixels is
+    an error."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout engine that sends requests to its own server: the bookkeeping shared by all such engines."""
+"""The base of rollout engines that send requests to their own server. It does the bookkeeping that they share."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ UNREADABLE = (ValueError, KeyError, TypeError)  # answers of another form
 
 
 class ServerEngine(ServerWords):
-    """Requests, versions and weights of a server; abstract methods are the calls that differ between servers.
+    """Manages a server's requests, versions and weights. Abstract methods are the calls that differ between servers.
 
     A subclass passes its options to `__init__`, then the server's arguments to `launch`."""
 
@@ -93,7 +93,7 @@ class ServerEngine(ServerWords):
         arguments: Mapping[str, Any],
         variables: Mapping[str, str],
     ) -> None:
-        """Starts the server: `command` builds its command line from an interpreter, a port and the arguments, which are
+        """Starts the server. `command` builds the command line from an interpreter, a port and the arguments, which are
         `arguments` plus the option `server`.  Raises: ConfigError."""
         own = self.shared.server or {}
         found = find_environment(self.package, self.shared.python)
@@ -116,7 +116,7 @@ class ServerEngine(ServerWords):
 
     @classmethod
     def environment_of(cls, options: Mapping[str, Any]) -> Interpreter:
-        """The environment of an engine with these options.  Raises: ConfigError."""
+        """Finds the interpreter for an engine with these options.  Raises: ConfigError."""
         return find_environment(cls.package, options["python"])
 
     @classmethod
@@ -136,12 +136,12 @@ class ServerEngine(ServerWords):
 
     @classmethod
     def check_media(cls, encoders: Encoders | None, media: Sequence[Media], whose: str) -> None:
-        """Raises: EngineError if the server cannot read the media of `whose` prompt."""
+        """Raises: EngineError if the server cannot read `media`; the error names the prompt as `whose`."""
         check_media(encoders, cls.package.title, cls.sees, media, whose)
 
     @classmethod
     def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
-        """The whole cache, which the server reserves at start."""
+        """Returns the bytes of the whole cache, which the server reserves at its start."""
         cache, rows = options["kv_cache_bytes"], decoding.rows
         needed = rows * (max(decoding.lengths.prompts) + decoding.lengths.response) * decoding.token_bytes
         smaller = {"kv_cache_bytes": max(2**26, needed // 2)}
@@ -154,7 +154,7 @@ class ServerEngine(ServerWords):
     # -- the contract of rollout engines
 
     def submit(self, request: Request) -> bool:
-        """Takes a request; False at MAX_UNFINISHED requests.  Raises: EngineError for one that can never fit."""
+        """Accepts a request; returns False at MAX_UNFINISHED requests.  Raises: EngineError if it can never fit."""
         if (answer := self._live.answer(request)) is not None:
             return answer
         self.check(request)
@@ -188,7 +188,7 @@ class ServerEngine(ServerWords):
         self._end([self._live[uid] for uid in uids if uid in self._live])
 
     def pause(self) -> None:
-        """Stops sampling; every request with tokens returns them as Partial.  Raises: EngineError."""
+        """Stops sampling. Every request that has tokens returns them as Partial.  Raises: EngineError."""
         self._paused = True
         self.unless_lost(self._stop)
 
@@ -201,7 +201,7 @@ class ServerEngine(ServerWords):
                 self.stream(live, -len(live.before.token_ids), whole)
 
     def stream(self, live: Live, place: int, new: Completion) -> None:
-        """Returns tokens of a request before its end; `place` counts from the tokens that it was sent with."""
+        """Returns new tokens of a running request. `place` counts from the tokens with which it was sent."""
         where = live.request.uid, live.request.attempt, len(live.rest.sampled_ids) + place
         self._ended.put((None, new.as_partial(*where)))
 
@@ -211,7 +211,7 @@ class ServerEngine(ServerWords):
             self.unless_lost(self._go_on)
 
     def load(self, weights: Weights, version: int) -> None:
-        """Fills the server's model.  Raises: WeightSyncError; EngineError; errors of `weights`."""
+        """Loads weights into the server's model.  Raises: WeightSyncError; EngineError; errors of `weights`."""
         try:
             self._load(weights, version)
         except MisfitError as error:
@@ -241,7 +241,7 @@ class ServerEngine(ServerWords):
         self._send(iter([[self._kept.part] * self.num_devices]), self._kept.version)
 
     def _send(self, parts: Iterator[list[Part]], version: int) -> None:
-        """Sends weights to the server, which samples until the first part has arrived."""
+        """Sends weights to the server, which continues to sample until the first part has arrived."""
         first = list(islice(parts, 1))
         with self.between_two_steps(version):
             self.update(chain(first, parts), version)
@@ -255,7 +255,7 @@ class ServerEngine(ServerWords):
         self.ready()
 
     def rejoin(self) -> None:
-        """Fills the new server with the newest weights.  Raises: EngineError, WeightSyncError."""
+        """Loads the newest weights into the new server.  Raises: EngineError, WeightSyncError."""
         self._coming, self._loss = None, None
         if self._kept.file is not None:
             self.unless_lost(self._send_kept)
@@ -264,7 +264,7 @@ class ServerEngine(ServerWords):
 
     @contextmanager
     def between_two_steps(self, version: int) -> Iterator[None]:
-        """Pauses for new weights, and continues with them.  Raises: WeightSyncError if the server refuses them."""
+        """Pauses sampling while its block loads weights.  Raises: WeightSyncError if the server refuses them."""
         is_held = self._paused or self._coming is not None  # nothing can end in a pause
         handling = "recompute" if is_held else self.on_new_weights
         if handling in ("wait", "abort"):
@@ -284,7 +284,7 @@ class ServerEngine(ServerWords):
             self._go_on()
 
     def open(self, is_open: bool) -> None:
-        """Lets requests pass to the server, or holds them back."""
+        """Lets requests pass to the server, or holds new requests back if `is_open` is false."""
 
         async def change() -> None:
             self._is_open.set() if is_open else self._is_open.clear()
@@ -303,7 +303,7 @@ class ServerEngine(ServerWords):
             self._look()
 
     def _cut(self) -> None:
-        """Ends all sent requests; each is sent again with its tokens.  Raises: EngineError."""
+        """Ends all sent requests. Each is sent again with the tokens that it has.  Raises: EngineError."""
         for live in (sent := in_server(self._live.values())):
             live.is_cut = True
         self._end(sent)
@@ -330,7 +330,7 @@ class ServerEngine(ServerWords):
             raise EngineError(f"{why.key} of request {uid}", why.found, why.expected, why.change) from why
 
     async def _answer(self, live: Live) -> None:
-        """Sends a request and waits for its end, in the client's thread; puts the end into the queue."""
+        """Sends a request and waits for its end, in the client's thread. Then puts the result into the queue."""
         request = live.request
         try:
             async with asyncio.timeout(request.deadline_seconds), self._room:
@@ -343,7 +343,7 @@ class ServerEngine(ServerWords):
         self._ended.put((live, event))
 
     async def _completed(self, live: Live) -> Completion:
-        """The completion of a request, over all attempts to send it."""
+        """Builds the completion of a request from all attempts to send it."""
         while True:
             await self._is_open.wait()
             live.is_sent = True
@@ -356,7 +356,7 @@ class ServerEngine(ServerWords):
             live.before, live.known, live.is_cut, live.is_sent = found, (), False, False
 
     async def _sampled(self, live: Live) -> Completion:
-        """The completion of a request. If its connection breaks, it is sent again under another name."""
+        """Samples a request's completion. If the connection breaks, sends it again under another name."""
         for _ in range(SENDS - 1):
             try:
                 return await self.sample(live)
@@ -367,7 +367,7 @@ class ServerEngine(ServerWords):
         return await self.sample(live)
 
     def _take(self, events: list[Event], timeout_seconds: float) -> None:
-        """Appends the events that have arrived, without events of replaced requests."""
+        """Appends the events that have arrived; leaves out events of replaced requests."""
         with suppress(queue.Empty):
             live, event = self._ended.get(timeout=max(0.0, timeout_seconds))
             while True:
@@ -381,7 +381,7 @@ class ServerEngine(ServerWords):
                 live, event = self._ended.get_nowait()
 
     def _end(self, chosen: list[Live]) -> None:
-        """Ends requests, and returns when the server has none of them."""
+        """Ends requests, and returns once the server has none of them."""
         until = time.monotonic() + self._answer_seconds
         for live in chosen:
             if not live.is_sent and live.call.cancel():
@@ -396,7 +396,7 @@ class ServerEngine(ServerWords):
                 raise self.server.failure(f"did not abort {len(sent)} requests within {self._answer_seconds:g} s")
 
     def ready(self) -> None:
-        """Waits for the server's start.  Raises: EngineError."""
+        """Waits until the server has started.  Raises: EngineError."""
         if not self._is_ready:
             self.server.wait(self.shared.start_seconds)
             self.prepare()
@@ -405,14 +405,14 @@ class ServerEngine(ServerWords):
 
     @contextmanager
     def _noting_loss(self) -> Iterator[None]:
-        """Records that the server was lost, for the next call that reports it."""
+        """Records the loss of the server in its block, for the next call that reports it."""
         try:
             yield
         except LostReplicaError as error:
             self._loss = error
 
     def unless_lost(self, work: Callable[[], object]) -> None:
-        """Runs `work` with the server; if the server is or was lost, its restart does the same."""
+        """Runs `work` with the server. If the server is lost, before or meanwhile, its restart replaces `work`."""
         if self._loss is None:
             with self._noting_loss():
                 self.ready()
@@ -423,7 +423,7 @@ class ServerEngine(ServerWords):
             raise self._loss
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
-        """Calls the server and returns its answer.  Raises: HttpError; EngineError if it is lost or hangs."""
+        """Calls the server and returns its reply.  Raises: HttpError; EngineError if the server is lost or hangs."""
         self.server.check()
         try:
             return self.server.client.call(method, path, body, seconds=self._answer_seconds)

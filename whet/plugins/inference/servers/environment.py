@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python environment of an inference engine, checked without importing the engine."""
+"""Finds and checks the Python environment of an inference engine, without importing the engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ print(json.dumps([None if spec is None else spec.origin, (versions or [None])[0]
 
 @dataclass(frozen=True)
 class Package:
-    """An installed inference engine."""
+    """The package of an inference engine, with the version that whet supports."""
 
     title: str
     name: str  # of the package, of `make NAME` and of the environment .venv-NAME
@@ -42,18 +42,18 @@ class Package:
     oldest: tuple[int, int] | None = None  # this version and newer ones run too, without their insides; None: none do
 
     def runs(self, version: str) -> bool:
-        """Returns whether another version runs too, without its internals."""
+        """Tells whether whet runs with another version too, using only its public interface."""
         numbers = [int(each) for each in re.findall(r"\d+", version)[:2]]
         return self.oldest is not None and numbers[:1] == [self.oldest[0]] and numbers >= [*self.oldest]
 
     @property
     def variable(self) -> str:
-        """The environment variable that may name the interpreter."""
+        """The name of the environment variable that may have the interpreter's path."""
         return f"WHET_{self.name.upper()}_PYTHON"
 
     @property
     def how(self) -> str:
-        """The advice at the end of an error message."""
+        """The advice that ends an error message."""
         where = f"name the interpreter as rollout.engine.options.python or in {self.variable}"
         checkout = CHECKOUT if (CHECKOUT / "pyproject.toml").is_file() else "a checkout of whet"
         return f"run `make {self.name}` in {checkout}, and {where}"
@@ -61,7 +61,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Interpreter:
-    """An interpreter with an inference engine of a supported version."""
+    """A Python interpreter that has a supported version of the inference engine."""
 
     python: str
     folder: Path  # of the package
@@ -70,15 +70,15 @@ class Interpreter:
 
     @property
     def version(self) -> str:
-        """Returns the version of the inference engine."""
+        """The version of the inference engine."""
         return self.other or self.package.version
 
     def mentions(self, pattern: str, word: str) -> bool:
-        """Returns whether a file of the package contains the word."""
+        """Tells whether a file of the package that matches `pattern` contains the word."""
         return any(word in file.read_text(encoding="utf-8") for file in self.folder.glob(pattern))
 
     def check_arguments(self, names: Iterable[str], ours: Iterable[str]) -> None:
-        """Checks names of engine arguments.  Raises: ConfigError for an unknown name, or one that whet sets."""
+        """Checks names of engine arguments.  Raises: ConfigError for an unknown name, or an argument that whet sets."""
         known, package = _engine_arguments(self.folder, self.package), self.package
         for name in names:
             where = f"rollout.engine.options.server.{name}"
@@ -92,7 +92,7 @@ class Interpreter:
 
 @cache
 def find_environment(package: Package, python: str | None) -> Interpreter:
-    """The environment of the interpreter `python`, or of the one that `make` builds.  Raises: ConfigError."""
+    """Finds an engine's interpreter: `python`, else $WHET_NAME_PYTHON, else in .venv-NAME.  Raises: ConfigError."""
     name, wanted, how = package.name, f"{package.title} {package.version}", package.how
     path = python or os.environ.get(package.variable) or str(CHECKOUT / f".venv-{name}" / "bin" / "python")
     if not Path(path).is_file():
@@ -118,7 +118,7 @@ def find_environment(package: Package, python: str | None) -> Interpreter:
 
 @cache
 def _engine_arguments(folder: Path, package: Package) -> frozenset[str]:
-    """The field names of the engine's argument classes, read from their source."""
+    """Returns the field names of the engine's argument classes, read from their source."""
     files, classes = package.arguments
     nodes = [node for file in folder.glob(files) for node in ast.parse(file.read_text(encoding="utf-8")).body]
     found = [node for node in nodes if isinstance(node, ast.ClassDef) and fnmatch(node.name, classes)]
@@ -127,7 +127,7 @@ def _engine_arguments(folder: Path, package: Package) -> frozenset[str]:
 
 
 def longest(option: str, server: Mapping[str, Any], positions: int) -> int:
-    """The longest sequence that a server shall accept.  Raises: ConfigError for one that exceeds the model's."""
+    """Returns the longest sequence that the server accepts.  Raises: ConfigError if it exceeds the model's."""
     length = server.get(option, positions)
     if not isinstance(length, int) or not 0 < length <= positions:
         expected = f"1 to {positions}, the positions of the model"
@@ -136,7 +136,7 @@ def longest(option: str, server: Mapping[str, Any], positions: int) -> int:
 
 
 def where_found(base: str, model: ModelConfig) -> tuple[str, str]:
-    """The model's folder as an absolute path (the server runs elsewhere), or its hub name; and the tokenizer's."""
+    """Returns the places of model and tokenizer: an absolute path (the server runs elsewhere), or a hub name."""
     paths = base, model.tokenizer_path or base
     first, second = (str(Path(path).resolve()) if Path(path).exists() else path for path in paths)
     return first, second

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and videos of requests for a server: pixel values in shared memory, which the server's processes read."""
+"""Passes images and videos of requests to a server, as pixel values in shared memory that its processes read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEADER_BYTES = 2**12  # names and shapes of the pixel values of one media
 
 @dataclass(frozen=True)
 class RequestMedia:
-    """A media of a request, with its file."""
+    """An image or video of a request, with its file of pixel values."""
 
     kind: str  # to the server: a video of SmolVLM is an image of many tiles
     digest: str
@@ -35,7 +35,7 @@ class RequestMedia:
 
 
 class SharedMedia:
-    """Pixel values in shared memory: each media once, while a request needs it."""
+    """Keeps pixel values in shared memory: each image or video once, as long as a request needs it."""
 
     def __init__(self, encoders: Encoders | None) -> None:
         self.encoders = encoders
@@ -44,13 +44,13 @@ class SharedMedia:
         self._users: dict[str, int] = {}
 
     def prefetch(self, request: Request) -> None:
-        """Prepares the media of a request in threads, ahead of `opened`."""
+        """Prepares the media of a request in threads, before `opened` needs them."""
         if self.encoders is not None and request.media:
             self.encoders.prefetch(request.media)
 
     @contextmanager
     def opened(self, request: Request) -> Iterator[list[RequestMedia]]:
-        """Yields the media of a request, with files that exist until the end of the block.  Raises: DataError."""
+        """Yields the media of a request. Their files exist until the end of the block.  Raises: DataError."""
         assert self.encoders is not None
         with ExitStack() as held:
             yield [
@@ -62,7 +62,7 @@ class SharedMedia:
 
     @contextmanager
     def _file(self, media: Media) -> Iterator[str]:
-        """The path of a safetensors file with the processor's outputs."""
+        """Yields the path of a safetensors file with the processor's outputs."""
         digest = media.digest
         with self._lock:
             is_first = digest not in self._files
@@ -89,7 +89,7 @@ class SharedMedia:
 
 
 def check_media(encoders: Encoders | None, title: str, sees: Sees, media: Sequence[Media], whose: str) -> None:
-    """Raises: EngineError if a server that supports the families `sees` cannot read the media of `whose` prompt."""
+    """Raises: EngineError if a server with the families `sees` cannot read `media`; it names the prompt by `whose`."""
     if encoders is None or encoders.config.model_type not in sees:
         model = "reads text" if encoders is None else f"is {encoders.config.model_type}"
         families = f"Qwen2-VL, Qwen2.5-VL, Qwen3-VL{' and SmolVLM' * ('smolvlm' in sees)}, whose images {title} reads"
@@ -102,8 +102,8 @@ def check_media(encoders: Encoders | None, title: str, sees: Sees, media: Sequen
 
 
 def config_overrides(argument: str, config: Any) -> dict[str, Any]:
-    """The server's argument for changed fields of a folder's config, if any: transformers always interleaves Qwen3-VL's
-    rotary positions, a server only if the config says so, as published ones do."""
+    """Returns the server's argument for changed fields of a folder's config, if any. A server interleaves Qwen3-VL's
+    rotary positions only if the config says so, as published ones do; transformers always does."""
     if not config.model_type.startswith("qwen3_vl"):
         return {}
     rope = {**config.text_config.rope_parameters, "mrope_interleaved": True}
@@ -111,5 +111,5 @@ def config_overrides(argument: str, config: Any) -> dict[str, Any]:
 
 
 def positions_of(request: Request) -> torch.Tensor | None:
-    """Rotary positions [3, T] of all tokens that a request begins with; a server's own differ after videos."""
+    """Returns rotary positions [3, T] of a request's initial tokens; the server's own differ after videos."""
     return rotary_positions((*request.prompt_ids, *request.sampled_ids), request.media, request.opening)

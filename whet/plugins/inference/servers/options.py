@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options that all rollout engines with a server have, which their registration names as `shares`."""
+"""The options that all rollout engines with a server share; their registration names this class as `shares`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class ServerOptions:
     python: interpreter of the environment; unset: $WHET_VLLM_PYTHON or $WHET_SGLANG_PYTHON, else .venv-vllm or
         .venv-sglang of the checkout.
     kv_cache_bytes: memory for keys and values.
-    on_new_weights: behaviour of running requests when weights change. recompute: continue with recomputed keys and
-        values; keep: continue with the keys and values of the old weights; wait: finish with the old weights before the
-        new ones load; abort: end, and are sent again with their tokens.
+    on_new_weights: behaviour of running requests when weights change. `recompute`: continue with recomputed keys and
+        values; `keep`: continue with keys and values of the old weights; `wait`: finish with the old weights before
+        the new ones load; `abort`: end, and are sent again with their tokens.
     threads: threads that the server computes with on a CPU; unset: as many as torch uses here.
     port: port of the server on 127.0.0.1; unset: any free one.
     start_seconds: deadline for the server's start.
@@ -29,11 +29,11 @@ class ServerOptions:
         shares the devices of the next ranks, which train there and take turns with it.
     restarts: number of restarts of a lost or hanging server, while other replicas continue its requests. This keeps the
         newest weights in the host's memory. With 0 they are not kept, and the loss of the server ends the run.
-    weight_transfer: way of weights to the server. file: whole, in one file; ipc: in parts, by handles of the
+    weight_transfer: way of weights to the server. `file`: whole, in one file; `ipc`: in parts, by handles of the
         accelerator's memory, or through the host's memory for weights that are not on an accelerator.
     weights_dir: folder on a disk of this machine through which weights go to the server; unset: the host's memory.
-    weight_delta: weights from processes of the actor come as the elements that changed since the last version, exactly;
-        each end keeps a copy of the weights in the host's memory for it.
+    weight_delta: the actor's processes send only elements that changed since the last version; the result is exact.
+        Sender and receiver each keep a copy of the weights in the host's memory.
     server: further arguments of the server by name, such as max_model_len of vLLM and context_length of SGLang.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server of a rollout engine: its process, its log and its end, and JSON over HTTP to it."""
+"""Runs the server of a rollout engine: its process and its log. Calls the server with JSON over HTTP."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ END_SECONDS = 10.0  # between asking the processes to end and killing them
 
 
 class HttpError(EngineError):
-    """A reply that is not 200, or too long; `found` has the status and the start of its body."""
+    """A reply with a status other than 200, or too long. `found` has the status and the start of the body."""
 
 
 class ServerClient:
-    """Calls to a server, from any thread. Every call has a deadline, at which its connection is closed, so that the
+    """Calls a server, from any thread. Every call has a deadline. At the deadline its connection is closed, so that the
     server knows that nobody waits for the reply."""
 
     def __init__(self, port: int) -> None:
@@ -55,24 +55,24 @@ class ServerClient:
         self._calls = set[Future[Any]]()
 
     def call(self, method: str, path: str, body: Any = None, *, seconds: float) -> Any:
-        """The reply to one call.  Raises: HttpError, ConnectionError, TimeoutError."""
+        """Makes one call and returns the reply.  Raises: HttpError, ConnectionError, TimeoutError."""
         return self.start(self.answer(method, path, body, seconds=seconds)).result()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs `work` in the thread of requests."""
+        """Runs `work` in the thread that makes the calls."""
         self._calls.add(call := in_loop(work))
         call.add_done_callback(self._calls.discard)
         return call
 
     async def answer(self, method: str, path: str, body: Any = None, *, seconds: float | None) -> Any:
-        """The reply to one call, from inside the thread; with None there is no deadline."""
+        """Makes one call from inside that thread, and returns the reply. With None there is no deadline."""
         async with asyncio.timeout(seconds), self._sent(method, path, body) as reply:
             content = await read(reply, MOST_BYTES)
         is_json = "json" in reply.headers.get("content-type", "")
         return json.loads(content) if is_json else content.decode(errors="replace")
 
     async def events(self, path: str, body: Any) -> AsyncIterator[Any]:
-        """Yields the objects that the server sends as events, as they arrive.  Raises: HttpError, ConnectionError."""
+        """Yields the objects of the server's event stream as they arrive.  Raises: HttpError, ConnectionError."""
         async with self._sent("POST", path, body) as reply:
             rest = b""
             async for part in reply.aiter_bytes():
@@ -91,7 +91,7 @@ class ServerClient:
 
     @asynccontextmanager
     async def _sent(self, method: str, path: str, body: Any) -> AsyncIterator[Any]:
-        """Yields a reply with status 200, whose body may still be arriving.  Raises: HttpError, ConnectionError."""
+        """Yields a reply with status 200; its body may still be arriving.  Raises: HttpError, ConnectionError."""
         try:
             async with self._http.stream(method, f"http://{HOST}:{self.port}{path}", body) as reply:
                 yield reply
@@ -102,8 +102,8 @@ class ServerClient:
 
 
 class Server:
-    """A server that ends with this object, with this process, or with its parent; its log is kept only after a failure.
-    Any end without `close` is a failure, exit code 0 too."""
+    """The process of a server. It ends with this object, with this process, or with its parent. Its log is kept only
+    after a failure: any end without `close` is one, even with exit code 0."""
 
     def __init__(self, kind: str, command: Sequence[str], environment: Mapping[str, str], port: int) -> None:
         self._kind, self.error = kind, EngineError  # that a failure raises
@@ -115,7 +115,7 @@ class Server:
         self._end = weakref.finalize(self, _end, self.process)
 
     def wait(self, seconds: float) -> None:
-        """Waits until the server answers.  Raises: EngineError if it ends, or does not answer in time."""
+        """Waits until the server answers.  Raises: EngineError if it ends, or does not answer within `seconds`."""
         until = time.monotonic() + seconds
         while True:
             self.check()
@@ -133,7 +133,7 @@ class Server:
             raise self.failure(f"ended with code {code}")
 
     def examine(self, why: str) -> None:
-        """Raises: EngineError if the server is lost; called after a request failed because of `why`."""
+        """Checks the server after a request failed because of `why`.  Raises: EngineError if the server is lost."""
         until = time.monotonic() + EXAMINE_SECONDS
         while time.monotonic() < until:  # a server that lost a worker refuses at once, and ends seconds later
             self.check()
@@ -144,7 +144,7 @@ class Server:
         raise self.failure(f"is not well after {why}")
 
     def failure(self, what: str, change: str = "") -> EngineError:
-        """The error of a failed server, with the relevant lines of its log."""
+        """Returns the error of a failed server, with the relevant lines of its log."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         telling = dict[str, str]()  # lines by what they tell: a log has the same behind several names of processes
         for line in lines:
@@ -165,8 +165,8 @@ class Server:
 
 
 def variables(threads: int, device: torch.device, num_devices: int, inside: Path) -> dict[str, str]:
-    """The environment variables of a server that uses `threads` threads, or accelerators from `device` on, and whose
-    processes import only `inside` of whet."""
+    """Returns the environment variables of a server. It uses `threads` threads, or `num_devices` accelerators from
+    `device` on; its processes import only the folder `inside` of whet."""
     kept = {name: value for name, value in os.environ.items() if name not in PLACES}
     if device != devices.HOST:
         visible, first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","), device.index or 0
@@ -178,7 +178,7 @@ def variables(threads: int, device: torch.device, num_devices: int, inside: Path
 
 
 def free_port(wanted: int | None) -> int:
-    """The port `wanted`, or any free one.  Raises: ConfigError if it is taken."""
+    """Returns the port `wanted`, or any free port.  Raises: ConfigError if `wanted` is in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -198,7 +198,7 @@ async def _start(command: Sequence[str], environment: Mapping[str, str], log: Pa
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the session of the server, first by SIGTERM, then by SIGKILL, and removes files that its processes left."""
+    """Ends the server's session, first by SIGTERM, then by SIGKILL. Removes files that its processes left."""
     files = _shared_memory(process.pid)
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
@@ -212,7 +212,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _shared_memory(session: int) -> set[Path]:
-    """The files in shared memory that Python created and processes of a session use."""
+    """Returns the files in shared memory that Python created and that processes of a session use."""
     found = set[Path]()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights for a server: whole, as one safetensors file in shared memory or on a disk, or in parts; the server's
-processes read them in place."""
+"""Prepares weights for a server: whole, as one safetensors file in shared memory or on a disk, or in parts. The
+server's processes read them in place."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Part = dict[str, Any]  # what a server needs to find it, as JSON: see inside/whe
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter, in the form of its folder."""
+    """An adapter, as the files of its folder."""
 
     weights: Mapping[str, torch.Tensor]
     config: Mapping[str, Any]
@@ -54,9 +54,9 @@ class Adapter:
 
 
 class WeightsFile:
-    """A safetensors file, in memory or in a folder, that is written weight by weight. It has no name that could remain
-    after a crash: it is a descriptor of this process, and the kernel frees it with the last process that has it open.
-    Only a file for other machines, which share the folder, has a name.
+    """A safetensors file in memory or in a folder, written weight by weight. It has no name that could remain after a
+    crash: it is a descriptor of this process, and the kernel frees it with the last process that has it open. Only a
+    file in a folder shared with other machines has a name.
 
     Raises: WeightSyncError, in all methods, if there is no room."""
 
@@ -78,7 +78,7 @@ class WeightsFile:
         self._end += len(octets)
 
     def finish(self) -> None:
-        """Writes the header, which completes the file; the weights follow it."""
+        """Writes the header, which precedes the weights in the file and completes it."""
         text = json.dumps(self._header).encode().ljust(self._header_bytes - 8)
         if len(text) + 8 > self._header_bytes:
             found = f"the names and shapes of {len(self._header)} weights take {len(text)} bytes"
@@ -97,13 +97,13 @@ class WeightsFile:
 
 
 def octets_of(weight: torch.Tensor) -> torch.Tensor:
-    """The bytes of a weight, as a vector."""
+    """Returns the bytes of a weight as a vector."""
     return weight.detach().contiguous().flatten().view(torch.uint8)
 
 
 @contextmanager
 def weights_file(weights: Weights, folder: str | None = None, *, header_bytes: int = HEADER_BYTES) -> Iterator[str]:
-    """Writes weights into a file as they come, and yields its path.  Raises: errors of WeightsFile and `weights`."""
+    """Writes weights into a file as they arrive, and yields its path.  Raises: errors of WeightsFile and `weights`."""
     with closing(WeightsFile(folder, header_bytes)) as file:
         for name, weight in weights:
             file.add(name, weight)
@@ -112,7 +112,7 @@ def weights_file(weights: Weights, folder: str | None = None, *, header_bytes: i
 
 
 def _opened(folder: str | None) -> int:
-    """A new file without a name."""
+    """Opens a new file without a name, and returns its descriptor."""
     try:
         if folder is None:
             return os.memfd_create("whet-rollout-weights")
@@ -141,8 +141,8 @@ def _write(file: int, octets: memoryview, offset: int, folder: str | None) -> No
 
 
 def as_in_checkpoints(weights: Weights, model: PreTrainedModel) -> Weights:
-    """The weights under the names of checkpoints: stacked weights of transformers, such as experts, are split; `model`
-    may be on meta."""
+    """Yields the weights under their names in checkpoints. It splits weights that transformers stacks, such as experts.
+    `model` may be on meta."""
     if not get_model_conversion_mapping(model, add_legacy=False):
         return weights
     return _split(weights, model)
@@ -166,13 +166,13 @@ def _split(weights: Weights, model: PreTrainedModel) -> Weights:
 
 
 def layer_of(named: tuple[str, torch.Tensor]) -> str:
-    """The name of a weight's layer; the weight's name if it belongs to none."""
+    """Returns the name of a weight's layer; the weight's own name if it belongs to no layer."""
     found = LAYER.match(named[0])
     return named[0] if found is None else found.group()
 
 
 class KeptWeights:
-    """The newest weights in a file, for a server that reads them as a whole or restarts; `folder` as in WeightsFile."""
+    """Keeps the newest weights in a file, for a server that reads them whole or restarts; `folder`: see WeightsFile."""
 
     def __init__(self, folder: str | None, *, is_shared: bool = False) -> None:
         self._folder, self._is_shared, self.version = folder, is_shared, -1
@@ -185,8 +185,8 @@ class KeptWeights:
         return {"path": self.file.path}
 
     def writing(self, weights: Weights, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Passes weights through as they come; after the last one the new file replaces the older one.  Raises: errors
-        of `weights`; WeightSyncError if there is no room."""
+        """Yields weights as they arrive, and writes them to a new file. After the last weight it replaces the old
+        file.  Raises: errors of `weights`; WeightSyncError if there is no room."""
         with ExitStack() as unfinished:
             file = WeightsFile(self._folder, is_shared=self._is_shared)
             unfinished.callback(file.close)
@@ -208,9 +208,9 @@ class KeptWeights:
 def in_parts(
     weights: Weights, readers: int = 1, folder: str | None = None, part_bytes: int = PART_BYTES
 ) -> Iterator[list[Part]]:
-    """Yields weights as they come, in parts that end with a layer and have at least `part_bytes` except the last; each
-    part exists until the next one is requested. Weights on an accelerator stay there, and each of the `readers` gets
-    its own handle; others come as files in the host's memory, or in `folder`.  Raises: errors of `weights`;
+    """Yields weights in parts as they arrive. A part ends with a layer, and has at least `part_bytes` unless it is the
+    last. It exists until the next part is requested. Weights on an accelerator stay there, and each of the `readers`
+    gets a handle; others become files in the host's memory, or in `folder`.  Raises: errors of `weights`;
     WeightSyncError if there is no room."""
     layers: Iterator[Weights] = (layer for _, layer in groupby(weights, key=layer_of))
     for layer in layers:
@@ -222,7 +222,7 @@ def in_parts(
 
 
 def _up_to(part_bytes: int, layers: Iterable[Weights]) -> Weights:
-    """The weights of the first layers that together have `part_bytes`, or of all layers."""
+    """Yields the weights of the next layers, until they have `part_bytes` together or no layer is left."""
     total = 0
     for layer in layers:
         for name, weight in layer:
@@ -234,7 +234,7 @@ def _up_to(part_bytes: int, layers: Iterable[Weights]) -> Weights:
 
 @contextmanager
 def _on_accelerator(weights: Weights, readers: int) -> Iterator[list[Part]]:
-    """Copies weights, and yields for each reader a handle of the memory with the places of the weights in it. The
+    """Copies weights into a part's memory. Yields for each reader a handle of it and the weights' positions in it. The
     memory is freed after the last reader has released it."""
     whole, places = packed(weights)
     device = torch.get_device_module(whole.device)
@@ -246,7 +246,7 @@ def _on_accelerator(weights: Weights, readers: int) -> Iterator[list[Part]]:
 
 
 def packed(weights: Weights) -> tuple[torch.Tensor, list[list[Any]]]:
-    """The bytes of weights one after the other, and for each its name, dtype, shape, start and end."""
+    """Concatenates the bytes of weights. Returns them, and for each weight its name, dtype, shape, start and end."""
     copies, places, end = list[torch.Tensor](), list[list[Any]](), 0
     for name, weight in weights:  # each may be a view that the next one overwrites
         octets = octets_of(weight)
@@ -257,7 +257,7 @@ def packed(weights: Weights) -> tuple[torch.Tensor, list[list[Any]]]:
 
 
 def _handle(whole: torch.Tensor, uuid: str) -> dict[str, Any]:
-    """The handle of a tensor of bytes, for one other process, as JSON: torch counts readers by handle."""
+    """Returns a tensor's handle as JSON, for one other process only: torch counts readers by handle."""
     _, arguments = reduce_tensor(whole)
     shared = [each.hex() if isinstance(each, bytes) else each for each in arguments[SHARED:]]
     return {"device": uuid, "size": len(whole), "offset": whole.storage_offset(), "shared": shared}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls that differ between servers, and the requests that they concern."""
+"""The calls that differ between servers, and the requests that they handle."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class Live:
 
     @property
     def rest(self) -> Request:
-        """Returns the remaining request for the server, after the tokens sampled so far."""
+        """Returns the request that remains for the server, after the tokens sampled so far."""
         return replace(self.request, sampled_ids=self.request.sampled_ids + self.before.token_ids)
 
 
 class ServerWords(ABC):
-    """The calls that every server has under its own names."""
+    """The calls that every server supports, under names of its own."""
 
     @classmethod
     @abstractmethod
     def refused(cls, sampling: Sampling, options: Mapping[str, Any]) -> ConfigError | None:
-        """Returns the error of a sampling parameter that a server with these options does not support."""
+        """Returns the error for a sampling parameter that a server with these options does not support."""
 
     @classmethod
     @abstractmethod
     def spanning(cls, span: Span) -> dict[str, Any]:
-        """The arguments for this node's part of a server on several nodes."""
+        """Returns the arguments for this node's part of a server that spans several nodes."""
 
     @abstractmethod
     def prepare(self) -> None:
@@ -57,8 +57,8 @@ class ServerWords(ABC):
 
     @abstractmethod
     async def sample(self, live: Live) -> Completion:
-        """Sends a request and waits for its completion, in the client's thread. If it streams, its tokens may come
-        earlier (`stream`).  Raises: EngineError, OSError."""
+        """Sends a request and waits for its completion, in the client's thread. A streamed request returns tokens
+        earlier, through `stream`.  Raises: EngineError, OSError."""
 
     @abstractmethod
     def end(self, names: list[str]) -> None:
@@ -70,28 +70,28 @@ class ServerWords(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Continues after `hold`."""
+        """Continues sampling after `hold`."""
 
     @abstractmethod
     def so_far(self) -> Iterable[tuple[Live, Completion]]:
-        """The unfinished requests with their tokens, while the server is on hold."""
+        """Returns the unfinished requests with their tokens, between `hold` and `release`."""
 
     @abstractmethod
     def count(self) -> int:
-        """The number of tokens of all unfinished requests."""
+        """Returns the number of tokens of all unfinished requests."""
 
     @abstractmethod
     def update(self, parts: Iterable[list[Part]], version: int) -> None:
-        """Loads all weights, part by part, while the server is on hold. A part is a list with an item for each device
-        of the server. An earlier update may have been cut off.  Raises: HttpError; errors of `parts`."""
+        """Loads all weights, part by part, between `hold` and `release`. A part is a list with an item for each device
+        of the server. An earlier update may have been interrupted.  Raises: HttpError; errors of `parts`."""
 
     @abstractmethod
     def sleep(self) -> None:
-        """Frees the accelerator's memory: the key and value cache, and the weights.  Raises: EngineError."""
+        """Frees the accelerator's memory of the KV cache and the weights.  Raises: EngineError."""
 
     @abstractmethod
     def wake(self) -> None:
-        """Undoes `sleep`.  Raises: EngineError."""
+        """Allocates the memory again after `sleep`.  Raises: EngineError."""
 
 
 def in_server(chosen: Iterable[Live]) -> list[Live]:
@@ -100,7 +100,7 @@ def in_server(chosen: Iterable[Live]) -> list[Live]:
 
 
 def end_of(found: Completion, request: Request) -> FinishReason | None:
-    """The reason why a response ends with the tokens that it had when it was cut; None if it continues."""
+    """Returns the reason to end a response that was cut, if its tokens already complete it; None if it continues."""
     if found.token_ids and found.token_ids[-1] in request.params.stop_token_ids:
         return "stop"
     is_long = len(request.sampled_ids) + len(found.token_ids) >= request.params.max_new_tokens

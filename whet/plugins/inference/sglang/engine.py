@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout engine `sglang`: sends requests to its own SGLang server, and weights through this machine's memory."""
+"""The rollout engine `sglang` sends requests to its own SGLang server, and weights through this machine's memory."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ PACKAGE = Package(
 
 @register_rollout("sglang", shares="whet.plugins.inference.servers.options:ServerOptions")
 class SGLangEngine(ServerEngine):
-    """SGLang in a server process with its own environment (`make sglang`); float32 requests give the same tokens in any
-    batch."""
+    """Samples with SGLang, in a server process with its own environment (`make sglang`). float32 requests give the same
+    tokens in any batch."""
 
     length_option, package = "context_length", PACKAGE
 
@@ -106,7 +106,7 @@ class SGLangEngine(ServerEngine):
         self._streams.clear()
 
     async def sample(self, live: Live) -> Completion:
-        """Sends a request and reads its reply, piece by piece."""
+        """Sends a request and reads its reply piece by piece."""
         name = _named(live.name)
         sampled = StreamedTokens(live.rest, self._stops.of(live.request.params.stop, self._load_tokenizer))
         self._streams[name] = live, sampled
@@ -135,8 +135,8 @@ class SGLangEngine(ServerEngine):
             self.call("POST", "/abort_request", {"rid": _named(name)})
 
     def hold(self, *, keep_cache: bool) -> None:
-        """Stops sampling; requests that must recompute everything go back into SGLang's queue. No other request is sent
-        meanwhile, since SGLang does not know it yet and could not abort it."""
+        """Stops sampling; requests that must recompute everything return to SGLang's queue. Meanwhile no other request
+        is sent: SGLang would not know it yet and could not abort it."""
         self.open(False)
         self.call("POST", "/pause_generation", {"mode": "in_place" if keep_cache else "retract"})
         self._read_all()
@@ -199,7 +199,7 @@ class SGLangEngine(ServerEngine):
 
 
 def _check_positions(base: str, config: Any) -> None:
-    """Raises: ConfigError for a Qwen3-VL whose rotary positions SGLang would not interleave as transformers does."""
+    """Raises: ConfigError for a Qwen3-VL if SGLang would not interleave its rotary positions as transformers does."""
     if config.model_type.startswith("qwen3_vl") and not config.text_config.rope_parameters.get("mrope_interleaved"):
         key = f"{base}, config.json: text_config.rope_parameters.mrope_interleaved"
         expected = f"true for {config.model_type}, or SGLang computes other log-probs than the trainer"
@@ -207,12 +207,12 @@ def _check_positions(base: str, config: Any) -> None:
 
 
 def _named(name: str) -> str:
-    """The server's name of a request; an abort ends every request whose name begins with the given one."""
+    """Returns the server's name of a request. (SGLang aborts every request whose name begins with a given name.)"""
     return f"whet-{name}."
 
 
 def command(python: str, port: int, arguments: Mapping[str, Any]) -> list[str]:
-    """The command line of a server with these arguments; false and None are left out."""
+    """Returns the command line of a server with these arguments; leaves out arguments that are false or None."""
     flags = ["--host", ADDRESS, "--port", str(port)]
     for name, value in arguments.items():
         if value is None or value is False:
@@ -224,9 +224,9 @@ def command(python: str, port: int, arguments: Mapping[str, Any]) -> list[str]:
 
 
 def environment(threads: int, device: torch.device, num_devices: int, patches: Sequence[int] = ()) -> dict[str, str]:
-    """The environment variables of a server that uses `threads` threads, or accelerators from `device` on.
+    """Returns the environment variables of a server with `threads` threads, or with accelerators from `device` on.
 
-    The server never samples the tokens `patches`."""
+    The server never samples the token ids in `patches`."""
     engine = {"SGLANG_USE_CPU_ENGINE": "1"} if device == HOST else {}
     return variables(threads, device, num_devices, INSIDE) | engine | {"WHET_PATCHES": json.dumps(list(patches))}
 
@@ -234,8 +234,8 @@ def environment(threads: int, device: torch.device, num_devices: int, patches: S
 def body_of(
     request: Request, name: str, version: int, media: Sequence[RequestMedia], never: Sequence[int]
 ) -> dict[str, Any]:
-    """The body of a call for `request`, under the server's `name` for it and weights of `version`. The server never
-    samples the tokens `never`."""
+    """Returns the body of a call for `request`. `name` is the request's name on the server; `version` is the version of
+    its weights; `never` has the token ids that it never samples."""
     params, sampled = request.params, len(request.sampled_ids)
     return {
         "rid": name,
@@ -260,7 +260,7 @@ def body_of(
 
 
 def _rules(request: Request, never: Sequence[int]) -> dict[str, str] | None:
-    """The constraints for `constrained` of inside/whet_sglang.py; None without any."""
+    """Returns the constraints for `constrained` of inside/whet_sglang.py; None without any."""
     params = request.params
     bad_words = [word for word in params.bad_words if len(word) > 1 or word[0] not in never]
     penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
@@ -272,13 +272,13 @@ def _rules(request: Request, never: Sequence[int]) -> dict[str, str] | None:
 
 
 def _shown(request: Request, media: Sequence[RequestMedia]) -> str:
-    """The media and positions of a request, for media_of in inside/whet_sglang.py; SGLang has no other fields."""
+    """Encodes a request's media and positions for media_of in inside/whet_sglang.py; SGLang has no fields for them."""
     return json.dumps({"whet": [asdict(each) for each in media], "positions": _positions(request)})
 
 
 def _positions(request: Request) -> list[list[int]]:
-    """Multimodal rotary positions [3, T] of the prompt and of the longest response: SGLang has none for sampled tokens
-    when it recomputes a request."""
+    """Returns multimodal rotary positions [3, T] of the prompt and of the longest response. SGLang lacks positions of
+    sampled tokens when it recomputes a request."""
     found = positions_of(request)
     assert found is not None
     left = len(request.prompt_ids) + request.params.max_new_tokens - found.shape[1]
@@ -288,14 +288,14 @@ def _positions(request: Request) -> list[list[int]]:
 
 
 def _seed(request: Request) -> int:
-    """The key minus the length of the prompt, which SGLang's positions include: a signed 64-bit number."""
+    """Returns the key as a signed 64-bit number, minus the prompt's length, which SGLang's positions include."""
     seed = (request.key - (len(request.prompt_ids) - 1) * GOLDEN) % 2**64
     return seed - 2**64 if seed >= 2**63 else seed
 
 
 @dataclass
 class StreamedTokens:
-    """The tokens that a streamed reply has brought so far, up to the token that completes a stop string."""
+    """Collects the tokens of a streamed reply, up to the token that completes a stop string."""
 
     request: Request
     stops: StopStrings | None = None
@@ -307,7 +307,7 @@ class StreamedTokens:
     is_cut: bool = False  # a stop string ended it, which the server does not know
 
     def add(self, piece: Any) -> int:
-        """Adds the tokens of the next piece beyond the ones that are already here.  Returns the number of new ones."""
+        """Adds the new tokens of the next piece, which may repeat earlier tokens.  Returns the number of new tokens."""
         if "error" in piece:
             raise EngineError(f"request {self.request.uid}", f"SGLang: {piece['error']}", "tokens", "see its log")
         about = piece["meta_info"]
@@ -324,8 +324,8 @@ class StreamedTokens:
         return new if self.stops is None else self._cut(self.stops, len(self.token_ids) - new)
 
     def _cut(self, stops: StopStrings, known: int) -> int:
-        """Ends the response if a token after the `known` ones completes a stop string.  Returns the number of remaining
-        new tokens."""
+        """Ends the response if a token after the first `known` ones completes a stop string.  Returns the number of
+        remaining new tokens."""
         request = self.request
         response, earlier = [*request.sampled_ids, *self.token_ids], len(request.sampled_ids)
         for count, token in enumerate(self.token_ids[known:], known + 1):
@@ -338,7 +338,7 @@ class StreamedTokens:
         return len(self.token_ids) - known
 
     def completion(self) -> Completion:
-        """The completion, aborted if the reply has not ended.  Raises: EngineError."""
+        """Returns the completion, as aborted if the reply has not ended.  Raises: EngineError."""
         tokens, reason = self.token_ids, self.reason or {"type": "abort"}
         counted, key = sum(count for _, count in self.versions), f"request {self.request.uid}: answer of SGLang"
         if reason["type"] not in REASONS or not len(tokens) == len(self.log_probs) == counted:

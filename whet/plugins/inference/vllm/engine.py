@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout engine `vllm`: sends requests to its own vLLM server, and weights through this machine's memory."""
+"""The rollout engine `vllm` sends requests to its own vLLM server, and weights through this machine's memory."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class VLLMEngine(ServerEngine):
 
     @classmethod
     def _plain(cls, options: Mapping[str, Any]) -> Interpreter | None:
-        """The environment of an engine in plain mode; None for one with whet's additions.  Raises: ConfigError."""
+        """Returns the interpreter of an engine in plain mode; None with whet's additions.  Raises: ConfigError."""
         found = cls.environment_of(options)
         is_plain = options["plain"] or found.other is not None
         check_routed(found, options, is_plain)
@@ -185,7 +185,7 @@ class VLLMEngine(ServerEngine):
             return replace(completion, routed=routed_of(answer, completion, self.routed))
 
     async def _streamed(self, live: Live, body: dict[str, Any]) -> Any:
-        """The same reply, with tokens returned as Partial meanwhile."""
+        """Reads a streamed reply, and delivers its tokens as Partial meanwhile.  Returns the whole reply."""
         tokens, log_probs, choice = list[int](), list[Any](), dict[str, Any]()
         async for event in self.server.client.events(GENERATE, {**body, "stream": True}):
             if "error" in event:
@@ -212,7 +212,7 @@ class VLLMEngine(ServerEngine):
         self.call("POST", "/abort_requests", {"request_ids": [f"generate-tokens-{name}" for name in names]})
 
     def hold(self, *, keep_cache: bool) -> None:
-        """Stops sampling. In plain mode running requests are ended, and sent again after the pause."""
+        """Stops sampling. In plain mode it ends running requests, which are sent again after the pause."""
         if self.plain:
             self.open(False)
             self._cut()
@@ -248,12 +248,12 @@ class VLLMEngine(ServerEngine):
         self._is_updating = self._has_adapter = False
 
     def load(self, weights: Weights, version: int) -> None:
-        """Fills the server's model, which samples without an adapter from now on.  Raises: as ServerEngine.load."""
+        """Loads weights into the model, which then samples without an adapter.  Raises: as ServerEngine.load."""
         self._adapter = None
         super().load(weights, version)
 
     def load_adapter(self, weights: Weights, version: int) -> None:
-        """Samples with an adapter on the first weights from now on.  Raises: as `load`."""
+        """Makes the server sample with an adapter on the base weights from now on.  Raises: as `load`."""
         adapter = {name: weight.clone() for name, weight in weights}
         self._adapter = Adapter(adapter, adapter_config(adapter, self._lora), version)
         self.unless_lost(self._send_adapter)
@@ -293,13 +293,13 @@ class VLLMEngine(ServerEngine):
 
 
 def _for_options(model: ModelConfig, adapter: bool, routed_experts: bool) -> dict[str, Any]:
-    """The server arguments that the model and options need."""
+    """Returns the server arguments that the model and the options need."""
     routed = {"enable_return_routed_experts": True} if routed_experts else {}
     return {"trust_remote_code": model.trust_remote_code} | routed | (_for_adapter(model) if adapter else {})
 
 
 def _for_adapter(model: ModelConfig) -> dict[str, Any]:
-    """The server arguments for the trained adapter.  Raises: ConfigError for an adapter that vLLM does not support."""
+    """Returns the server arguments for the trained adapter.  Raises: ConfigError if vLLM does not support it."""
     rank = model.lora.rank
     if rank is None or rank > RANKS[-1] or model.lora.path is not None or split_adapters(str(model.path))[1]:
         expected = f"model.lora.rank of 1 to {RANKS[-1]} (now {rank}), a model's folder, and no other adapter"
@@ -308,7 +308,7 @@ def _for_adapter(model: ModelConfig) -> dict[str, Any]:
 
 
 def command(python: str, port: int, arguments: Mapping[str, Any], plain: Interpreter | None = None) -> list[str]:
-    """The command line of a server with these engine arguments; `plain` is the environment in plain mode."""
+    """Returns the command line of a server with these engine arguments. `plain` is the interpreter in plain mode."""
     flags = ["--host", ADDRESS, "--port", str(port), "--disable-uvicorn-access-log"]
     is_new = plain is None or (plain.folder / "entrypoints/launchers/api_server/entry.py").is_file()
     if plain is None:
@@ -327,7 +327,7 @@ def command(python: str, port: int, arguments: Mapping[str, Any], plain: Interpr
 
 
 def environment(threads: int, device: torch.device, num_devices: int, is_plain: bool = False) -> dict[str, str]:
-    """The environment variables of a server that uses `threads` threads, or accelerators from `device` on."""
+    """Returns the environment variables of a server with `threads` threads, or with accelerators from `device` on."""
     inside = {} if is_plain else {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # whose sampler whet_vllm.py does not know
     return variables(threads, device, num_devices, INSIDE) | {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -341,7 +341,7 @@ def environment(threads: int, device: torch.device, num_devices: int, is_plain: 
 def body_of(
     request: Request, name: str, version: int, adapter: str | None = None, media: Sequence[RequestMedia] = ()
 ) -> dict[str, Any]:
-    """The body of a call for `request`, under the server's `name` for it and weights of `version`."""
+    """Returns the body of a call for `request`, with its `name` on the server and the `version` of its weights."""
     params, sampled, positions = request.params, len(request.sampled_ids), positions_of(request)
     return {
         "request_id": name,
@@ -378,7 +378,7 @@ def body_of(
 
 
 def _features(media: Sequence[RequestMedia], version: int) -> dict[str, Any]:
-    """The files of media by kind; features computed with weights of another version are not used."""
+    """Returns the files of media by kind. Features computed by another version of the weights are not used."""
     found: dict[str, dict[str, list[Any]]] = {"mm_hashes": {}, "mm_placeholders": {}, "kwargs_data": {}}
     for each in media:
         run = {"offset": each.places[0], "length": each.places[-1] + 1 - each.places[0]}
@@ -388,7 +388,7 @@ def _features(media: Sequence[RequestMedia], version: int) -> dict[str, Any]:
 
 
 def completion_of(answer: Any, request: Request, version: int | None = None) -> Completion:
-    """The completion in a reply of the server, in plain mode with weights of `version`.  Raises: EngineError."""
+    """Converts a server's reply to a completion; in plain mode its weights are of `version`.  Raises: EngineError."""
     [choice] = answer["choices"]
     if version is not None:
         choice = _told_in_plain_mode(choice, request, version)
@@ -408,7 +408,7 @@ def completion_of(answer: Any, request: Request, version: int | None = None) -> 
 
 
 def _told_in_plain_mode(choice: Any, request: Request, version: int) -> Any:
-    """The choice, completed by facts that older versions leave out: a stop string, the reason of an aborted stream."""
+    """Adds facts to the choice that older vLLM versions leave out: a stop string, the reason of an aborted stream."""
     tokens, stops, reason = choice.get("token_ids") or (), request.params.stop, choice.get("finish_reason") or "abort"
     spans = [{"version": version, "start": 0, "end": len(tokens)}] if tokens else []
     stop = choice.get("stop_reason", stops[0] if stops and reason == "stop" else None)
@@ -416,7 +416,7 @@ def _told_in_plain_mode(choice: Any, request: Request, version: int) -> Any:
 
 
 def likeliest_of(content: Sequence[Any], request: Request) -> tuple[Likeliest, ...]:
-    """The most probable tokens at each token of a reply, if requested; vLLM puts them after the sampled one."""
+    """Returns the most probable tokens at each token, if requested. vLLM lists them after the sampled token."""
     if not (count := request.params.num_likeliest):
         return ()
     pairs = [[(_token_id(each), each["logprob"]) for each in place["top_logprobs"]] for place in content]
@@ -424,12 +424,12 @@ def likeliest_of(content: Sequence[Any], request: Request) -> tuple[Likeliest, .
 
 
 def _token_id(told: Any) -> int:
-    """The id of a token, which vLLM before 0.32 writes as text."""
+    """Returns the id of a token, which vLLM before 0.32 writes as text."""
     return int(told["token_id"] if "token_id" in told else told["token"].removeprefix("token_id:"))
 
 
 def versions_of(spans: Sequence[Any]) -> Versions:
-    """Runs of (version, tokens) from spans of the server, which names the weights that it loaded itself "default"."""
+    """Returns runs of (version, tokens) from the server's spans. It names weights that it loaded itself "default"."""
     return tuple(
         (FIRST_VERSION if span["version"] == "default" else int(span["version"]), span["end"] - span["start"])
         for span in spans
@@ -437,7 +437,7 @@ def versions_of(spans: Sequence[Any]) -> Versions:
 
 
 def versions_at(known: Versions, version: int, start: int, end: int) -> Versions:
-    """Runs of the tokens from `start` to `end`: the first tokens have the `known` versions, later ones `version`."""
+    """Returns runs of the tokens from `start` to `end`: the first have the `known` versions, later ones `version`."""
     each = [known_version for known_version, count in known for _ in range(count)]
     each += [version] * (end - len(each))
     return tuple((run, len(list(same))) for run, same in groupby(each[start:end]))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plain mode of the engine `vllm`: only public flags and calls, for every version of vLLM except the pinned one;
-and the experts that it chose for each token (`--enable-return-routed-experts`), for the trainer's routers."""
+"""The plain mode of the engine `vllm`, for versions of vLLM except the pinned one: it uses only public flags and calls.
+Also reads the experts chosen for each token (`--enable-return-routed-experts`), for the trainer's routers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def inside(found: Interpreter | None, sees: bool) -> dict[str, Any]:
 
 
 def without(found: Interpreter) -> str:
-    """Returns the warning of a run in plain mode."""
+    """Returns a warning with the features that plain mode lacks."""
     return (
         f"vLLM {found.version} samples in plain mode, by its public flags and calls. It does without what needs whet's "
         f"additions to {found.package.version}: draws of the native engine (a request has a seed of vLLM's, on a CPU "
@@ -68,7 +68,7 @@ def without(found: Interpreter) -> str:
 
 
 def plainly_refused(sampling: Sampling, found: Interpreter) -> ConfigError | None:
-    """Returns the error of a parameter with which the plain mode would return other log-probs."""
+    """Returns the error for a sampling parameter with which the plain mode would return other log-probs."""
     given = {name: vars(sampling)[name] for name in OFF}
     if (name := next((name for name, value in given.items() if value not in OFF[name]), None)) is not None:
         expected = "its default: others change the log-probs that vLLM gives in plain mode"
@@ -80,12 +80,12 @@ def plainly_refused(sampling: Sampling, found: Interpreter) -> ConfigError | Non
 
 
 def seed_of(request: Request) -> int:
-    """Returns the seed of a request; a different one if it is sent again after tokens that it has."""
+    """Returns the seed of a request. It changes if the request is sent again with tokens sampled so far."""
     return key(request.key, "vllm", len(request.sampled_ids))
 
 
 def generated(metrics: str) -> int:
-    """Returns the number of tokens that a server has sampled, from its /metrics."""
+    """Reads the number of tokens that a server has sampled from its /metrics."""
     return sum(int(float(line.split()[-1])) for line in metrics.splitlines() if line.startswith(GENERATED))
 
 
@@ -101,7 +101,7 @@ def check_routed(found: Interpreter, options: Mapping[str, Any], is_plain: bool)
 
 
 def mixtures(model: torch.nn.Module) -> list[int]:
-    """The indices of the layers with experts.  Raises: ConfigError without any."""
+    """Returns the indices of the layers with experts.  Raises: ConfigError if there are none."""
     found = [number for number, layer in enumerate(layers(model)) if next(expert_modules(layer), None) is not None]
     if not found:
         raise ConfigError(KEY, True, "a mixture of experts", "unset it")
@@ -109,7 +109,7 @@ def mixtures(model: torch.nn.Module) -> list[int]:
 
 
 def routed_of(answer: Any, completion: Completion, numbers: Sequence[int]) -> tuple[bytes, ...]:
-    """The experts of each token of an answer in the layers with these numbers, as `Completion.routed`.
+    """Reads each token's experts in the layers `numbers` from a reply, in the form of `Completion.routed`.
     Raises: EngineError."""
     tokens, told = len(completion.token_ids), answer["choices"][0].get("routed_experts")
     if not numbers or told is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures on a white canvas, PNG files, and rows whose pictures belong to one split only."""
+"""Draws figures on a white canvas, writes PNG files, and keeps each picture in one split of a data set."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ MOST_DRAWS = 64  # of a row that is in the split, on average one in four is held
 
 
 def draw_rows(split: str, seed: int, count: int | None, draw: Callable[[random.Random], DataRow]) -> Iterator[DataRow]:
-    """Yields `count` rows (default: 4096 of the split train, 256 of another) made by `draw`, which gets a random
+    """Yields `count` rows (default: 4096 for the split train, 256 for others). `draw` makes a row from a random
     generator.
 
-    The digest of a row's pictures decides its split, so that no picture is in two splits, whatever the seeds.  Raises:
-    DataError if the split gets too few rows."""
+    The digest of a row's pictures decides its split, so that no picture is in two splits, for any seeds.  Raises:
+    DataError if too few rows belong to the split."""
     is_train = split == "train"
     draws = random.Random(key(seed, "drawn rows", split))
     for number in range(count or (NUM_TRAINED if is_train else NUM_HELD_OUT)):
@@ -53,7 +53,7 @@ def _is_held_out(row: DataRow) -> bool:
 
 
 def canvas(width: int, height: int | None = None) -> tuple[Image.Image, ImageDraw.ImageDraw]:
-    """A white image, and the object that draws on it."""
+    """Returns a white image, and the object that draws on it."""
     image = Image.new("RGB", (width, height or width), WHITE)
     return image, ImageDraw.Draw(image)
 
@@ -70,14 +70,14 @@ def draw_figure(draw: ImageDraw.ImageDraw, shape: str, colour: Colour, left: int
 
 
 def to_png(image: Image.Image) -> bytes:
-    """The image as a PNG file; equal images give equal bytes."""
+    """Encodes the image as a PNG file. Equal images give equal bytes."""
     out = io.BytesIO()
     image.save(out, "PNG")
     return out.getvalue()
 
 
 def check_room(pixels: int, cells: int, smallest: int) -> None:
-    """Checks that each of `cells` cells in a row gets `smallest` pixels.  Raises: DataError."""
+    """Checks that each of `cells` cells in a row has at least `smallest` pixels.  Raises: DataError."""
     if pixels < cells * smallest:
         expected = f"at least {smallest} pixels for each of {cells} figures in a row, not {pixels // cells}"
         raise DataError("pixels", pixels, expected, f"set it to {cells * smallest} or more")

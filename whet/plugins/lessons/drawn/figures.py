@@ -36,7 +36,7 @@ def counting(
     most: Count = 9,
     prompt: str = "<image>How many figures are there? Answer with a number.",
 ) -> Iterator[DataRow]:
-    """Rows with 1 to `most` circles and squares in four colours on a grid; the answer is their number.
+    """Yields rows with 1 to `most` circles and squares in four colours on a grid; the answer is their number.
 
     Raises: DataError if they do not fit."""
     _check_grid(pixels, grid, most)
@@ -59,8 +59,8 @@ def two_images(
     ask: Literal["more", "difference", "both"] = "more",
     prompt: str | None = None,
 ) -> Iterator[DataRow]:
-    """Rows with two pictures of 1 to `most` figures, in different numbers: the question is which picture has more (`1`
-    or `2`), how many more the second has (`-2`: two fewer), or how many both have.
+    """Yields rows with two pictures of 1 to `most` figures, in different numbers. `ask` is the question: which picture
+    has more (`1` or `2`), the difference (second minus first: `-2`), or the number in both together.
 
     Raises: DataError if they do not fit."""
     _check_grid(pixels, grid, most)
@@ -88,7 +88,7 @@ def naming(
     pixels: Count = 48,
     prompt: str = "<image>What is the colour and shape of the figure?",
 ) -> Iterator[DataRow]:
-    """Rows with one figure; the answer is its colour and shape, such as `red circle`."""
+    """Yields rows with one figure; the answer is its colour and shape, such as `red circle`."""
     check_room(pixels, 1, 12)
 
     def draw(draws: random.Random) -> DataRow:
@@ -112,7 +112,7 @@ def grounding(
         '<image>Find all boxes. Answer with a JSON list of {"bbox_2d": [x1, y1, x2, y2], "label": "colour"} in pixels.'
     ),
 ) -> Iterator[DataRow]:
-    """Rows with 1 to `most` boxes of different colours that do not touch; the answer is the list for `detection`."""
+    """Yields rows with 1 to `most` separate boxes of different colours; the answer is a list for `detection`."""
     check_room(pixels, 3, 16)
 
     def draw(draws: random.Random) -> DataRow:
@@ -139,7 +139,7 @@ def reading(
     most: Count = 2,
     prompt: str = "<image>Read the text.",
 ) -> Iterator[DataRow]:
-    """Rows with a line of 1 to `most` words of four letters, a quarter as high as wide; it is the answer for `ocr`."""
+    """Yields rows with a picture of 1 to `most` four-letter words, four times as wide as high; `ocr` scores them."""
     check_room(pixels, most, 40)
     font = ImageFont.load_default(pixels / most / 4)
 
@@ -153,7 +153,7 @@ def reading(
 
 
 def scatter(draws: random.Random, number: int, pixels: int, grid: int) -> Image.Image:
-    """A picture with `number` circles and squares of random colours in random cells of a grid, which do not touch."""
+    """Draws `number` circles and squares of random colours in random cells of a grid; they do not touch."""
     (image, drawing), cell = canvas(pixels), pixels // grid
     for place in draws.sample(range(grid * grid), number):
         left, top = (cell * line + draws.randint(1, 3) for line in (place % grid, place // grid))

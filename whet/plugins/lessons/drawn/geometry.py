@@ -26,7 +26,7 @@ def questions(
     pixels: Count = 224,
     kinds: Sequence[str] = ("triangle", "right_triangle", "rectangle", "inscribed_angle", "chord"),
 ) -> Iterator[DataRow]:
-    """Rows that ask for an angle, a length or an area of a figure; the labels give the known sizes, and the answer is a
+    """Yields rows that ask for an angle, a length or an area of a figure. Labels show the known sizes; the answer is a
     whole number. `kinds` are the figures to draw from.
 
     Raises: DataError for an unknown kind."""
@@ -45,7 +45,7 @@ def questions(
 
 
 class Sheet:
-    """A square to draw on, in units of its side: the point (0, 0) is the left upper corner, (1, 1) the right lower."""
+    """A square to draw on. Its upper left corner has the coordinates (0, 0), its lower right corner (1, 1)."""
 
     def __init__(self, drawing: ImageDraw.ImageDraw, pixels: int) -> None:
         self._drawing, self._pixels = drawing, pixels
@@ -70,7 +70,7 @@ class Sheet:
 
 
 def triangle(draws: random.Random, sheet: Sheet) -> tuple[str, int]:
-    """The third angle of a triangle, drawn with its true angles."""
+    """Draws a triangle with its true angles, and asks for the third angle."""
     first, second = draws.randint(30, 80), draws.randint(30, 80)
     third = 180 - first - second
     side = 0.76 * math.sin(math.radians(second)) / math.sin(math.radians(third))
@@ -87,7 +87,7 @@ def triangle(draws: random.Random, sheet: Sheet) -> tuple[str, int]:
 
 
 def right_triangle(draws: random.Random, sheet: Sheet) -> tuple[str, int]:
-    """The third side of a right triangle."""
+    """Draws a right triangle, and asks for the third side."""
     sides = _triple(draws)
     corner, along, up = (0.2, 0.8), (0.85, 0.8), (0.2, 0.8 - 0.65 * min(1.0, max(0.4, sides[1] / sides[0])))
     sheet.lines(corner, along, up, corner)
@@ -100,7 +100,7 @@ def right_triangle(draws: random.Random, sheet: Sheet) -> tuple[str, int]:
 
 
 def rectangle(draws: random.Random, sheet: Sheet) -> tuple[str, int]:
-    """The area or the perimeter of a rectangle, or a side from its area."""
+    """Draws a rectangle, and asks for its area, its perimeter, or a side given the area."""
     width, height = draws.randint(3, 20), draws.randint(3, 20)
     scale = 0.64 / max(width, height)
     right, low = 0.2 + scale * width, 0.15 + scale * height
@@ -115,7 +115,7 @@ def rectangle(draws: random.Random, sheet: Sheet) -> tuple[str, int]:
 
 
 def inscribed_angle(draws: random.Random, sheet: Sheet) -> tuple[str, int]:
-    """An inscribed angle from the central angle over the same arc, or the other way round."""
+    """Draws two angles over the same arc, and asks for the inscribed angle from the central angle, or the reverse."""
     inscribed = draws.randint(25, 70)
     ends = [_on_circle(90 + inscribed), _on_circle(90 - inscribed)]
     top = _on_circle(270 + draws.randint(-30, 30))
@@ -129,7 +129,7 @@ def inscribed_angle(draws: random.Random, sheet: Sheet) -> tuple[str, int]:
 
 
 def chord(draws: random.Random, sheet: Sheet) -> tuple[str, int]:
-    """The length of a chord from the radius and its distance to the centre."""
+    """Draws a chord, and asks for its length from the radius and its distance to the centre."""
     distance, half, radius = _triple(draws)
     down, side = 0.4 * distance / radius, 0.4 * half / radius
     left, right, foot = (0.5 - side, 0.5 + down), (0.5 + side, 0.5 + down), (0.5, 0.5 + down)
@@ -151,7 +151,7 @@ KINDS: dict[str, Callable[[random.Random, Sheet], tuple[str, int]]] = {
 
 
 def _triple(draws: random.Random) -> tuple[int, int, int]:
-    """The legs, in random order, and the hypotenuse of a right triangle with whole sides."""
+    """Returns the two legs, in random order, and the hypotenuse of a right triangle with integer sides."""
     one, other, longest = draws.choice(TRIPLES)
     times = draws.randint(1, max(1, 60 // longest))
     legs = draws.sample([times * one, times * other], 2)
@@ -167,6 +167,6 @@ def _middle(one: Point, other: Point, moved: Point) -> Point:
 
 
 def _towards(corner: Point, corners: Sequence[Point], share: float) -> Point:
-    """The point at a share of the way from a corner to the middle of all corners."""
+    """Returns the point at the fraction `share` of the way from a corner to the centroid of all corners."""
     middle = [sum(each[axis] for each in corners) / len(corners) for axis in (0, 1)]
     return corner[0] + share * (middle[0] - corner[0]), corner[1] + share * (middle[1] - corner[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about videos, as lists of frames: which way a figure moves, how often it jumps, how often one shows."""
+"""Questions about videos as lists of frames: a figure's direction, its jumps, and the frames that show a figure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def direction(
     num_frames: Frames = 4,
     prompt: str = "<video>Which way does the figure move? Answer with up, down, left or right.",
 ) -> Iterator[DataRow]:
-    """Rows with a figure that moves by the same step in each frame; the answer is up, down, left or right."""
+    """Yields rows with a figure that moves by the same step in each frame; the answer is up, down, left or right."""
     side, step = pixels // 4, max(1, 3 * pixels // 8 // (num_frames - 1))
     check_room(pixels, 1, 16 + step * (num_frames - 1))
 
@@ -59,7 +59,7 @@ def jumps(
     num_frames: Frames = 4,
     prompt: str = "<video>How often does the figure jump? Answer with a number.",
 ) -> Iterator[DataRow]:
-    """Rows with a figure that is in another place after some of the frames; the answer is the number of changes."""
+    """Yields rows with a figure that changes its place between some frames; the answer is the number of changes."""
     check_room(pixels, 4, 8)
     cell = pixels // 4
 
@@ -84,7 +84,7 @@ def flashes(
     num_frames: Frames = 8,
     prompt: str = "<video>In how many frames is a figure? Answer with a number.",
 ) -> Iterator[DataRow]:
-    """Rows with a figure in some of the frames, each time another one elsewhere; the answer is the number of frames."""
+    """Yields rows with a new figure in some of the frames; the answer is the number of frames that show a figure."""
     check_room(pixels, 2, 8)
     side = pixels // 2 - 4
 

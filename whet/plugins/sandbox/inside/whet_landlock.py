@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Confines an unisolated program without privileges: Landlock limits its files, and root becomes another user; nothing
-of whet is imported.
+"""Confines an unisolated program without privileges: Landlock restricts its files, and root becomes another user. This
+file imports nothing of whet.
 
 Landlock (Linux 5.13) covers opening, creating, removing, renaming and linking; since 6.2 truncating; since 6.7 TCP;
-since 6.12 signals to other processes. Modes and owners are left to the filter of system calls (whet_seccomp).
-"""
+since 6.12 signals to other processes. It does not cover modes and owners: whet_seccomp's filter does."""
 
 from __future__ import annotations
 
@@ -32,13 +31,13 @@ KEEP_CAPABILITIES, NO_NEW_PRIVILEGES, AMBIENT, RAISE = 8, 38, 47, 2  # of prctl
 
 
 def version() -> int:
-    """The version of the kernel's Landlock; 0 without it."""
+    """Returns the version of the kernel's Landlock; 0 without Landlock."""
     return max(0, int(LIBC.syscall(CREATE, None, ctypes.c_size_t(0), 1)))
 
 
 def leave_root(readable: Sequence[str]) -> None:
-    """Becomes the user nobody if this user is root. Keeps the right to read any file only if Python lies in a folder
-    closed to that user and Landlock confines the program.  Raises: PermissionError if root would stay unconfined."""
+    """Changes from root to the user nobody. Keeps the right to read any file only if Python's folder is closed to
+    nobody and Landlock confines the program.  Raises: PermissionError if root would stay unconfined."""
     if os.geteuid() != 0:
         return
     LIBC.prctl(KEEP_CAPABILITIES, 1, 0, 0, 0)
@@ -65,8 +64,8 @@ def leave_root(readable: Sequence[str]) -> None:
 
 
 def hold(readable: Sequence[str], folder: str) -> None:
-    """Denies this process, and all that it starts, every file except files below `readable` and of Python, for reading,
-    and files below `folder`, for writing. Does nothing on a kernel without Landlock.  Raises: OSError."""
+    """Restricts this process and its children to reading files of Python and below `readable`, and to writing below
+    `folder`. Without Landlock in the kernel it does nothing.  Raises: OSError."""
     LIBC.prctl(AMBIENT, RAISE, 2, 0, 0)  # what leave_root has kept stays when another program is started
     LIBC.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     if not (found := version()):
@@ -88,7 +87,7 @@ def hold(readable: Sequence[str], folder: str) -> None:
 
 
 def open_beneath(folder: int, name: str) -> int:
-    """Opens a file below a folder without following a link.  Raises: OSError."""
+    """Opens the file `name` below a folder without following links.  Raises: OSError."""
     *above, last = name.split("/")
     folder = os.dup(folder)
     try:
@@ -101,7 +100,7 @@ def open_beneath(folder: int, name: str) -> int:
 
 
 def _set_capabilities(kept: int) -> None:
-    """Keeps only these capabilities; fails if this root does not have them, as in many containers."""
+    """Keeps only these capabilities. Fails if this process lacks one of them, as root does in many containers."""
     LIBC.capset(struct.pack("Ii", CAPABILITIES, 0), struct.pack("6I", kept, kept, kept, 0, 0, 0))
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A filter of system calls (seccomp) for untrusted programs.
 
-It denies calls that reach other processes, other namespaces or rarely used parts of the kernel, sockets of every family
-except the ones that an empty network namespace makes harmless, and memory that no limit counts. Denied calls fail with
-EPERM."""
+It denies calls that reach other processes, other namespaces or rarely used parts of the kernel. It denies sockets,
+except families that are harmless in an empty network namespace, and memory that escapes the limits. Denied calls fail
+with EPERM."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 38, 22, 2  # of prctl
 
 
 def program(*, isolated: bool) -> bytes:
-    """The filter for this machine's architecture, as an array of sock_filter. A program that is not isolated gets no
-    sockets, through which it could ask this user's services to do forbidden things.  Raises: OSError for another
+    """Returns the filter for this machine's architecture, as an array of sock_filter. It denies all sockets to a
+    program that is not isolated, since services of this user would act on its requests.  Raises: OSError for another
     architecture."""
     if os.uname().machine not in ARCHITECTURES:
         found = f"no filter of system calls for {os.uname().machine}; there is one for {', '.join(ARCHITECTURES)}"
@@ -59,7 +59,7 @@ def program(*, isolated: bool) -> bytes:
 
 
 def install(filter_: bytes) -> None:
-    """Puts this thread, and all processes that it starts, under the filter permanently.  Raises: OSError."""
+    """Applies the filter permanently to this thread and to all processes that it starts.  Raises: OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     code = ctypes.create_string_buffer(filter_, len(filter_))
     header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(filter_) // 8, ctypes.addressof(code)))

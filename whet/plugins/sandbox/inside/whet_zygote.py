@@ -62,7 +62,7 @@ class SetupError(Exception):
 
 
 def serve(control: socket.socket, isolated: bool) -> None:
-    """Forks a supervisor for each connection, until the other end is closed."""
+    """Forks a supervisor for each connection, until the other end closes the socket."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors need not be waited for
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
@@ -112,7 +112,7 @@ def supervise(channel: socket.socket, isolated: bool) -> None:
 
 
 class RunningProgram:
-    """A program, its pipes and its scratch folder."""
+    """A running program, its pipes and its scratch folder."""
 
     def __init__(self, job: dict[str, Any], files: dict[str, bytes], isolated: bool) -> None:
         self.limits, self.isolated = job["limits"], isolated
@@ -153,7 +153,7 @@ class RunningProgram:
         self.end_descriptor = os.pidfd_open(self.pid)
 
     def _map_user(self) -> None:
-        """Gives the program's user namespace its one user: nobody for root, else the user itself."""
+        """Maps one user into the program's user namespace: nobody for root, else the user itself."""
         if self.state.recv(1) != b"u":
             raise SetupError("no namespace of users; is it allowed here (user.max_user_namespaces)?")
         user, group = (NOBODY, NOBODY) if os.getuid() == 0 else (os.getuid(), os.getgid())
@@ -164,7 +164,7 @@ class RunningProgram:
         self.state.sendall(b"m")
 
     def watch(self, given: bytes, channel: socket.socket) -> dict[str, Any]:
-        """Feeds and reads the program until it ends or exceeds a limit."""
+        """Writes the program's input and reads its output, until it ends or exceeds a limit."""
         ends_by = self.started + self.limits["seconds"]
         poller, left = select.poll(), memoryview(given)
         for descriptor in (*self.readers, self.end_descriptor):
@@ -223,7 +223,7 @@ class RunningProgram:
         return left
 
     def _read(self, descriptor: int) -> bool:
-        """Reads once.  Returns False at the end of the stream."""
+        """Reads from a pipe once. Returns False at the end of the stream."""
         buffer = self.readers[descriptor]
         try:
             data = os.read(descriptor, READ_BYTES)
@@ -233,7 +233,7 @@ class RunningProgram:
         return bool(data)
 
     def _over(self) -> str | None:
-        """The limit that the program exceeds; its processes are checked at intervals."""
+        """Returns the limit that the program exceeds, if any. Its processes are checked at intervals."""
         limits, now = self.limits, time.monotonic()
         if now - self.started > limits["seconds"]:
             return "timeout"
@@ -272,7 +272,7 @@ class RunningProgram:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def collect(self, names: list[str]) -> dict[str, bytes]:
-        """Plain files that the program leaves in the scratch folder."""
+        """Reads the named plain files that the program left in its scratch folder."""
         found = {}
         for name in names:
             try:
@@ -288,7 +288,7 @@ class RunningProgram:
 
 
 def descendants() -> list[int]:
-    """The processes that descend from this one."""
+    """Returns the ids of all descendants of this process."""
     found = [os.getpid()]
     for each in found:
         try:
@@ -301,7 +301,7 @@ def descendants() -> list[int]:
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory of a process."""
+    """Returns the resident memory of a process, in bytes."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             return int(file.read().split()[1]) * PAGE
@@ -315,7 +315,7 @@ def resident(pid: int) -> int:
 def init(
     job: dict[str, Any], files: dict[str, bytes], state: socket.socket, pipes: tuple[int, ...], folder: str | None
 ) -> None:
-    """The first process of the namespaces: prepares them, starts the program, and reports how it ended."""
+    """Runs as process 1 of the namespaces: prepares them, starts the program, and reports how it ended."""
     for each in (signal.SIGINT, signal.SIGPIPE, signal.SIGCHLD):
         signal.signal(each, signal.SIG_DFL)
     os.setsid()
@@ -368,13 +368,13 @@ def _isolate(state: socket.socket, limits: dict[str, Any]) -> None:
 
 
 def _mount(source: str, place: str, flags: int, options: str = "") -> None:
-    """Mounts a file system, given by its type, or a folder."""
+    """Mounts a folder, or a file system that `source` names by type."""
     call = (source.encode(), place.encode(), source.encode(), ctypes.c_ulong(flags), options.encode())
     _check(LIBC.mount(*call), f"a file system at {place}")
 
 
 def _run(job: dict[str, Any], folder: str | None) -> None:
-    """Becomes the program. Errors before its start go to its standard error."""
+    """Turns this process into the program. Errors before its start go to its standard error."""
     try:
         limits = job["limits"]
         for kind, value in (
@@ -451,7 +451,7 @@ def _be_main(code: str, folder: str) -> None:
 
 
 def receive(channel: socket.socket) -> bytes:
-    """Reads a message: its length, and its bytes."""
+    """Reads a message, which is its length followed by its bytes."""
     (size,) = LENGTH.unpack(_exactly(channel, LENGTH.size))
     return _exactly(channel, size)
 

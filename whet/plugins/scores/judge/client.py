@@ -31,7 +31,7 @@ COUNTED_ANEW = 50  # texts that a process writes between two counts of what all 
 
 @dataclass(frozen=True)
 class Settings:
-    """An endpoint and the settings of its requests. Limits hold for one client, so for one process."""
+    """An endpoint and the settings of its requests. The limits apply to each client, so to each process."""
 
     endpoint: str  # with its version: http://127.0.0.1:8000/v1
     model: str
@@ -51,7 +51,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class JudgeReply:
-    """The text of a reply, the value that `read` found in it, and its cost. A reply from the cache costs nothing."""
+    """The text of a reply, the value that `read` found in it, and its cost. A cached reply costs nothing."""
 
     text: str
     value: Any = None
@@ -63,7 +63,7 @@ class JudgeReply:
 
 
 class Client:
-    """Sends requests to one model. An object serves one event loop at a time."""
+    """Sends requests to one model. A client serves one event loop at a time."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -80,10 +80,9 @@ class Client:
         self, messages: Messages, *, sample: int = 0, read: Callable[[str], Any] | None = None
     ) -> JudgeReply:
         """Returns the reply to `messages`. `sample` numbers independent replies to the same messages. If `read` returns
-        None for a reply, or a reply to be read was cut off, it is requested again and not cached.
+        None for a reply, or the reply was cut off, the request is repeated and the reply is not cached.
 
-        Raises: RewardError, with the reason of the last attempt.
-        """
+        Raises: RewardError, with the reason of the last attempt."""
         body = {"model": self.settings.model, "messages": list(messages), **dict(self.settings.sampling)}
         asked = json.dumps([self.settings.endpoint, body, sample], sort_keys=True)
         digest = hashlib.blake2b(asked.encode(), digest_size=20).hexdigest()
@@ -102,7 +101,7 @@ class Client:
     async def _insist(
         self, body: dict[str, Any], digest: str, sample: int, read: Callable[[str], Any] | None
     ) -> JudgeReply:
-        """Repeats a request until its reply can be read; the tokens of all attempts count."""
+        """Repeats a request until its reply is readable. The tokens of all attempts count."""
         spent = JudgeReply("")
 
         async def attempt(number: int) -> JudgeReply:
@@ -130,7 +129,7 @@ class Client:
             raise failed from error
 
     async def _ask(self, body: dict[str, Any]) -> JudgeReply:
-        """Raises: CallError or TimeoutError if another attempt may help; else RewardError."""
+        """Sends one request.  Raises: CallError or TimeoutError if another attempt may help; else RewardError."""
         if self._loop is not (loop := asyncio.get_running_loop()):
             self._loop, self._slots = loop, asyncio.Semaphore(self.settings.concurrency)
         async with self._slots:
@@ -168,7 +167,7 @@ class Client:
         return RewardError(where, str(error), "status 200", change)
 
     def _read(self, content: bytes) -> JudgeReply:
-        """Raises: CallError."""
+        """Parses the reply of the endpoint.  Raises: CallError."""
         said = content[:SHOWN_CHARACTERS].decode(errors="replace")
         try:
             found = read_json(content)
@@ -185,7 +184,7 @@ class Client:
         return JudgeReply(text, None, read, written, cost, is_cut=is_cut)
 
     async def _wait_for_limits(self, tokens: float) -> None:
-        """Spaces requests evenly over the minute; a pause that the server asks for delays all of them."""
+        """Spaces requests evenly over the minute. A pause that the server asks for delays all requests."""
         limits = ((1.0, self.settings.requests_per_minute), (tokens, self.settings.tokens_per_minute))
         spacing = max(60 * size / limit if limit else 0.0 for size, limit in limits)
         start = max(time.monotonic(), self._free_at)
@@ -194,7 +193,7 @@ class Client:
 
 
 def complete_all(settings: Settings, conversations: Sequence[Messages]) -> list[str | Exception]:
-    """The reply to each conversation, or its error, after at most `settings.deadline_seconds` for all together."""
+    """Returns the reply to each conversation, or its error. All together take up to `settings.deadline_seconds`."""
 
     async def run() -> list[str | Exception]:
         client = Client(settings)
@@ -215,7 +214,7 @@ def complete_all(settings: Settings, conversations: Sequence[Messages]) -> list[
 
 
 class Cache:
-    """Texts on disk, by digest. Beyond its size the oldest texts are removed."""
+    """Stores texts on disk by digest. When the cache is full, it removes the oldest texts."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder, self._max_bytes = folder, max_bytes
@@ -223,7 +222,7 @@ class Cache:
         self._bytes, self._written = sum(size for _, size, _ in self._entries()), 0
 
     def get(self, digest: str) -> str | None:
-        """The text with this digest; None without one."""
+        """Returns the text stored for `digest`; None if there is no such text."""
         try:
             found: str = json.loads((self._folder / f"{digest}.json").read_bytes())["text"]
         except (OSError, ValueError, LookupError, TypeError):
@@ -231,7 +230,7 @@ class Cache:
         return found
 
     def put(self, digest: str, text: str) -> None:
-        """Writes a text atomically. If the cache cannot be written, it is switched off with a warning."""
+        """Writes a text atomically. If this fails, it logs a warning and switches the cache off."""
         content = json.dumps({"text": text}).encode()
         partial = self._folder / f".{digest}.{os.getpid()}"
         try:
@@ -257,7 +256,7 @@ class Cache:
             self._bytes -= size
 
     def _entries(self) -> list[tuple[int, int, Path]]:
-        """The time of writing, the bytes and the path of each text."""
+        """Returns the time of writing, the size in bytes and the path of each text."""
         found = []
         for path in self._folder.glob("*.json"):
             with suppress(FileNotFoundError):  # another process removed it
@@ -267,7 +266,7 @@ class Cache:
 
 
 def _sum(answer: JudgeReply, earlier: JudgeReply) -> JudgeReply:
-    """The answer, with the tokens and the cost of the attempts before it."""
+    """Adds the tokens and the cost of earlier attempts to a reply."""
     return replace(
         answer,
         input_tokens=answer.input_tokens + earlier.input_tokens,
@@ -277,6 +276,6 @@ def _sum(answer: JudgeReply, earlier: JudgeReply) -> JudgeReply:
 
 
 def used(answers: Sequence[JudgeReply]) -> dict[str, float]:
-    """The tokens and the cost of answers, as parts of a reward."""
+    """Sums the tokens and the cost of replies, as parts of a reward."""
     tokens = sum(answer.input_tokens + answer.output_tokens for answer in answers)
     return {"judge_tokens": float(tokens), "judge_cost": float(sum(answer.cost for answer in answers))}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hint source `judge`: hints of a language model behind an endpoint, or of a function."""
+"""The hint source `judge`: a language model behind an endpoint, or a function, writes hints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def either(given: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Yields the error of options that name both a function and an endpoint, or neither."""
+    """Yields an error if options name both a function and an endpoint, or neither."""
     if ("complete" in given) == ("endpoint" in given and "model" in given):
         expected = "with teacher.hint=judge either complete, a function, or endpoint and model"
         yield ConfigError("teacher.hint_options", dict(given), expected, "set one of the two")
@@ -43,10 +43,10 @@ def judge(
     timeout_seconds: Positive = 60.0,
     parallel: Annotated[int, Ge(1)] = 8,
 ) -> list[list[str | None]]:
-    """Hint of a judge for each prompt: written by `model` at an OpenAI-compatible `endpoint`, through the client of
-    `llm_judge` with its retries and cache, or by `complete`, a function from messages to text, as
-    `path/file.py:function`. A prompt has no hint where the call raises, or has no result `timeout_seconds` after the
-    first call, all prompts together; both are logged."""
+    """Asks a judge for a hint to each prompt: `model` at an OpenAI-compatible `endpoint`, through the client of
+    `llm_judge` with its retries and cache, or the function `complete` (`path/file.py:function`), which maps messages to
+    text. A prompt gets no hint if its call raises, or has no result `timeout_seconds` after the first call of all
+    prompts; both are logged."""
     system = {"role": "system", "content": instruction}
     asked = [[system, *(message.to_dict() for message in group.prompt.messages)] for group in groups]
     if complete is not None:
@@ -65,7 +65,7 @@ def judge(
 
 
 def _result(future: Future[str]) -> str | None:
-    """The hint that a judge has returned by now; None if it raised an error or is late."""
+    """Returns a judge's hint if it is ready; None if the call raised an error or is late."""
     future.cancel()  # unless a thread has begun it
     try:
         return str(future.result(timeout=0))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rubrics: the question to a judge and the parser of its reply, as one object.
 
-The texts to be judged are data. Each stands between two lines with a fence, which is derived from a digest of the texts
-and occurs in none of them; the system message says that instructions between them do not count; control tokens are
-written with a space, `< |` for `<|`. Only the end of the reply is read, the last line or a final JSON object, after the
+The judged texts are data. Each is between two fence lines. The fence comes from a digest of the texts, and occurs in
+none of them. The system message says that instructions between the fences do not count. Control tokens are written with
+a space, `< |` for `<|`. The parser reads only the end of the reply, its last line or a final JSON object, after the
 judge's own thought, so quotes in it do not count."""
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _GUARD = (
 
 @dataclass(frozen=True)
 class Rubric:
-    """A template and the parser of the reply to it.
+    """A template for the question, and the parser of the reply.
 
-    `parser` is yes_no, scale, json or pairwise. `low` and `high` are the ends of a scale or JSON field, which become 0
-    and 1; `field` is the JSON field; with `weights`, by name of several fields, the score is their weighted mean.
-    Raises: ConfigError if the template does not ask for the form that the parser reads."""
+    `parser` is `yes_no`, `scale`, `json` or `pairwise`. `low` and `high` are the ends of a scale or JSON field; they
+    become 0 and 1. `field` is the JSON field. `weights` maps several fields to weights; the score is then their
+    weighted mean. Raises: ConfigError if the template does not ask for the form that the parser reads."""
 
     name: str
     template: str
@@ -83,7 +83,7 @@ class Rubric:
             raise ConfigError(f"{place}: template", f"no {missing[0]!r}", reads, "add it to the template")
 
     def messages(self, texts: Mapping[str, str]) -> list[dict[str, str]]:
-        """The messages that ask a judge about `texts`, by the names in `TEXTS`."""
+        """Returns the messages that ask a judge about `texts`. Their keys are the names in `TEXTS`."""
         fence, number = "", 0
         while not fence or any(fence in text for text in texts.values()):
             digest = hashlib.blake2b(json.dumps([number, dict(texts)]).encode(), digest_size=12).hexdigest()
@@ -95,7 +95,7 @@ class Rubric:
         return [{"role": "system", "content": system}, {"role": "user", "content": question}]
 
     def read(self, reply: str) -> float | None:
-        """The score from 0 to 1 at the end of a judge's reply; None without one."""
+        """Reads the score from 0 to 1 at the end of a judge's reply; None without a score."""
         reply = after_thought(reply)
         if _THOUGHT.search(reply):  # it does not end
             return None
@@ -136,7 +136,7 @@ def _scale(rubric: Rubric, line: str) -> float | None:
 
 
 def _json_fields(rubric: Rubric, text: str) -> float | None:
-    """The weighted mean of the fields of the JSON object at the end of a text."""
+    """Returns the weighted mean of fields in the JSON object at the end of a text."""
     text = text[-MAX_JSON:]
     for start in (found.start() for found in re.finditer(r"\{", text if text.endswith("}") else "")):
         try:
@@ -158,7 +158,7 @@ def _field(rubric: Rubric, value: object) -> float | None:
 
 
 def _share(rubric: Rubric, value: float) -> float | None:
-    """Maps `value` from `low`..`high` to 0..1; None outside of this range."""
+    """Maps `value` from `low`..`high` to 0..1; None outside this range."""
     return (value - rubric.low) / (rubric.high - rubric.low) if rubric.low <= value <= rubric.high else None
 
 
@@ -182,7 +182,7 @@ def register_rubric(rubric: Rubric) -> Rubric:
 
 
 def load_rubric(reference: str) -> Rubric:
-    """The rubric of a registered name or of a YAML or JSON file.  Raises: ConfigError."""
+    """Loads a rubric by its registered name, or from a YAML or JSON file.  Raises: ConfigError."""
     if reference in RUBRICS:
         return RUBRICS[reference]
     path = Path(reference)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of a language model behind an OpenAI-compatible endpoint."""
+"""The reward `llm_judge`: a language model behind an OpenAI-compatible endpoint scores responses."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ async def compute_score(
     input_price: NonNegative = 0.0,
     output_price: NonNegative = 0.0,
 ) -> dict[str, float]:
-    """The score from 0 to 1 of a judge: `model` at `endpoint` (http://127.0.0.1:8000/v1), prompted by `rubric`.
+    """Returns a judge's score from 0 to 1: `model` at `endpoint` (http://127.0.0.1:8000/v1) replies to `rubric`.
 
-    `rubric` is yes_no, scale, json, pairwise (the response against the ground truth), or a YAML or JSON file. With
-    `second_model` (it may be `model` again), at `second_endpoint` if that differs, with the key in
-    `second_key_variable`, two judges score, and the mean counts; with `combine` third, if they differ by more than
-    `tolerance`, `model` scores once more and the median counts. `key_variable` is the environment variable of the key.
-    Limits hold for each reward process; `deadline_seconds`, for all attempts, belongs below `reward.timeout_seconds`.
-    Prices are for a million tokens. An unreadable reply is requested again.  Raises: RewardError, ConfigError."""
+    `rubric` is `yes_no`, `scale`, `json`, `pairwise` (the response against the ground truth), or a YAML or JSON file.
+    `second_model` (it may be `model` again) adds a second judge, at `second_endpoint` if that differs, with the key in
+    `second_key_variable`; the mean counts. With `combine=third`, if they differ by more than `tolerance`, `model`
+    scores once more and the median counts. `key_variable` is the environment variable of the key. Limits hold for each
+    reward process. `deadline_seconds`, for all attempts, belongs below `reward.timeout_seconds`. Prices are for a
+    million tokens. An unreadable reply is requested again.  Raises: RewardError, ConfigError."""
     asked = load_cached(rubric)
     truth = "" if ground_truth is None else str(ground_truth)
     messages = asked.messages({"prompt": prompt_str, "response": solution_str, "ground_truth": truth})
@@ -76,7 +76,7 @@ async def compute_score(
 
 
 def _together(found: Sequence[JudgeReply | BaseException]) -> list[JudgeReply]:
-    """The replies of all judges.  Raises: the first error, with the tokens and the cost of all replies."""
+    """Returns the replies of all judges.  Raises: the first error, with the tokens and the cost of all replies."""
     answers = [each for each in found if isinstance(each, JudgeReply)]
     errors = [each for each in found if isinstance(each, BaseException)]
     if errors:

@@ -45,7 +45,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Served:
-    """The served model: its other names, its tokenizer, its architecture."""
+    """The served model: its other accepted names, its tokenizer, its architecture."""
 
     aliases: frozenset[str]
     tokenizer: str  # a folder, or a name on the hub
@@ -54,7 +54,7 @@ class Served:
 
 
 class TinkerApp:
-    """An ASGI application, `asgi`. All its methods except work run in the server's event loop."""
+    """An ASGI application, as `asgi`. Its methods run in the event loop, work on models in the engine's thread."""
 
     def __init__(
         self, served: Served, models: Models, thread: EngineThread, samplers: Samplers, settings: ServeSettings
@@ -91,7 +91,7 @@ class TinkerApp:
         sweeper.cancel()
 
     def _route(self, name: str, call: Call | Raw) -> Route:
-        """Makes a route for a call by a client with a key; errors become responses."""
+        """Makes a route for a call by a client with a key. It converts errors to responses."""
         method, path = name.split(" ")
 
         async def answer(request: HttpRequest) -> Response:
@@ -123,7 +123,7 @@ class TinkerApp:
         return raw
 
     def _owner(self, headers: Mapping[str, str]) -> str:
-        """The digest of a client's key.  Raises: RefusedError."""
+        """Returns the digest of a client's key.  Raises: RefusedError."""
         given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
         if not self._keys:
             check_client(headers, self._settings.host, None)
@@ -137,7 +137,7 @@ class TinkerApp:
         return JSONResponse({"status": "ok" if self._thread.death is None else "failed"})
 
     def _told(self) -> dict[str, Raw]:
-        """The constant replies by name; telemetry is not kept."""
+        """Returns the constant replies by name of the call. Telemetry is accepted but not stored."""
         model = {"model_name": self._name, "max_context_length": self._models.context, "trainable": True}
         config = {
             "pjwt_auth_enabled": False, "proto_compress_fwdbwd": True, "create_model_via_load_weights": True,
@@ -174,7 +174,7 @@ class TinkerApp:
         self._sampling.clear(session)
 
     async def _sweep(self) -> None:
-        """Ends sessions without a heartbeat, for as long as the server runs."""
+        """Ends sessions that send no heartbeat, as long as the server runs."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             for name, session in self._desk.sweep(time.monotonic()):
@@ -184,7 +184,7 @@ class TinkerApp:
     # Models.
 
     def _check_asked(self, name: str | None, raw: Raw) -> None:
-        """Raises: RefusedError for another base model, or another optimizer."""
+        """Raises: RefusedError if a client asks for another base model, or another optimizer."""
         if name is not None and name not in {self._name, *self._served.aliases}:
             raise RefusedError(400, f"this server has the model {self._name!r}, not {name!r}")
         if (optimizer := (raw.get("optimizer_config") or {}).get("type", "adamw")) != "adamw":
@@ -232,7 +232,7 @@ class TinkerApp:
         return self._enter(owner, raw["model_id"], raw["seq_id"], raw, lambda: {**work(), "path": path})
 
     async def _snapshot(self, owner: str, raw: Raw) -> Raw:
-        """Saves weights to sample from: under a name, or only for a sampler of this session."""
+        """Saves weights for sampling, either under a name or only for a sampler of this session."""
         model, number, kind = raw["model_id"], raw.get("sampling_session_seq_id"), raw.get("kind") or "snapshot"
         if kind != "snapshot":
             raise RefusedError(400, f"kind={kind!r} is not supported; leave it out, for a snapshot")
@@ -245,7 +245,7 @@ class TinkerApp:
         return self._enter(owner, model, raw["seq_id"], raw, lambda: {**work(), **told})
 
     def _saving(self, owner: str, raw: Raw, kind: str, name: str | None) -> tuple[str, Callable[[], Raw]]:
-        """The path of a checkpoint, and the work that writes it.  Raises: RefusedError."""
+        """Returns the path of a checkpoint, and a function that writes it.  Raises: RefusedError."""
         model, ttl, now = raw["model_id"], raw.get("ttl_seconds"), time.time()
         path = f"{SCHEME}{model}/{kind}/{name or format(raw['seq_id'], '06d')}"
         self._models.store.place(path)
@@ -259,7 +259,7 @@ class TinkerApp:
         return path, work
 
     async def _load(self, owner: str, raw: Raw) -> Raw:
-        """Loads weights into a model, or into a new model made for them."""
+        """Loads weights into an existing model, or into a new model that it creates."""
         path, seq, model = raw["path"], raw.get("seq_id"), raw.get("model_id")
         self._models.store.find(owner, path)
         self._check_asked(raw.get("base_model"), raw)
@@ -273,7 +273,7 @@ class TinkerApp:
         return self._enter(owner, model, seq, raw, work)
 
     def _enter(self, owner: str, model: str, seq: Any, asked: Raw | bytes, work: Work) -> Raw:
-        """Queues work for a model.  Returns a promise."""
+        """Queues the function `work` for a model.  Returns a promise of its result."""
         self._desk.owned(owner, model)
         if not isinstance(seq, int):
             raise RefusedError(400, "the request has no seq_id")
@@ -283,7 +283,7 @@ class TinkerApp:
         return {"request_id": request.id, "model_id": model}
 
     def _pump(self) -> None:
-        """Runs the next part of a work, if none is running."""
+        """Runs the next part of the next request's work, if none is running."""
         if self._is_busy or (request := self._desk.take()) is None or request.work is None:
             return
         self._is_busy, work = True, request.work
@@ -319,7 +319,7 @@ class TinkerApp:
             event.set()
 
     async def _retrieve(self, owner: str, raw: Raw) -> Raw | Response:
-        """The result of a request; after a while without a result, a reply to try again."""
+        """Returns the result of a request. If it takes too long, the reply asks the client to try again."""
         name = raw["request_id"]
         if self._desk.find(owner, name).result is None:
             try:
@@ -365,7 +365,7 @@ class TinkerApp:
 
 
 def _card(path: str, size: int, saved: Saved) -> Raw:
-    """A checkpoint in the form that the SDK reads."""
+    """Converts a checkpoint to the form that the SDK reads."""
     kind = "training" if f"/{WEIGHTS}/" in path else "sampler"
     when = {"time": _date(saved.time), "expires_at": None if saved.expires is None else _date(saved.expires)}
     where = {"checkpoint_id": "/".join(path.split("/")[-2:]), "checkpoint_type": kind, "tinker_path": path}

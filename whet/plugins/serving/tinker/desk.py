@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state machine of sessions, models and futures: without socket, clock or thread. Times are arguments, in seconds.
+"""The state machine of sessions, models and requests, without socket, clock or thread. Times are arguments, in seconds.
 
-The requests of a model run in the order of their `seq_id`: an early one is held until the ones before it arrive, a
-repeated one counts as the same request. Models take turns. Each object belongs to a session, and a session to the owner
-of a key; other owners cannot see it. A session without a heartbeat ends with all its objects."""
+A model runs its requests in the order of their `seq_id`. An early request is held until the earlier ones arrive; a
+repeated request counts once. Models take turns. Each object belongs to a session, and each session to the owner of a
+key; other owners cannot see it. A session without a heartbeat ends with all its objects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = 1000  # bytes of a result without tensors, about
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of one server."""
+    """The limits of one server."""
 
     sessions: int = 64
     models: int = 32
@@ -59,7 +59,7 @@ class ClientSession:
 
 @dataclass
 class DeskRequest:
-    """A request, with its result once there is one."""
+    """A request, and its result once it has one."""
 
     id: str
     session: ClientSession
@@ -73,7 +73,7 @@ class DeskRequest:
 
 @dataclass
 class Model:
-    """The order of a model's requests."""
+    """The queue of a model's requests, in order."""
 
     session: ClientSession
     next: int = 0
@@ -82,10 +82,10 @@ class Model:
 
 
 class Desk:
-    """The open sessions of clients, their models, and the requests in work or with an unread result."""
+    """The open sessions of clients, their models, and the requests that run or have an unread result."""
 
     def __init__(self, bounds: Bounds, finished: Callable[[str], None] = lambda request: None) -> None:
-        """`finished` is called with the id of each request that gets a result."""
+        """Creates an empty desk. It calls `finished` with the id of each request that gets a result."""
         self.bounds, self._finished = bounds, finished
         self.sessions: dict[str, ClientSession] = {}
         self.models: OrderedDict[str, Model] = OrderedDict()
@@ -100,7 +100,7 @@ class Desk:
     def check_room(
         self, owner: str, what: str, most: int, held: Callable[[ClientSession], int], number: int = 1
     ) -> None:
-        """Checks that an owner takes at most half of the room that others leave, so that some room is always left.
+        """Checks that an owner takes at most half of the room that others leave, so that some room is always free.
         Raises: RefusedError."""
         own = sum(held(each) for each in self.sessions.values() if each.owner == owner)
         others = sum(map(held, self.sessions.values())) - own
@@ -109,7 +109,7 @@ class Desk:
             raise RefusedError(429, f"{found}; end some, or come again later")
 
     def session(self, owner: str, name: str, now: float | None = None) -> ClientSession:
-        """The session of an owner; `now`, if given, counts as a sign of life.  Raises: RefusedError."""
+        """Returns an owner's session. `now`, if given, counts as a heartbeat.  Raises: RefusedError."""
         found = self.sessions.get(name)
         if found is None or found.owner != owner:
             raise RefusedError(410, f"there is no session {name}; it has ended, or is that of another key")
@@ -117,7 +117,7 @@ class Desk:
         return found
 
     def owned(self, owner: str, name: str) -> ClientSession:
-        """The session of the model or sampler `name`.  Raises: RefusedError."""
+        """Returns the session of the model or sampler `name`.  Raises: RefusedError."""
         for part in (MODEL, SAMPLER):
             session = self.sessions.get(name.rpartition(part)[0])
             if session is not None and session.owner == owner and name in {*session.models, *session.samplers}:
@@ -125,7 +125,7 @@ class Desk:
         raise RefusedError(404, f"there is no model or sampler {name}; its session has ended, or it is another key's")
 
     def add_model(self, owner: str, session: str, number: int, now: float) -> str:
-        """The name of a new model, or of the model that already has this number.  Raises: RefusedError."""
+        """Adds a model, unless the session has one with this number. Returns its name.  Raises: RefusedError."""
         own, name = self.session(owner, session, now), f"{session}{MODEL}{number}"
         if name not in own.models:
             self.check_room(owner, "models", self.bounds.models, lambda each: len(each.models))
@@ -134,13 +134,13 @@ class Desk:
         return name
 
     def add_sampler(self, session: ClientSession, number: int, path: str | None) -> str:
-        """The name of a new sampler, or of the sampler that already has this number."""
+        """Adds a sampler, unless the session has one with this number. Returns its name."""
         name = f"{session.name}{SAMPLER}{number}"
         session.samplers.setdefault(name, path)
         return name
 
     def enter(self, model: str, seq: int, digest: bytes, work: Work, size: int, now: float) -> DeskRequest:
-        """Takes a request of a model in order; a request that is already there is returned.  Raises: RefusedError."""
+        """Enters a request of a model in order; returns the earlier one if it repeats.  Raises: RefusedError."""
         own, name = self.models[model], f"{model}:{seq}"
         if (known := self._known(name, digest)) is not None:
             return known
@@ -156,7 +156,7 @@ class Desk:
         return request
 
     def note(self, name: str, session: ClientSession, digest: bytes) -> bool:
-        """Takes a request without a place in an order.  Returns whether it is new.  Raises: RefusedError."""
+        """Enters a request that needs no order.  Returns whether it is new.  Raises: RefusedError."""
         if is_new := self._known(name, digest) is None:
             self._add(DeskRequest(name, session, digest, 0))
         return is_new
@@ -175,7 +175,7 @@ class Desk:
         return request
 
     def take(self) -> DeskRequest | None:
-        """The next request to run: models take turns."""
+        """Takes the next request to run from the queues; models take turns."""
         for name, model in self.models.items():
             if model.ready:
                 self.models.move_to_end(name)
@@ -183,12 +183,12 @@ class Desk:
         return None
 
     def put_back(self, request: DeskRequest) -> None:
-        """Takes back an unfinished request, as the next one of its model."""
+        """Puts an unfinished request back, as the next request of its model."""
         if (model := self.models.get(request.id.rpartition(":")[0])) is not None:
             model.ready.appendleft(request)
 
     def finish(self, name: str, result: Result) -> None:
-        """Stores the result of a request, unless its session has ended."""
+        """Stores the result of a request, unless the request's session has ended."""
         request = self.requests.get(name)
         if request is not None and request.result is None:
             request.result, request.work = result, None
@@ -198,7 +198,7 @@ class Desk:
             self._finished(name)
 
     def find(self, owner: str, name: str) -> DeskRequest:
-        """A request of an owner.  Raises: RefusedError."""
+        """Returns a request of an owner.  Raises: RefusedError."""
         request = self.requests.get(name)
         if request is None or request.session.owner != owner:
             found = "its session has ended, or its result was read long ago"
@@ -206,7 +206,7 @@ class Desk:
         return request
 
     def read(self, owner: str, name: str, now: float) -> Result:
-        """The result of a finished request.  Raises: RefusedError."""
+        """Returns the result of a finished request, and notes that it was read.  Raises: RefusedError."""
         request = self.find(owner, name)
         assert request.result is not None
         if request.read_at is None:
@@ -215,8 +215,8 @@ class Desk:
         return request.result
 
     def sweep(self, now: float) -> list[tuple[str, ClientSession]]:
-        """Ends sessions without a sign of life, fails requests that wait for a missing one, and drops results that were
-        read.  Returns the sessions that ended."""
+        """Ends sessions without a heartbeat, fails requests that wait for a missing earlier one, and drops results that
+        were read.  Returns the ended sessions."""
         for model in self.models.values():
             if model.held and now - min(each.held_since for each in model.held.values()) > self.bounds.gap_seconds:
                 late, model.next = list(model.held.values()), max(model.held) + 1

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The SDK's rows and losses, as a batch and an objective of whet's training engines.
+"""Converts the SDK's rows and losses to a batch and an objective of whet's training engines.
 
 A loss is a weighted sum over tokens, so that chunks of a batch add up and clients choose the divisor. With weight 1/N
-on each of N tokens, `cross_entropy` has the gradient of `whet sft`, and a policy loss the gradient of `whet train`, bit
-for bit, as rows have the same layout."""
+on each of N tokens, `cross_entropy` has the gradient of `whet sft`, and a policy loss has the gradient of `whet train`,
+bit for bit, since rows have the same layout."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ RELATIVE = ("ppo_clip", "gspo")  # their bounds are distances from 1, the SDK's 
 
 
 def objective_of(name: str, options: Mapping[str, float | str], *, is_picked: bool) -> SumObjective:
-    """The objective of a loss by name, with its options, for rows with `is_picked` targets.  Raises: RegistryError,
+    """Builds the objective of the loss `name` with its options; `is_picked`: see SumObjective.  Raises: RegistryError,
     ConfigError."""
     given = dict(options)
     aggregation = str(given.pop(AGGREGATION, "token-sum"))
@@ -64,7 +64,7 @@ def objective_of(name: str, options: Mapping[str, float | str], *, is_picked: bo
 
 @dataclass(frozen=True)
 class SumObjective(LossObjective):
-    """A loss by name, which also keeps the log-probs that it read, by row of the batch."""
+    """Sums a loss, given by name, over tokens. It also keeps the log-probs that the loss read, by row of the batch."""
 
     name = "tinker"
     is_picked: bool = False  # targets are not the next tokens, or several a place
@@ -73,13 +73,13 @@ class SumObjective(LossObjective):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Outputs of the model: log-probs of the next tokens, or over the vocabulary if `is_picked`, and the loss's
-        own."""
+        """Returns the model outputs that the loss reads: log-probs of the next tokens, or of the whole vocabulary if
+        `is_picked`, and its own."""
         own = frozenset() if self.loss_name == CROSS_ENTROPY else POLICY_OUTPUTS & {*self.function.columns}
         return own | {"vocab_log_probs" if self.is_picked else "log_probs"}
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
-        """The sum of these rows' losses."""
+        """Returns the sum of the losses of these rows, and metrics."""
         log_probs = targets_of(outputs, batch)
         self.seen.update(zip(batch["row"].tolist(), log_probs.detach().cpu(), strict=True))
         if self.is_picked and self.loss_name != CROSS_ENTROPY:
@@ -96,7 +96,7 @@ class SumObjective(LossObjective):
 
 
 def targets_of(outputs: Columns, batch: Columns) -> torch.Tensor:
-    """Log-probs of the targets: the next tokens [B, R], or the tokens in the column `picked` [B, R, K]."""
+    """Returns the log-probs of the targets: the next tokens [B, R], or the tokens in the column `picked` [B, R, K]."""
     if "picked" not in batch:
         found: torch.Tensor = outputs["log_probs"]
         return found
@@ -105,7 +105,7 @@ def targets_of(outputs: Columns, batch: Columns) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class DatumRows:
-    """The rows of a request as a batch. Position t of datum i is column t + `starts[i]` of its row."""
+    """The rows of a request as a batch. Position t of datum i is in column t + `starts[i]` of its row."""
 
     data: Sequence[Datum]
     batch: Batch
@@ -114,8 +114,8 @@ class DatumRows:
 
     @classmethod
     def of(cls, data: Sequence[Datum], loss: str, vocab_size: int, context: int) -> DatumRows:
-        """Lays rows out for a loss. The prompt of a row is its first token for imitation, as in `whet sft`; for a
-        policy loss all tokens before the first trained one, which rows share.  Raises: DataError."""
+        """Arranges `data` as a batch. For the loss `cross_entropy` the prompt of a row is its first token, as in `whet
+        sft`. For a policy loss it is all tokens before the first trained one; rows can share it.  Raises: DataError."""
         masks = [trained(datum, number, loss, vocab_size, context) for number, datum in enumerate(data)]
         targets = [datum.inputs[TARGETS] for datum in data]
         if len({target.shape[1:] for target in targets}) > 1:
@@ -151,13 +151,13 @@ class DatumRows:
         return cls(data, Batch.of({**found, **_inputs(data, loss, is_picked, column)}), starts, is_picked)
 
     def with_all_places(self) -> Batch:
-        """The batch with every position of every row, for a pass without a loss."""
+        """Returns the batch with every position of every row, for a pass without a loss."""
         width = self.batch["response_mask"].shape[1]
         ends = torch.tensor([len(each.tokens) + start for each, start in zip(self.data, self.starts, strict=True)])
         return self.batch.with_columns(response_mask=(torch.arange(width) < ends[:, None]).long())
 
     def outputs(self, seen: Mapping[int, torch.Tensor]) -> list[Floats]:
-        """Log-probs of each datum in the shape of its targets, 0 at unknown positions."""
+        """Returns the log-probs of each datum in the shape of its targets, 0 at unknown positions."""
         found = list[Floats]()
         for row, (datum, start) in enumerate(zip(self.data, self.starts, strict=True)):
             shape = datum.inputs[TARGETS].shape
@@ -169,7 +169,7 @@ class DatumRows:
         return found
 
     def prepared(self, objective: SumObjective) -> Batch:
-        """The batch with the columns that a loss computes over all rows."""
+        """Adds the columns that a loss computes over all rows together."""
         if objective.loss_name == CROSS_ENTROPY:
             return self.batch
         columns = with_mini_batch_columns(objective.function, self.batch.tensors())
@@ -177,7 +177,7 @@ class DatumRows:
 
 
 def _inputs(data: Sequence[Datum], loss: str, is_picked: bool, column: Any) -> dict[str, torch.Tensor]:
-    """Columns of the inputs, under whet's names.  Raises: DataError if rows have different inputs."""
+    """Converts inputs to columns with whet's names.  Raises: DataError if rows have different inputs."""
     given = [datum.inputs.keys() - {TARGETS, *MASKS[1:]} for datum in data]
     if missing := set[str]().union(*given) - given[0].intersection(*given):
         raise DataError(f"input {min(missing)!r}", "is not in all rows", "the same inputs in each row")
@@ -196,8 +196,8 @@ def _inputs(data: Sequence[Datum], loss: str, is_picked: bool, column: Any) -> d
 
 
 def trained(datum: Datum, number: int, loss: str, vocab_size: int, context: int) -> npt.NDArray[np.bool_]:
-    """The mask [n] of trained positions: where a weight is not 0; without weights all, or for a policy loss the
-    positions where an advantage or a sampled log-prob is not 0.  Raises: DataError for an unreadable datum."""
+    """Returns the mask [n] of trained positions, where the weight is not 0. Without weights it is all positions, or for
+    a policy loss where an advantage or a sampled log-prob is not 0.  Raises: DataError for an invalid datum."""
     where, size = f"datum {number}", len(datum.tokens)
     if not 0 < size <= context:
         raise DataError(f"{where}: tokens", size, f"1 to {context}, which the model reads", "shorten it")
@@ -223,6 +223,6 @@ def trained(datum: Datum, number: int, loss: str, vocab_size: int, context: int)
 
 
 def _are_next(datum: Datum, mask: npt.NDArray[np.bool_], targets: npt.NDArray[Any], loss: str) -> bool:
-    """Tells whether the targets are the next tokens; for a policy loss, at trained places."""
+    """Tells whether the targets are the next tokens; for a policy loss, only at trained positions."""
     read = mask[:-1] | (loss == CROSS_ENTROPY)
     return targets.ndim == 1 and bool(((targets[:-1] == datum.tokens[1:]) | ~read).all())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clients' models, all on one base model: trains, saves and loads them, and gives their modules to the sampler."""
+"""Trains, saves and loads the clients' models, which share one base model, and gives their modules to the sampler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ATTENTION = ("attn", "attention", "mixer")  # in the name of a module with layer
 
 
 class Models:
-    """Creates, trains, saves and loads models, and supplies modules to sample from. One thread calls all methods."""
+    """Creates, trains, saves and loads models, and returns modules to sample from. One thread calls all methods."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Models:
         engine: str = "single",
         ranks: Callable[..., Any] | None = None,
     ) -> None:
-        """`ranks` calls a method of `Training` in other processes; by default this process does."""
+        """Creates no model yet. `ranks` calls a method of `Training` in other processes; by default in this process."""
         self.base, self.name, self.store, self.context = base.module, name, store, context
         nn.Module.to(self.base, device)
         self.vocab_size: int = self.base.config.get_text_config().vocab_size
@@ -61,14 +61,14 @@ class Models:
         self._kinds[model_id] = kind
 
     def drop(self, model_id: str) -> None:
-        """Frees a model, and the modules of its snapshots."""
+        """Frees a model, and the modules of the model's snapshots."""
         if self._kinds.pop(model_id, None) is not None:
             self._train("drop", model_id)
         for path in [each for each in self._sampled if f"//{model_id}/" in each]:
             del self._sampled[path]
 
     def kind_of(self, model_id: str) -> ModelKind:
-        """The kind of a model."""
+        """Returns the kind of a model."""
         return self._kinds[model_id]
 
     def _role_of(self, kind: ModelKind) -> SharedRole:
@@ -76,7 +76,7 @@ class Models:
         return replace(self._role, lora=lora, seed=kind.seed, adapts_head=kind.train_unembed)
 
     def _targets(self, kind: ModelKind) -> list[str]:
-        """Names of the layers that get an adapter; empty for all.  Raises: ConfigError."""
+        """Returns the names of the layers that get an adapter; empty for all layers.  Raises: ConfigError."""
         if kind.train_attn and kind.train_mlp:
             return []
         head = self.base.get_output_embeddings()
@@ -91,31 +91,31 @@ class Models:
         return sorted(chosen)
 
     def loss(self, request: LossRequest) -> Iterator[bytes | None]:
-        """Computes a loss, and adds its gradient to the next step's. Yields None after each part of the work, and at
-        last a ForwardBackwardOutput.  Raises: DataError, RegistryError, ConfigError."""
+        """Computes a loss, and accumulates its gradient for the next step. Yields None after each part of the work, and
+        finally a ForwardBackwardOutput.  Raises: DataError, RegistryError, ConfigError."""
         yield from self._train("loss", request, self.vocab_size, self.context)
 
     def step(self, model_id: str, params: Mapping[str, Any]) -> dict[str, float]:
-        """Takes a step of AdamW with the SDK's numbers.  Returns metrics.  Raises: ConfigError."""
+        """Takes an AdamW step with the SDK's parameters.  Returns metrics.  Raises: ConfigError."""
         found: dict[str, float] = self._train("step", model_id, params)
         return found
 
     def save(self, model_id: str, path: str, saved: Saved, *, overwrite: bool) -> None:
-        """Writes a checkpoint to train on, or the weights alone to sample from.  Raises: RefusedError."""
+        """Writes a checkpoint: for training, or with weights alone for sampling.  Raises: RefusedError."""
         place = self.store.begin(path, overwrite)
         self._train("save", model_id, place, f"/{WEIGHTS}/" in path)
         self._sampled.pop(path, None)
         self.store.end(place, saved)
 
     def load(self, owner: str, model_id: str, path: str, *, optimizer: bool) -> None:
-        """Loads a checkpoint into a new model, or one of its kind.  Raises: RefusedError, EngineError."""
+        """Loads a checkpoint into a new model, or into a model of the same kind.  Raises: RefusedError, EngineError."""
         place, saved = self.store.find(owner, path)
         if model_id not in self._kinds:
             self.create(model_id, saved.kind)
         self._train("load", model_id, place, optimizer)
 
     def module(self, owner: str, path: str | None) -> PreTrainedModel:
-        """The base, or the module with the weights of a checkpoint.  Raises: RefusedError, EngineError."""
+        """Returns the base, or a module with a checkpoint's weights.  Raises: RefusedError, EngineError."""
         if path is None:
             return self.base
         place, saved = self.store.find(owner, path)
@@ -132,15 +132,15 @@ class Models:
         return nn.Module.to(whole, self.base.device).requires_grad_(False).eval()
 
     def scores(self, module: PreTrainedModel, prompt: tuple[int, ...], likeliest: int) -> PromptScores:
-        """Log-probs of a prompt's tokens, and the most probable tokens at each position."""
+        """Computes the log-probs of a prompt's tokens, and the most probable tokens at each position."""
         own, tables = prompt_log_probs(module, prompt, likeliest, self._role.forward)
         return PromptScores(np.array([np.nan, *own], np.float32), [[], *tables] if likeliest else [])
 
 
 @torch.no_grad()
 def fill(module: nn.Module, weights: Mapping[str, torch.Tensor], path: str) -> None:
-    """Copies whole weights into a module, or adapter weights into its adapter.  Raises: EngineError for another model's
-    weights."""
+    """Copies whole weights into a module, or adapter weights into its adapter.  Raises: EngineError for weights of
+    another model."""
     own = dict(adapter_weights(module)) or dict(module.named_parameters())
     if weights.keys() != own.keys() or any(own[name].shape != each.shape for name, each in weights.items()):
         raise EngineError(path, "has the weights of another model", "those of one with the same base and rank")

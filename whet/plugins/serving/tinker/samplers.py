@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples from several modules on one device with one rollout engine, one module at a time, in turns."""
+"""Samples from several modules on one device with one rollout engine. The modules take turns."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ MOST_SECONDS = 2.0  # of sampling between two calls
 
 
 class Shared(RolloutEngine, SharesModule, Protocol):
-    """An engine that can sample from modules of this process."""
+    """A rollout engine that can sample from modules of this process."""
 
 
 @dataclass(frozen=True)
 class SampleRequest(Request):
-    """A request with the name of the weights to sample from."""
+    """A request with the name of the weights that shall sample it."""
 
     source: Source = ("", None)
 
 
 class Samplers:
-    """A rollout engine whose requests name their weights. When it is idle it switches to the weights of the oldest
-    waiting request; while others wait, no more requests start with the present weights."""
+    """A rollout engine that gets the weights' name with each request. When idle, it switches to the weights of the
+    oldest waiting request. While requests for other weights wait, it starts no more for the present weights."""
 
     def __init__(self, engine: Shared, module: Callable[[str, str | None], PreTrainedModel]) -> None:
-        """`module` returns the module with some weights; it may raise WhetError or RefusedError."""
+        """Wraps an engine. `module` returns the module with given weights; it may raise WhetError or RefusedError."""
         self._engine, self._module = engine, module
         self._waiting: OrderedDict[Source, deque[SampleRequest]] = OrderedDict()
         self._source: Source | None = None
@@ -58,12 +58,12 @@ class Samplers:
         self.spent = 0.0  # seconds of the last call beside sampling, which has as long afterwards
 
     def submit(self, request: SampleRequest) -> bool:
-        """Takes a request."""
+        """Queues a request."""
         self._waiting.setdefault(request.source, deque()).append(request)
         return True
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """Decodes.  Raises: the engine's errors; `lost`."""
+        """Decodes, and returns events.  Raises: the engine's errors, and `lost`."""
         if self.lost is not None:
             raise self.lost
         until = time.monotonic() + max(timeout_seconds, min(self.spent, MOST_SECONDS))
@@ -82,7 +82,7 @@ class Samplers:
                 return events
 
     def _switch(self) -> None:
-        """Attaches the weights that have waited longest, and starts all of their requests."""
+        """Switches to the weights that have waited longest, and starts all of their requests."""
         source = next(iter(self._waiting))
         try:
             module = self._module(*source)
@@ -117,7 +117,7 @@ class Samplers:
         self._engine.abort(self._running.intersection(uids))
 
     def status(self) -> Status:
-        """The numbers of running and waiting requests."""
+        """Returns the numbers of running and waiting requests."""
         return Status(self._switches, len(self._running), sum(map(len, self._waiting.values())))
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that sample, and that score prompts."""
+"""The client calls that sample responses and score prompts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_LIKELIEST = 128  # tokens of a place
 
 
 class Sampling:
-    """The samples of clients, from the request until the result."""
+    """Samples for clients, from the request until the result."""
 
     def __init__(
         self, models: Models, thread: EngineThread, settings: ServeSettings, desk: Desk, reader: BodyReader
@@ -38,7 +38,7 @@ class Sampling:
         self._tasks: dict[str, asyncio.Task[bytes]] = {}
 
     def clear(self, session: ClientSession) -> None:
-        """Ends the samples of a session that has ended."""
+        """Ends the samples of an ended session."""
         for name, task in list(self._tasks.items()):
             if name.rpartition(":")[0] in session.samplers:
                 task.cancel()
@@ -70,7 +70,7 @@ class Sampling:
         self._desk.finish(name, result)
 
     async def _run(self, source: Source, raw: Raw, uids: list[str]) -> bytes:
-        """Scores a prompt, and samples its responses.  Returns a SampleResponse."""
+        """Scores a prompt and samples responses to it.  Returns a SampleResponse."""
         widths = int(raw.get("topk_sample_logprobs") or 0), int(raw.get("topk_prompt_logprobs") or 0)
         if not 0 <= min(widths) <= max(widths) <= MOST_LIKELIEST:
             raise RefusedError(400, f"{max(widths)} likeliest tokens are asked for, of at most {MOST_LIKELIEST}")
@@ -80,8 +80,8 @@ class Sampling:
         return write_samples(samples, scores, *widths)
 
     def _asked(self, raw: Raw) -> tuple[tuple[int, ...], SamplingParams]:
-        """The prompt and the sampling parameters, with the checks of /v1/completions.  Raises: RefusedError, DataError,
-        ApiError."""
+        """Returns the prompt and the sampling parameters, checked as by /v1/completions.  Raises: RefusedError,
+        DataError, ApiError."""
         for name in ("prompt_alt_tokens_k", "target_prompt_logprobs"):
             if raw.get(name):
                 raise RefusedError(400, f"{name} is not supported")
@@ -115,7 +115,7 @@ class Sampling:
     async def _completions(
         self, source: Source, raw: Raw, prompt: tuple[int, ...], params: SamplingParams, uids: list[str]
     ) -> list[Completion]:
-        """Samples.  Raises: WhetError, RefusedError."""
+        """Samples the responses.  Raises: WhetError, RefusedError."""
         seed, queue = (raw.get("sampling_params") or {}).get("seed"), asyncio.Queue[Event | WhetError]()
         seconds, done, requests = self._settings.deadline_seconds, dict[str, Completion](), list[SampleRequest]()
         for index, uid in enumerate(uids):
@@ -141,13 +141,13 @@ class Sampling:
 
 
 def digest(asked: Raw | bytes) -> bytes:
-    """A hash that tells requests of one name apart."""
+    """Hashes a request, to detect a different request under the same name."""
     body = asked if isinstance(asked, bytes) else json.dumps(asked, sort_keys=True).encode()
     return hashlib.blake2b(body, digest_size=16).digest()
 
 
 def failure_of(name: str, error: BaseException) -> RequestFailure:
-    """An error in the form for the client; the traceback of a bug goes to the log."""
+    """Converts an error to the form for the client. The traceback of a bug goes to the log."""
     if isinstance(error, WhetError | RefusedError | ApiError):
         return RequestFailure(str(error), "server" if isinstance(error, WorkerError) else "user")
     log.error("request %s failed", name, exc_info=error)

@@ -59,7 +59,7 @@ def serve(settings: ServeSettings) -> None:
 
 
 def _engine(settings: ServeSettings, folder: str, dtype: Literal["float32", "bfloat16"]) -> Shared:
-    """The engine that samples.  Raises: ConfigError for one that cannot sample from a module of this process."""
+    """Returns the engine that samples.  Raises: ConfigError if it cannot sample from a module of this process."""
     rollout, model = sampling_of(settings, folder, dtype)
     load = cache(partial(load_tokenizer, folder, trust_remote_code=settings.trust_remote_code))
     engine = rollout_engine(rollout, torch_dtype(dtype), load, devices.here(), model)

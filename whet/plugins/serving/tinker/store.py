@@ -24,7 +24,7 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
 
 @dataclass(frozen=True)
 class ModelKind:
-    """The base and the adapter of a model; a checkpoint fits models of the same kind."""
+    """The base and the adapter of a model. A checkpoint fits only models of the same kind."""
 
     base_model: str
     rank: int  # of the adapter; 0: all weights are trained
@@ -36,7 +36,7 @@ class ModelKind:
 
 @dataclass(frozen=True)
 class Saved:
-    """The meta.json of a checkpoint."""
+    """The contents of a checkpoint's meta.json."""
 
     owner: str  # digest of the client's key
     kind: ModelKind
@@ -46,13 +46,13 @@ class Saved:
 
 
 class Store:
-    """The folder of checkpoints. Paths of other owners do not exist for a client."""
+    """The folder of checkpoints. A client cannot see checkpoints of other owners."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def place(self, path: str) -> Path:
-        """The folder of a path.  Raises: RefusedError."""
+        """Returns the folder of a `tinker://` path.  Raises: RefusedError."""
         parts = path.removeprefix(SCHEME).split("/")
         if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in (WEIGHTS, SAMPLER):
             raise RefusedError(400, f"{path!r} is no path tinker://MODEL/{WEIGHTS}/NAME")
@@ -61,7 +61,7 @@ class Store:
         return self.folder.joinpath(*parts)
 
     def find(self, owner: str, path: str) -> tuple[Path, Saved]:
-        """A checkpoint with its meta.json.  Raises: RefusedError if it is missing or belongs to another owner."""
+        """Finds a checkpoint and its meta.json.  Raises: RefusedError if it is missing or belongs to another owner."""
         place = self.place(path)
         saved = _read(place)
         if saved is None or saved.owner != owner:
@@ -69,7 +69,7 @@ class Store:
         return place, saved
 
     def begin(self, path: str, overwrite: bool) -> Path:
-        """The folder of a new checkpoint.  Raises: RefusedError if it exists."""
+        """Creates the folder of a new checkpoint.  Raises: RefusedError if it exists and `overwrite` is false."""
         place = self.place(path)
         if _read(place) is not None and not overwrite:
             raise RefusedError(409, f"there is a checkpoint {path}; give another name, or overwrite=True")
@@ -86,7 +86,7 @@ class Store:
         shutil.rmtree(self.find(owner, path)[0])
 
     def listed(self, owner: str, model: str | None = None) -> Iterator[tuple[str, Path, Saved]]:
-        """The checkpoints of an owner, by path, oldest first."""
+        """Yields the checkpoints of an owner with their paths, oldest first."""
         pattern = "*/*/*" if model is None else f"{model}/*/*" if NAME.fullmatch(model) else "-"
         found = [(place, _read(place)) for place in self.folder.glob(pattern)]
         kept = [(place, saved) for place, saved in found if saved is not None and saved.owner == owner]
@@ -95,12 +95,12 @@ class Store:
 
 
 def size_of(place: Path) -> int:
-    """Bytes of a checkpoint."""
+    """Returns the size of a checkpoint in bytes."""
     return sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
 
 
 def _read(place: Path) -> Saved | None:
-    """The meta.json of a folder; None if it is missing, or has expired and is then removed."""
+    """Reads the meta.json of a folder; None if it is missing. An expired checkpoint is removed, and None too."""
     try:
         raw: dict[str, Any] = json.loads((place / META).read_text())
     except (OSError, ValueError):

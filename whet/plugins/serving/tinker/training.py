@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that train the clients' models: in the server's process, or on each rank of several processes."""
+"""Trains the clients' models with engines: in the server's process, or on each rank of several processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Engine = Any  # whet.engines.engine.Engine, which a file of this layer does not 
 
 @dataclass(frozen=True)
 class Base:
-    """The model in a folder, kept in memory after its first use."""
+    """The base model in a folder; it stays in memory after its first use."""
 
     folder: str
     trust_remote_code: bool = False
@@ -49,19 +49,19 @@ class Base:
 
     @cached_property
     def module(self) -> PreTrainedModel:
-        """The model, with no weight trained.  Raises: ModelError."""
+        """Returns the model, with all weights frozen.  Raises: ModelError."""
         module = load_policy(self.folder, trust_remote_code=self.trust_remote_code)
         return module.requires_grad_(False).eval()
 
 
 @dataclass(frozen=True)
 class SharedRole(RoleSettings):
-    """Settings of one of several models in a process. An adapter's module copies `base` but shares its weights."""
+    """The settings of one of several models in a process. An adapter's module copies `base` but shares its weights."""
 
     base: Base | None = None
 
     def whole_model(self) -> TrainedModel:
-        """The model from its files, or an adapter on the weights of the base."""
+        """Loads the model from its files, or puts an adapter on the weights of the base."""
         if self.base is None or self.lora is None:
             return super().whole_model()
         base = self.base.module
@@ -70,7 +70,7 @@ class SharedRole(RoleSettings):
 
 
 class Training:
-    """The engines of models. One thread calls all methods, in the same way on each rank of `group`."""
+    """The training engines of models. One thread calls all methods, in the same order on each rank of `group`."""
 
     def __init__(self, base: Base, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         self._base, self._device, self._group = base, device, group
@@ -87,8 +87,8 @@ class Training:
         self.engines.pop(model_id, None)
 
     def loss(self, request: LossRequest, vocab_size: int, context: int) -> Iterator[bytes | None]:
-        """Computes a loss, and adds its gradient to the next step's. Yields None after each part of the work, and at
-        last a ForwardBackwardOutput.  Raises: DataError, RegistryError, ConfigError."""
+        """Computes a loss, and accumulates its gradient for the next step. Yields None after each part of the work, and
+        finally a ForwardBackwardOutput.  Raises: DataError, RegistryError, ConfigError."""
         if not request.data:
             raise DataError("data", "is empty", "rows")
         engine = self.engines[request.model_id]
@@ -120,8 +120,8 @@ class Training:
         yield write_loss_output(rows.outputs(seen), {"loss:sum": total})
 
     def _parts(self, engine: Engine, batch: Batch, is_picked: bool) -> Iterable[list[int]]:
-        """The rows of this rank by forward pass, the same number on each rank: one row each if the whole vocabulary is
-        read; all rows at once if experts have an auxiliary loss, which is over all rows together."""
+        """Returns this rank's rows for each of the forward passes, equally many on each rank: one row each if the loss
+        reads the whole vocabulary; all rows together if experts have an auxiliary loss, which is over all rows."""
         rows = [*range(engine.dp_rank, len(batch), engine.dp_size)]
         if is_picked:
             return (rows[at : at + 1] for at in range(-(-len(batch) // engine.dp_size)))
@@ -131,7 +131,7 @@ class Training:
         return found
 
     def step(self, model_id: str, params: Mapping[str, Any]) -> dict[str, float]:
-        """Takes a step of AdamW with the SDK's numbers.  Returns metrics.  Raises: ConfigError."""
+        """Takes an AdamW step with the SDK's parameters.  Returns metrics.  Raises: ConfigError."""
         engine = self.engines[model_id]
         lr, beta1, beta2, eps, decay, clip = (float(params.get(name, default)) for name, default in ADAM.items())
         if not (0 <= lr < np.inf and 0 <= beta1 < 1 and 0 <= beta2 < 1 and 0 < eps < np.inf and 0 <= decay < np.inf):
@@ -146,7 +146,7 @@ class Training:
         return {name.rpartition("/")[2]: float(value) for name, value in found.items()}
 
     def save(self, model_id: str, place: Path, trains: bool) -> None:
-        """Writes all trained weights and, with `trains`, the engine's state."""
+        """Writes all trained weights, and the engine's state if it `trains`."""
         engine = self.engines[model_id]
         weights = engine.adapter_weights() if engine.role.lora is not None else engine.named_weights()
         whole = {name: each.cpu() for name, each in weights}  # every rank takes part
@@ -156,7 +156,7 @@ class Training:
             engine.save(place / STATE, None)
 
     def load(self, model_id: str, place: Path, optimizer: bool) -> None:
-        """Loads weights, with the optimizer's state or a new one.  Raises: EngineError for another model's."""
+        """Loads weights, with the optimizer's state or a new one.  Raises: EngineError for another model's weights."""
         engine = self.engines[model_id]
         if not (place / STATE).exists():
             raise EngineError(place.name, "has no state to train from", "weights that save_state wrote")
@@ -176,7 +176,7 @@ class TrainingRank(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def do(self, method: str, arguments: Sequence[Any]) -> Any:
-        """Calls a method of `Training`. A user's error is returned, as raising it would end all ranks."""
+        """Calls a method of `Training`. Returns a user's error, since raising it would end all ranks."""
         try:
             found = getattr(self._training, method)(*arguments)
             return [*found][-1:] if isinstance(found, Iterator) else found
@@ -185,7 +185,7 @@ class TrainingRank(Worker):
 
 
 class TrainingRanks:
-    """Calls `Training` on each rank of processes started by this one."""
+    """Calls `Training` on each rank, in processes that this one starts."""
 
     def __init__(self, base: Base, processes: int) -> None:
         spec = WorkerSpec("training", TrainingRank, (base,))
@@ -193,7 +193,7 @@ class TrainingRanks:
         self.close = self._group.close
 
     def __call__(self, method: str, *arguments: Any) -> Any:
-        """The result of the first rank.  Raises: the method's errors; WorkerError if the ranks are lost."""
+        """Returns the first rank's result of a method.  Raises: the method's errors; WorkerError if ranks are lost."""
         found = self._group.call("do", method, arguments)
         for each in found:
             if isinstance(each, WhetError):

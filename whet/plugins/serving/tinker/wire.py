@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of the tinker SDK: its protobuf messages, and zstd."""
+"""Reads and writes the bytes of the tinker SDK: its protobuf messages, and zstd."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TopkLogprobs: bytes token_ids 1, bytes logprobs 2, uint32 k 3, uint32 length 4
 
 
 def _classes() -> dict[str, Any]:
-    """The classes of `MESSAGES` by name."""
+    """Returns the protobuf classes of `MESSAGES` by name."""
     file, kinds = descriptor_pb2.FileDescriptorProto(name="whet_tinker.proto"), descriptor_pb2.FieldDescriptorProto
     for name, fields in re.findall(r"^(\w+): (.*(?:\n +.*)*)", MESSAGES, re.MULTILINE):
         message = file.message_type.add(name=name)
@@ -73,17 +73,17 @@ CLASSES = _classes()
 
 @dataclass(frozen=True)
 class Datum:
-    """A sequence to train on: position t reads `tokens[: t + 1]` and predicts `inputs["target_tokens"][t]`."""
+    """A sequence to train on. Position t reads `tokens[: t + 1]` and predicts `inputs["target_tokens"][t]`."""
 
     tokens: npt.NDArray[np.int64]  # [n]
     inputs: Mapping[str, Array]  # [n] or [n, K], by name
 
 
 class LossRequest:
-    """A request for a forward, or a forward and backward, pass; its rows are parsed on first use."""
+    """A request for a forward pass, or for forward and backward. Its rows are parsed on first use."""
 
     def __init__(self, body: bytes) -> None:
-        """Reads a ForwardBackwardRequest.  Raises: DataError."""
+        """Parses a ForwardBackwardRequest.  Raises: DataError."""
         try:
             found = CLASSES["ForwardBackwardRequest"].FromString(body)
         except DecodeError as error:
@@ -101,7 +101,7 @@ class LossRequest:
 
     @cached_property
     def data(self) -> tuple[Datum, ...]:
-        """Its rows.  Raises: DataError."""
+        """The rows of the request.  Raises: DataError."""
         tensors = [each.value for row in self.rows for each in row.loss_fn_inputs]
         cells = sum(math.prod(map(abs, each.shape)) for each in tensors if each.HasField("sparse_csr"))
         if cells > MOST_CELLS:
@@ -118,7 +118,7 @@ def _datum(row: Any, where: str) -> Datum:
 
 
 def read_tensor(tensor: Any, where: str) -> Array:
-    """Reads a Tensor; a sparse one becomes dense.  Raises: DataError."""
+    """Reads a Tensor message; a sparse tensor becomes dense.  Raises: DataError."""
     shape = [*tensor.shape]
     if tensor.dtype not in DTYPES:
         raise DataError(where, f"has the dtype {tensor.dtype}", "float32, int64, int32 or bfloat16")
@@ -150,7 +150,7 @@ def _array(value: bytes, dtype: int, where: str) -> Array:
 
 
 def write_loss_output(log_probs: Sequence[npt.NDArray[np.float32]], metrics: Mapping[str, float]) -> bytes:
-    """A ForwardBackwardOutput with the log-probs [n] or [n, K] of each datum; rows of one width share a record."""
+    """Encodes a ForwardBackwardOutput: log-probs [n] or [n, K] of each datum; rows of equal width share a record."""
     out = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
     for name, number in metrics.items():
         out.metrics.add(key=name, value=number)
@@ -165,14 +165,14 @@ def write_loss_output(log_probs: Sequence[npt.NDArray[np.float32]], metrics: Map
 
 @dataclass(frozen=True)
 class PromptScores:
-    """Log-probs of a prompt of n tokens; NaN where unknown."""
+    """The log-probs of a prompt of n tokens; NaN where unknown."""
 
     log_probs: npt.NDArray[np.float32] | None = None  # [n]
     likeliest: Likeliest = ()  # of n places
 
 
 def write_samples(samples: Sequence[Completion], prompt: PromptScores, width: int, prompt_width: int) -> bytes:
-    """A SampleResponse; tables of most probable tokens have `width` and `prompt_width` columns."""
+    """Encodes a SampleResponse. Tables of the most probable tokens have `width` and `prompt_width` columns."""
     out = CLASSES["SampleResponse"]()
     for sample in samples:
         own = out.sequences.add(stop_reason=int(sample.finish_reason == "length"))
@@ -196,7 +196,7 @@ def _fill_table(table: Any, places: Likeliest, width: int) -> None:
 
 
 def unpacked(body: bytes, most: int) -> bytes:
-    """Decompresses a zstd body.  Raises: RefusedError for other bytes, or for more than `most` bytes."""
+    """Decompresses a zstd body.  Raises: RefusedError if it is not zstd, or has more than `most` bytes."""
     try:
         with pa.CompressedInputStream(pa.BufferReader(body), "zstd") as stream:
             whole: bytes = stream.read(most + 1)

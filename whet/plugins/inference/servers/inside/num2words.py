@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for num2words, without which transformers builds no SmolVLM processor; whet itself writes texts of
-videos."""
+"""Stands in for num2words, which transformers needs to build a SmolVLM processor. Whet writes the texts of videos
+itself."""
 
 
 def num2words(number: int) -> str:
-    """The number in digits."""
+    """Returns the number in digits."""
     return str(number)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs at the start of every Python process of a server: each ends when the process that started it has ended.
+"""Runs at the start of every Python process of a server, and ends the process when its parent process ends.
 
-vLLM's engine process does not notice that its parent was killed. Python imports this file by its name, as its folder is
-on the server's PYTHONPATH."""
+vLLM's engine process does not notice that its parent was killed. Python imports this file by its name, since its folder
+is on the server's PYTHONPATH."""
 
 import ctypes
 import importlib.abc
@@ -19,11 +19,11 @@ ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Torchvision(importlib.abc.MetaPathFinder):
-    """Makes a torchvision built for CUDA importable beside a torch for the CPU: its library cannot be loaded there, and
-    its Python part registers functions for two of its operators, which are declared here."""
+    """Makes a CUDA build of torchvision importable with a CPU build of torch. Its library cannot be loaded there, so
+    the two operators for which its Python part registers functions are declared here."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> None:
-        """Finds nothing; declares the operators just before torchvision is imported."""
+        """Returns None, so that the usual import follows; declares the operators before torchvision is imported."""
         if name != "torchvision":
             return
         sys.meta_path.remove(self)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the parts in which weights arrive (whet/plugins/inference/servers/weights.py), in a server's process; nothing
-of whet is imported."""
+"""Reads the parts in which weights arrive (whet/plugins/inference/servers/weights.py), in a process of the server. It
+imports nothing of whet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.multiprocessing import reductions
 
 
 def weights_in(part: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the weights of a part by name; on an accelerator they are views of the sender's memory, which torch frees
+    """Yields the weights of a part by name. On an accelerator they are views of the sender's memory, which is freed
     after the last view."""
     if "path" in part:
         with safe_open(part["path"], "pt") as file:
@@ -25,13 +25,13 @@ def weights_in(part: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def unpacked(octets: torch.Tensor, places: list[list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights in a tensor of bytes, as views of it."""
+    """Yields the weights in a tensor of bytes by name, as views of the tensor."""
     for name, dtype, shape, start, end in places:
         yield name, octets[start:end].view(getattr(torch, dtype)).view(shape)
 
 
 def _opened(memory: dict[str, Any]) -> torch.Tensor:
-    """The sender's tensor of bytes.  Raises: ValueError if this process does not see its accelerator."""
+    """Opens the sender's tensor of bytes.  Raises: ValueError if this process does not see its accelerator."""
     seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     if memory["device"] not in seen:
         raise ValueError(

@@ -49,12 +49,12 @@ GOLDEN, FIRST, SECOND = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB13311
 
 
 def signed(number: int) -> int:
-    """The 64-bit number as a signed int64 of torch."""
+    """Converts a 64-bit number to a signed int64 of torch."""
     return number - 2**64 if number >= 2**63 else number
 
 
 def numbers(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Random numbers in [0, 1): splitmix64's hash of seed and position.   [S], [S] -> [S]"""
+    """Returns random numbers in [0, 1): splitmix64's hash of seed and position.   [S], [S] -> [S]"""
     x = seeds.to(torch.int64) + (positions.to(torch.int64) + 1) * signed(GOLDEN)
     x = (x ^ _shifted(x, 30)) * signed(FIRST)
     x = (x ^ _shifted(x, 27)) * signed(SECOND)
@@ -62,12 +62,12 @@ def numbers(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shifts to the right, with zeros from the left.   [S] -> [S]"""
+    """Shifts bits to the right, and fills with zeros.   [S] -> [S]"""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def draw(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The first token of each row at which the cumulated probability exceeds the row's number.   [S, V] -> [S, 1]"""
+    """Draws for each row the first token at which the cumulative probability exceeds its number.   [S, V] -> [S, 1]"""
     cumulated = probs.cumsum(-1)
     tokens = torch.searchsorted(cumulated, numbers(seeds, positions)[:, None] * cumulated[:, -1:], right=True)
     last = torch.where(probs > 0, torch.arange(probs.shape[1], device=probs.device), 0).amax(-1, keepdim=True)
@@ -75,7 +75,7 @@ def draw(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> t
 
 
 def draw_logs(log_probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """`draw` from log-probs."""
+    """Does the same as `draw`, from log-probs."""
     return draw(log_probs.float().exp(), seeds, positions)
 
 
@@ -89,7 +89,7 @@ def draw_some(
     positions: torch.Tensor,
     **_: Any,
 ) -> torch.Tensor:
-    """Draws among the tokens that remain after min-p, top-k and top-p, in this order.   [S, V] -> [S]"""
+    """Draws from the tokens that remain after min-p, top-k and top-p, in this order.   [S, V] -> [S]"""
     if need_min_p_sampling:
         probs = probs.where(probs >= probs.amax(-1, keepdim=True) * min_ps[:, None], 0.0)
     ordered, tokens = probs.sort(dim=-1, descending=True)
@@ -102,7 +102,7 @@ def draw_some(
 
 
 def ends(self: Any, new_tokens: list[int]) -> bool:
-    """Ends a request at the first new token among its stop_token_ids."""
+    """Ends a request at the first new token that is in its stop_token_ids."""
     for index, token in enumerate(new_tokens):
         if token in (self.sampling_params.stop_token_ids or ()):
             self.finished_reason = FINISH_MATCHED_TOKEN(matched=token)
@@ -151,7 +151,7 @@ def _tell_progress() -> None:
 
 
 def media_of(given: dict[str, Any], token_ids: list[int]) -> MultimodalProcessorOutput:
-    """The media of a request, from the files with their pixel values, and its rotary positions."""
+    """Returns the media of a request, with pixel values read from their files, and its rotary positions."""
     items = []
     for each in given["whet"]:
         pixels = load_file(each["path"])
@@ -198,14 +198,14 @@ def _read_media() -> None:
 
 
 def image_features(model: Any, items: list[MultimodalDataItem]) -> torch.Tensor:
-    """The tower's features of Qwen2.5-VL's images; SGLang's own function is wrong for patches other than 14 pixels."""
+    """Computes the tower's features of Qwen2.5-VL's images. SGLang's function needs patches of 14 pixels."""
     pixels = torch.cat([item.feature for item in items]).type(model.visual.dtype)
     features: torch.Tensor = model.visual(pixels, grid_thw=torch.cat([item.image_grid_thw for item in items]))
     return features
 
 
 def _load_parts() -> None:
-    """Loads weights in whet's parts; features stay if an update leaves the tower unchanged."""
+    """Makes the server load whet's parts of weights. Features stay cached if an update does not change the tower."""
     plain_load, plain_end = WeightUpdater.update_weights_from_tensor, WeightUpdater.end_weight_update
     tower: list[int] | None = None  # the hash of each of its weights; None: those of the start
 
@@ -236,8 +236,8 @@ def _load_parts() -> None:
 
 
 def constrained(logits: torch.Tensor, reqs: Sequence[Any]) -> torch.Tensor | None:
-    """The logits to draw tokens from; None if they equal the model's: allowed tokens, bad words and penalties as in
-    whet/kernels/sampling.py, and no patch tokens.   [S, V] -> [S, V]"""
+    """Returns the logits for sampling; None if they equal the model's. It applies allowed tokens, bad words and
+    penalties as whet/kernels/sampling.py does, and forbids patch tokens.   [S, V] -> [S, V]"""
     rules = [(row, req, _rules(req)) for row, req in enumerate(reqs)] if len(reqs) == len(logits) else []
     if not PATCHES and not any(found for _, _, found in rules):
         return None
@@ -255,7 +255,7 @@ def _rules(req: Any) -> dict[str, Any]:
 
 
 def _constrain(logits: torch.Tensor, prompt: list[int], sampled: list[int], rules: dict[str, Any]) -> None:
-    """Changes a row in place.   [V]"""
+    """Applies the rules of one request to its row of logits, in place.   [V]"""
     if rules["allowed"] is not None:
         allowed = torch.tensor(rules["allowed"], device=logits.device)
         logits.copy_(torch.full_like(logits, -torch.inf).index_copy(0, allowed, logits[allowed]))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transfer back end for the workers of vLLM 0.26 and newer (--worker-extension-cls, --weight-transfer-config),
-through vLLM's interface for such back ends; it loads weights part by part. Nothing of whet is imported."""
+"""A transfer back end for the workers of vLLM 0.26 and newer (--worker-extension-cls, --weight-transfer-config). It
+uses vLLM's interface for such back ends, and loads weights part by part. It imports nothing of whet."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from whet_weight_parts import weights_in
 
 
 class PlainExtension:
-    """Base class that vLLM adds to its worker."""
+    """The base class that vLLM adds to its worker."""
 
     def abandon_update(self) -> None:
-        """Drops an update whose weights did not all come, and weights that wait for the rest of their layer."""
+        """Drops an incomplete update, and weights that wait for the rest of their layer."""
         self._weight_update_active = False
         for layer in LAYERWISE_INFO.values():
             layer.loaded_weights.clear()
@@ -35,18 +35,18 @@ class PlainExtension:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """An empty start: a transfer needs only the parts of an update."""
+    """Has no fields: the start of a transfer needs no information."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """A part of an update; in a list each worker has its own part."""
+    """A part of an update. If it is a list, each worker reads its own item."""
 
     part: dict[str, Any] | list[dict[str, Any]] = field(default_factory=dict)
 
 
 class PlainTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads weights under their checkpoint names, part by part, like vLLM's reload of a model."""
+    """Loads weights part by part under their checkpoint names, as vLLM does when it reloads a model."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
     own: set[str] | None = None  # names of the model's weights, one for those that share memory
@@ -56,7 +56,7 @@ class PlainTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Does nothing."""
 
     def start_weight_update(self) -> None:
-        """Starts an update; kernels may need weights in another layout, which vLLM itself restores."""
+        """Starts an update. vLLM itself restores the layout of weights that its kernels have changed."""
         self.came = set()
         if self.own is None:  # during an update a head is not seen to share the embedding's weight
             self.own = {name for name, _ in self.model.named_parameters()}
@@ -71,8 +71,8 @@ class PlainTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
-        """Ends an update: converts weights to the layout of the kernels.  Raises: ValueError if a weight of the model
-        is missing."""
+        """Ends an update, and converts weights to the layout of the kernels.  Raises: ValueError if a weight of the
+        model is missing."""
         self.require_all()
         finalize_layerwise_reload(self.model, self.model_config)
         if current_platform.is_cpu():  # a head computes with a packed copy, also of a weight that it shares
@@ -90,7 +90,7 @@ class PlainTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Belongs to the trainer's side; versions before 0.32 require it here.  Raises: NotImplementedError."""
+        """Is a method of the trainer's side, which versions before 0.32 require here.  Raises: NotImplementedError."""
         raise NotImplementedError
 
 

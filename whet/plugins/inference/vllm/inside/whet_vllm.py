@@ -38,16 +38,16 @@ FEATURE_BYTES = 2**30  # of the host's memory, for features of images and videos
 
 
 class Extension(whet_transfer.PlainExtension):
-    """Base class that vLLM adds to its worker; importing this module installs the additions."""
+    """The base class that vLLM adds to its worker. Importing this module installs the additions."""
 
     model_runner: Any
 
     def replace_adapter(self, name: str, path: str) -> None:
-        """Replaces the only adapter; without `load_inplace` vLLM would keep the old one."""
+        """Replaces the only adapter. Without `load_inplace` vLLM would keep the old adapter."""
         self.model_runner.add_lora(LoRARequest(name, 1, path, load_inplace=True))
 
     def num_encoded(self) -> int:
-        """The number of images and videos that the tower has encoded."""
+        """Returns the number of images and videos that the tower has encoded."""
         return FEATURES.num_encoded
 
 
@@ -55,7 +55,7 @@ class Extension(whet_transfer.PlainExtension):
 
 
 class PartTransfer(whet_transfer.PlainTransfer):
-    """Loads weights part by part, on a CPU into the live model."""
+    """Loads weights part by part; on a CPU directly into the live model."""
 
     def start_weight_update(self) -> None:
         """Starts an update."""
@@ -77,7 +77,7 @@ class PartTransfer(whet_transfer.PlainTransfer):
 
 
 def _pack_experts(model: torch.nn.Module) -> None:
-    """Packs experts for the CPU's kernel again: vLLM does this once, while an update writes the checkpoint's layout."""
+    """Packs experts for the CPU's kernel again, since vLLM packs once and updates write the checkpoint's layout."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     for module in model.modules():
@@ -113,13 +113,13 @@ def _plain_products() -> None:
 
 
 class KeyedSampler(Sampler):
-    """vLLM's sampler with the log-probs and the random numbers of whet."""
+    """Replaces vLLM's sampler by one with whet's log-probs and random numbers."""
 
     rows: Sequence[Any] = ()  # the requests of the batch, in the order of its rows; empty where vLLM warms up
     _temperature: torch.Tensor | None = None  # while log-probs of sampled tokens are computed
 
     def forward(self, logits: torch.Tensor, sampling_metadata: Any, *rest: Any, **more: Any) -> Any:
-        """Logits [S, V] -> tokens and log-probs."""
+        """Samples tokens and their log-probs from logits [S, V]."""
         if len(self.rows) == len(logits) and any(_given(row, "sampled", 0) for row in self.rows):
             sampling_metadata = _with_earlier_tokens(sampling_metadata, self.rows)
         self._temperature = sampling_metadata.temperature
@@ -129,14 +129,14 @@ class KeyedSampler(Sampler):
             self._temperature = None
 
     def compute_logprobs(self, logits: torch.Tensor) -> torch.Tensor:
-        """[S, V] -> log_softmax(logits / temperature), temperature 1 where greedy."""
+        """Returns log_softmax(logits / temperature); the temperature is 1 for greedy rows.   [S, V] -> [S, V]"""
         logits = logits.to(torch.float32)
         if self._temperature is not None:
             logits = logits / self._temperature.where(self._temperature >= GREEDY, 1.0)[:, None]
         return logits.log_softmax(-1)
 
     def sample(self, logits: torch.Tensor, sampling_metadata: Any, *rest: Any) -> Any:
-        """Draws tokens [S] with each row's own random number."""
+        """Draws tokens [S]; each row has its own random number."""
         if sampling_metadata.all_greedy or len(self.rows) != len(logits):
             return super().sample(logits, sampling_metadata, *rest)
         greedy = None if sampling_metadata.all_random else self.greedy_sample(logits)
@@ -150,7 +150,7 @@ class KeyedSampler(Sampler):
 
 
 def _draw(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The first token of each row at which the cumulated probability exceeds the row's number.   [S, V], [S] -> [S]"""
+    """Draws for each row the first token whose cumulative probability exceeds its number.   [S, V], [S] -> [S]"""
     probs = logits.softmax(-1)
     cumulated = probs.cumsum(-1)
     tokens = torch.searchsorted(cumulated, numbers[:, None] * cumulated[:, -1:], right=True).squeeze(1)
@@ -159,7 +159,7 @@ def _draw(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _number(row: Any) -> float:
-    """The random number in [0, 1) of a request's next token: splitmix64's hash of key and position."""
+    """Returns a random number in [0, 1) for a request's next token: splitmix64's hash of key and position."""
     place = _given(row, "sampled", 0) + len(row.output_token_ids)
     key = _given(row, "key", None)
     x = ((random.getrandbits(64) if key is None else key) + (place + 1) * 0x9E3779B97F4A7C15) & MASK
@@ -169,7 +169,7 @@ def _number(row: Any) -> float:
 
 
 def _with_earlier_tokens(metadata: Any, rows: Sequence[Any]) -> Any:
-    """The metadata, with tokens of an earlier attempt, which arrive in the prompt, counted as response tokens."""
+    """Counts tokens of an earlier attempt as response tokens in the metadata. They arrive as a part of the prompt."""
     if not metadata.output_token_ids:
         return metadata  # nothing reads them
     earlier = [row.prompt_token_ids[len(row.prompt_token_ids) - _given(row, "sampled", 0) :] for row in rows]
@@ -178,7 +178,7 @@ def _with_earlier_tokens(metadata: Any, rows: Sequence[Any]) -> Any:
 
 
 def _given(row: Any, name: str, default: Any) -> Any:
-    """An extra argument of a request's sampling parameters."""
+    """Returns an extra argument of a request's sampling parameters."""
     return (row.sampling_params.extra_args or {}).get(name, default)
 
 
@@ -204,7 +204,7 @@ def _key_the_sampler() -> None:
 
 
 class FeatureCache:
-    """The tower's outputs by digest, least recently used ones dropped; vLLM drops its own at each update."""
+    """Caches the tower's outputs by digest, least recently used dropped first. vLLM clears its own at each update."""
 
     def __init__(self) -> None:
         self.tower: list[int] | None = None  # the hash of each of its weights; None: those of the start
@@ -220,13 +220,13 @@ class FeatureCache:
             self.tower = tower
 
     def find(self, name: str) -> torch.Tensor | None:
-        """The features of a media as `whet.plugins.inference.vllm.media` names it, by a tower of these weights."""
+        """Returns the features of the image or video `name`, if the tower with its present weights computed them."""
         if (found := self._found.get(_digest(name))) is not None:
             self._found.move_to_end(_digest(name))
         return found
 
     def add(self, name: str, features: torch.Tensor) -> None:
-        """Stores new features on the host; vLLM's own media, of its warm-up, have no digest."""
+        """Stores new features on the host. Media of vLLM's own warm-up have no digest, and are not stored."""
         if not (digest := _digest(name)):
             return
         self.num_encoded += 1
@@ -243,8 +243,8 @@ def _digest(name: str) -> str:
 
 
 def _read_media() -> None:
-    """Makes the model runner read pixel values from the files of requests unless it has the features, and use the
-    positions of requests."""
+    """Changes the model runner: it uses positions that requests bring, and reads pixel values from their files if it
+    lacks the features."""
     runner = gpu_model_runner.GPUModelRunner
     plain_batch, plain_positions = runner._batch_mm_inputs_from_scheduler, runner._init_mrope_positions
     plain_cache = runner._cache_encoder_output
@@ -274,7 +274,7 @@ def _read_media() -> None:
 
 
 def _with_pixels(item: Any) -> Any:
-    """The media with the pixel values of its file; vLLM's own media, of its warm-up, have no file."""
+    """Reads the pixel values of an image or video from its file. Media of vLLM's own warm-up have no file."""
     if "whet_file" not in item:
         return item
     elements = {name: element for name, element in item.items() if name != "whet_file"}

@@ -15,14 +15,14 @@ from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, 
 
 
 class Requests:
-    """Middleware: GET /whet/requests returns id, tokens, log-probs and weight versions of each unfinished request, and
-    /whet/requests?count the number of their tokens."""
+    """Serves GET /whet/requests: the id, tokens, log-probs and weight versions of each unfinished request.
+    /whet/requests?count is the number of their tokens."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answers /whet/requests, and passes other calls on."""
+        """Answers /whet/requests, and passes other calls on to vLLM."""
         if scope["type"] != "http" or scope["path"] != "/whet/requests":
             await self.app(scope, receive, send)
             return
@@ -49,11 +49,11 @@ def _tokens_so_far(state: Any) -> dict[str, Any]:
 
 
 def _no_decisions(*_: Any) -> None:
-    """Replaces vLLM's /v1/systemone, which fails at start if a tokenizer has no token for some words."""
+    """Replaces vLLM's /v1/systemone, which fails at start if the tokenizer lacks a token for some words."""
 
 
 def _media(path: str) -> MultiModalKwargsItem:
-    """A media whose pixel values are in a safetensors file: its path, which the worker reads, and its grid."""
+    """Returns an image or video as the path of its safetensors file, whose pixels the worker reads, and its grid."""
     with safe_open(path, "pt") as file:
         data = {name: file.get_tensor(name)[0] for name in file.keys() if name.endswith("grid_thw")}  # noqa: SIM118
         if not data:  # SmolVLM: pixels [1, tiles, 3, side, side]
@@ -64,8 +64,8 @@ def _media(path: str) -> MultiModalKwargsItem:
 
 
 def _with_patches(*, prompt_token_ids: list[int], mm_placeholders: dict[str, list[Any]], **more: Any) -> Any:
-    """vLLM's input, where only the patch tokens of a media get its features: a Qwen3-VL video has text between times,
-    which the protocol of /inference/v1/generate cannot express."""
+    """Makes vLLM's input. Only patch tokens of an image or video get its features: a Qwen3-VL video has text between
+    its times, which the protocol of /inference/v1/generate cannot express."""
     marked = {
         kind: [replace(run, is_embed=_patches_of(prompt_token_ids, run)) for run in runs]
         for kind, runs in mm_placeholders.items()
@@ -74,7 +74,7 @@ def _with_patches(*, prompt_token_ids: list[int], mm_placeholders: dict[str, lis
 
 
 def _patches_of(token_ids: list[int], run: Any) -> torch.Tensor | None:
-    """True for tokens equal to the first of the run; None if all are."""
+    """Returns the mask of tokens that equal the first of the run; None if all are equal."""
     tokens = torch.tensor(token_ids[run.offset : run.offset + run.length])
     found = tokens == tokens[0]
     return None if found.all() else found
