@@ -130,10 +130,9 @@ def reinforce_plus_plus(
 
 @register_adv_est("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tensor:
-    """whiten(s - mu_G): the group's mean as baseline, the deviation over all sampled tokens of the batch.   -> [B, R]
+    """A = whiten(s - mu_G): baseline mu_G of the group, deviation over all sampled tokens of the batch.   -> [B, R]
 
-    Hu et al. 2025, https://arxiv.org/abs/2501.03262.
-    """
+    Hu et al. 2025, https://arxiv.org/abs/2501.03262."""
     deviation = Groups(uid, response_mask).deviation(token_level_rewards.sum(-1))
     return whitened(deviation[:, None].expand(response_mask.shape), response_mask)
 

@@ -163,7 +163,7 @@ def select(
 ) -> None:
     """Keep the best of sampled responses, as rows for whet sft.
 
-    The words are those of whet eval: model.path and data.* as for whet generate, and reward.*, which scores."""
+    Overrides are as for whet eval: model.path and data.* as for whet generate, and reward.* for the scores."""
     from whet.config import EvalConfig, load_config
     from whet.evaluation.select import select as run
 

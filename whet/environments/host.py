@@ -192,10 +192,10 @@ class _Call:
 
 
 class ProcessHost(EnvironmentHost):
-    """A host with a process for each episode, or one for all, and at most `max_episodes` at a time, of which
-    `max_starts` may be in their reset; later ones wait. When a shared process ends, the episode whose call was running
-    fails; the others are replayed. When an episode closes, a process is forked for a later episode: on a busy machine
-    32 forks take seconds, and resets would wait for them.
+    """Runs environments in processes: one for each episode, or one shared by all. At most `max_episodes` run at a time,
+    and at most `max_starts` of them may be in their reset; later ones wait. If a shared process dies, the episode whose
+    call was running fails; the others are replayed. When an episode closes, the host forks a process for a later one,
+    because 32 forks take seconds on a busy machine, and resets would wait for them.
 
     One thread owns it. Waits: only in `poll`."""
 

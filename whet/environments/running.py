@@ -282,7 +282,7 @@ class Context:
         return await future
 
     async def until_asked(self, call: asyncio.Future[Any]) -> Any:
-        """The result of a call, or an Observation with the tasks that the call waits for."""
+        """Waits for `call`. Returns its result, or an Observation with the sub-agent tasks that it is waiting for."""
         asked = asyncio.ensure_future(self._is_asked.wait())
         try:
             await asyncio.wait({call, asked}, return_when=asyncio.FIRST_COMPLETED)

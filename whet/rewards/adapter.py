@@ -144,9 +144,9 @@ def adapt(
     manager: str | None = None,
     runner: asyncio.Runner | None = None,
 ) -> RewardFunction:
-    """Returns a RewardFunction that calls `function`, of any form, with `kwargs` on every call. The manager batch
-    requires a function of all responses, others a function of one response. `runner` runs an async method for a batch
-    of one row, as in verl's newer managers.
+    """Returns a RewardFunction that calls `function`, of any form, with `kwargs` on every call. With `manager='batch'`
+    the function must take all responses at once; with any other manager, one response. `runner` runs an async method on
+    a batch of one row, as in verl's newer managers.
 
     Raises: RewardError for a signature of no known form, a parameter without a value, an option not in the signature.
     """

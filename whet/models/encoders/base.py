@@ -427,7 +427,7 @@ _FEATURES: WeakKeyDictionary[nn.Module, tuple[Hashable, BoundedCache[Features]]]
 
 
 def keep_prepared(gib: float) -> None:
-    """Sets the memory for prepared media in this process."""
+    """Limits the cache of prepared media in this process to `gib` GiB."""
     PREPARED.limit_bytes = int(gib * 2**30)
 
 

@@ -347,7 +347,7 @@ class ToolCall:
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:9])
 
     def to_dict(self) -> Raw:
-        """The call in the form of the API."""
+        """Returns the call as an entry of `tool_calls` in OpenAI's chat API."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
