@@ -149,7 +149,7 @@ class DistillRun(ExamplesRun):
 
     @cached_property
     def top_k(self) -> int | None:
-        """The number of tokens compared at each position. None compares all; then vocabularies have one size."""
+        """The number of tokens compared at each position. None compares all tokens of equal vocabularies."""
         paths = [path for path in self.config.teachers.values() if not is_server(path)]
         sizes = {self.vocab_size, *map(self._vocab_size, paths)}
         most = min(sizes) - 1  # and one more, which is all others

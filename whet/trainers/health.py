@@ -46,7 +46,7 @@ class Health:
         self._equal_in_a_row = 0
 
     def check(self, run: Run, batch: Batch, step: int, metrics: Metrics) -> None:
-        """Warns of a jump in a metric, naming the rows behind it.  Raises: EngineError after three skipped updates."""
+        """Warns of a jump in a metric, with the rows behind it.  Raises: EngineError after three skipped updates."""
         checks = [check_skipped(role, f"{role}.optim.lr", metrics, run.run_dir) for role in ("actor", "critic")]
         run.is_good = all(checks)
         self._check_groups(run, step, metrics)
@@ -147,7 +147,7 @@ def heaviest_rows(run: Run, batch: Batch, metric: str) -> list[str]:
 
 
 def _weights(run: Run, batch: Batch, metric: str) -> torch.Tensor | None:
-    """Contribution of each row to the metric, approximate where the exact one takes a backward pass a row.   [B]"""
+    """Contribution of each row to the metric; approximate if the exact one needs a backward pass per row.   [B]"""
     mask = batch["response_mask"]
     old = batch["old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"]
     if metric == "critic/grad_norm":

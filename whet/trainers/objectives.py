@@ -386,7 +386,7 @@ class GroupObjective(PolicyObjective):
         return self._with_terms(losses.sum() / counts["num_pairs"].clamp(min=1), columns, counts, metrics), metrics
 
     def _compared(self, columns: Columns) -> dict[str, Tensor]:
-        """The columns of the loss, each pair as two neighbouring rows, the better first; a row has its trajectory."""
+        """Builds the loss's columns. A pair is two adjacent rows, the better first; a row has a whole trajectory."""
         read = {*self.function.columns, "log_probs", "ref_log_probs", "advantages", "uid", "trajectory_uid"}
         own = {name: columns[name] for name in read & columns.keys()} | {"response_mask": loss_mask(columns)}
         whole = whole_trajectories(own)

@@ -94,8 +94,8 @@ class Run(Frame):
         return Sources(self.roles, step, by_player(groups), self.policy_objective.temperature, self.rollouts)
 
     def judge(self, groups: Sequence[Group], step: int) -> list[Group]:
-        """Held-out groups with the score of the reward model or judge as the part `reward_model`; unchanged in a run
-        without one. If a verdict fails, the reason is logged, and the trajectory keeps its reward and accuracy."""
+        """Adds the score of the reward model or judge to held-out groups, as part `reward_model`, if the run has one.
+        If scoring fails, the trajectory keeps its reward and accuracy, and the reason is logged."""
         if not self.columns.judges.providers:
             return list(groups)
         found = list[Group]()
@@ -240,7 +240,7 @@ def copy_media(folder: Path, groups: Sequence[Group]) -> None:
 
 
 def table_rows(lines: Sequence[Sequence[dict[str, Any]]], limit: int) -> list[TableRow]:
-    """The first trajectory of each group, then the second of each, up to `limit`; `lines` are `readable`, by group."""
+    """Returns up to `limit` rows: the first trajectory of each group, then the second. `lines` are from `readable`."""
 
     def row(read: dict[str, Any]) -> TableRow:
         failure = read["failure"]
@@ -256,8 +256,8 @@ def table_rows(lines: Sequence[Sequence[dict[str, Any]]], limit: int) -> list[Ta
 
 
 def readable_tokens(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
-    """Yields for each row its trajectory, its tokens, whether they were sampled and are trained on, their turns and
-    policy versions, and its float columns [B, R]. With a teacher `k` is the teacher's log-prob minus the policy's."""
+    """Yields a record for each row: trajectory, float columns [B, R], and tokens, with their turns, policy versions,
+    and whether they are sampled and trained. With a teacher `k` is the teacher's log-prob minus the policy's."""
     shape = batch["response_mask"].shape
     columns = {name: column for name, column in batch.tensors().items() if column.shape == shape}
     columns = {name: column for name, column in columns.items() if column.is_floating_point()}

@@ -314,7 +314,7 @@ def _imported(file: Path) -> dict[str, Path]:
 
 
 def _import_names(tree: ast.AST, code: Path, root: Path) -> Iterator[tuple[Path, str]]:
-    """Yields the folders and the paths below them that import statements may mean; a name may be a file too."""
+    """Yields (folder, path below it) for each file that an import may mean. An imported name may be a file too."""
     for node in ast.walk(tree):
         bases, names = [code.parent, root], list[str]()
         if isinstance(node, ast.Import):

@@ -52,7 +52,7 @@ class Shaper:
         )
 
     def rewards(self, batch: Batch, metrics: Metrics) -> Batch:
-        """Adds `token_level_rewards` from `token_level_scores`; algorithm.truncated=drop masks truncated responses."""
+        """Computes `token_level_rewards` from `token_level_scores`. truncated=drop masks cut-off responses."""
         if self.config.algorithm.truncated == "drop":
             batch = without_truncated(batch, metrics)
         rewards = batch["token_level_scores"]

@@ -33,7 +33,7 @@ Hints = list[list[str | None]]  # by group and trajectory
 def teacher_log_probs(
     batch: Batch, sources: Sources, *, teacher: TeacherConfig, data: DataConfig, environment: ToolsConfig
 ) -> Values:
-    """Log-probs of responses under a teacher by data source, or under the policy with a hint in the prompt.
+    """Computes log-probs of responses under their data source's teacher, or under the policy with a hint.
 
     Raises: ConfigError for a row without a teacher."""
     asked = batch
