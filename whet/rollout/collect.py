@@ -97,7 +97,7 @@ class Collector:
     def episodes(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str = "rollout"
     ) -> list[Episode]:
-        """n episodes of each prompt, in order; `step` and `purpose` name their random draws."""
+        """Makes `n` episodes of each prompt, in order. `step` and `purpose` are in the keys of random draws."""
         rules = Rules(self.codecs[MAIN], params, self.seed, step, purpose, self.stage.limits, MAIN in self.silent)
         agents = {
             name: replace(rules, codec=self.codecs[name], limits=each.limits, is_silent=name in self.silent)

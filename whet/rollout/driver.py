@@ -353,7 +353,7 @@ class BackgroundDriver(Driver):
         return future
 
     def pass_time(self, future: Future[Any], began: float | None = None) -> None:
-        """Waits for the thread to make progress."""
+        """Waits for `future`, at most the time of one turn; the thread makes the turns."""
         wait([future], TURN_SECONDS)
 
     def leave(self) -> None:

@@ -158,7 +158,7 @@ class Fleet:
             flight.parts.append(task)
 
     def abort(self, uids: Collection[str], *, silently: bool = False) -> list[AnyEvent]:
-        """Ends tasks: a task on a rank ends with the rank's event, or with `silently` all end at once."""
+        """Ends tasks. A task on a rank ends with an event of the rank; `silently`, all end at once without one."""
         told = list[AnyEvent]()
         for flight in [self.flights[uid] for uid in uids if uid in self.flights]:
             flight.is_aborted = True

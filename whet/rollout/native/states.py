@@ -25,7 +25,7 @@ End = dict[
 
 
 def held(slots: int) -> int:
-    """The number of sequences with states for `slots` slots: one more, for padding."""
+    """The number of sequences with states, if there are `slots` slots: one more, for padding."""
     return slots + 1
 
 
@@ -52,7 +52,7 @@ class States:
         return sum(each.nbytes for each in [*self.windows.values(), *self.matrices.values()])
 
     def enter(self, slots: torch.Tensor, ends: Sequence[End]) -> None:
-        """Copies the states at the ends of sequences to the slots of starting or resuming requests."""
+        """Copies the states at the ends of sequences into the slots of requests that start or resume."""
         for layer in self.windows if ends else ():
             there = moved(slots, self.windows[layer].device)
             for number, kept in enumerate((self.windows[layer], self.matrices[layer])):
@@ -61,25 +61,25 @@ class States:
 
 @dataclass(frozen=True)
 class DecodeFlow:
-    """The flow of one token in each of T sequences, whose states are in these slots."""
+    """The flow of one token in each of T sequences. `slots` have their states."""
 
     states: States
     slots: torch.Tensor  # [T]
 
     @classmethod
     def of(cls, states: States, rows: torch.Tensor) -> DecodeFlow:
-        """The flow for rows [T]: slots, -1 on padding."""
+        """Makes the flow for the slots in `rows` [T]; -1 is padding."""
         return cls(states, torch.where(rows < 0, states.spare, rows).long())
 
     def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Reads and shifts the windows.   [T, C] -> [T, C]"""
+        """Convolves each token with its window, and shifts the windows.   [T, C] -> [T, C]"""
         kept = self.states.windows[layer]
         window, new = kept.index_select(0, self.slots), x[..., None]
         kept.index_copy_(0, self.slots, torch.cat([window[..., 1:], new.to(kept.dtype)], -1))
         return weighted([x, *window.unbind(-1)[::-1]], weight)
 
     def scan(self, layer: int, rule: Rule, steps: Rule, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Takes a step with the matrices.   [T, ...] -> [T, VH, V]"""
+        """Applies one step of the recurrence to the matrices.   [T, ...] -> [T, VH, V]"""
         kept = self.states.matrices[layer]
         out, end = delta_rule(steps, tuple(each[:, None] for each in inputs), kept.index_select(0, self.slots))
         kept.index_copy_(0, self.slots, end)
@@ -88,7 +88,7 @@ class DecodeFlow:
 
 @dataclass(frozen=True)
 class PrefillFlow:
-    """Stretches of several tokens, one after the other, of sequences that start, or continue after the given ends."""
+    """Stretches of several tokens, one after the other. Their sequences start, or continue after the given ends."""
 
     lengths: Sequence[int]
     starts: Sequence[End | None]
@@ -114,7 +114,7 @@ class PrefillFlow:
         return weighted(back(whole, before, torch.arange(len(x), device=x.device)), weight)
 
     def scan(self, layer: int, rule: Rule, steps: Rule, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Scans grid by grid, and keeps the last matrices.   [T, ...] -> [T, VH, V]"""
+        """Computes the recurrence grid by grid, and keeps the last matrices.   [T, ...] -> [T, VH, V]"""
         flat, out = with_zero(inputs), torch.zeros_like(inputs[2])
         out = F.pad(out, (0, 0, 0, 0, 0, 1))
         for index, numbers in self._grids(len(inputs[0])):
