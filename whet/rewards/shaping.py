@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a reward that depend on the form of a response, to be listed beside a function that reads its answer:
+"""Reward parts for the form of a response. List them beside a function that scores the answer:
 `reward.function=[math,format,ngram_repetition]`. `algorithm.overlong` is DAPO's penalty for length."""
 
 from __future__ import annotations
@@ -66,10 +66,9 @@ def language(
         "latin", "cyrillic", "greek", "arabic", "hebrew", "devanagari", "thai", "hangul", "han", "japanese"
     ] = "latin",
 ) -> float:
-    """Share of the letters of a response that belong to a script; 1 without letters, 0 for an empty response.
+    """The share of a response's letters that belong to `script`; 1 without letters, 0 for an empty response.
 
-    LaTeX commands and tags do not count. DeepSeek-R1's language consistency, arXiv:2501.12948, by script.
-    """
+    LaTeX commands and tags do not count. DeepSeek-R1's language consistency, arXiv:2501.12948, by script."""
     letters = Counter(each for each in _MARKUP.sub(" ", solution_str) if each.isalpha())
     if not letters:
         return float(bool(solution_str.strip()))

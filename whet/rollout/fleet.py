@@ -353,7 +353,7 @@ class Router(Fleet):
         return {rank: [self.flights[each.uid] for each in found[rank]] for rank in ready if rank in found}
 
     def give(self, reachable: Collection[int] | None = None) -> list[Give]:
-        """Gives requests like `Fleet.give`, and records their prompts by rank, for requests with the same prefix."""
+        """Gives requests like `Fleet.give`. Records which rank read a prompt, for requests with the same prefix."""
         gives = super().give(reachable)
         for each in gives if len(self.ranks) > 1 else ():
             known = self.ranks[each.rank].prefixes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slow, simple rollout engine: transformers' own forward and cache, left padding, every row until all are done."""
+"""The simple, slow rollout engine: transformers' forward and cache, left padding; a batch runs until all rows end."""
 
 from __future__ import annotations
 

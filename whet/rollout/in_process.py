@@ -113,7 +113,7 @@ class Policy:
         return self.module
 
     def require_whole(self) -> PreTrainedModel:
-        """The module, checked for sampling.  Raises: also WeightSyncError if its weights are of two versions."""
+        """Returns the module for sampling.  Raises: EngineError without one; WeightSyncError for mixed versions."""
         check_whole(self._coming, self.version)
         return self.require()
 
@@ -149,7 +149,7 @@ class InProcessEngine(ABC, Generic[L]):
         self._first_late_at = float("inf")
 
     def submit(self, request: Request) -> bool:
-        """Takes a request; False at MAX_UNFINISHED requests.  Raises: EngineError for one that can never fit."""
+        """Accepts a request; False at MAX_UNFINISHED requests.  Raises: EngineError for one that can never fit."""
         if (answer := self.unfinished.answer(request)) is not None:
             return answer
         self._end([self.unfinished[request.uid]] if request.uid in self.unfinished else [])
@@ -245,7 +245,7 @@ class InProcessEngine(ABC, Generic[L]):
         self.policy.fill(weights, version)
 
     def prompt_log_probs(self, prompt: Sequence[int], count: int) -> PromptLogProbs:
-        """Log-probs of all prompt tokens except the first, and the `count` most probable tokens at each position."""
+        """Returns log-probs of all prompt tokens but the first, and the `count` most probable at each position."""
         module = self.policy.require_whole()
         settings = ForwardSettings(packing=support_of(module).is_own, dtype=self.dtype)
         return prompt_log_probs(module, prompt, count, settings)

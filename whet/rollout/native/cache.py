@@ -206,7 +206,7 @@ class PagedBatch:
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
-        """[T, H, D], [T, KV, D], [T, KV, V] -> [T, H, V]; stores key and value in the cache."""
+        """Caches key and value, and attends.   [T, H, D], [T, KV, D], [T, KV, V] -> [T, H, V]"""
         place = self._place[module.layer_idx]
         new, stored = (query, key, value), (self.keys[place], self.values[place])
         if self._index is not None:

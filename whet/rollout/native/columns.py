@@ -143,7 +143,7 @@ class DeviceBatch:
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
-        """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; stores key and value in the cache."""
+        """Caches key and value, and attends.   [T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]"""
         where = self.layer(module.layer_idx) if self.keys.dim() == 5 else self
         from whet.kernels.paged_attention_triton import decode_attention, tile_attention
 
@@ -153,7 +153,7 @@ class DeviceBatch:
 
 
 class Graphs:
-    """CUDA graphs by kind of step, such as its batch size, which share memory: a result is valid until the next run.
+    """CUDA graphs by kind of step, such as its batch size. They share memory: a result is valid until the next run.
 
     A graph reads and writes the addresses that it was recorded with. A caller that moves weights, cache or columns must
     call `forget`."""

@@ -84,7 +84,7 @@ class RunningSlots:
 
     @property
     def _late(self) -> int:
-        """The number of steps that may be in flight when the next begins; 0 if constraints read all tokens so far."""
+        """The number of steps that may be in flight when the next begins; 0 if constraints read all tokens."""
         return 0 if self.sampling.constraints is not None else self.columns.late
 
     def decode(self, forward: Forward, cache: BlockCache, routing: Routing | None = None) -> None:
@@ -134,7 +134,7 @@ class RunningSlots:
             self._read(slot, live)
 
     def read_newest(self, live: Sequence[ScheduledRequest]) -> None:
-        """Copies the tokens and log-probs that arrived since the last call into the running ones of these requests."""
+        """Copies the tokens and log-probs since the last call into these requests, if they are running."""
         chosen, coming = set(live), self._counts_coming()
         for slot, each in self.live.items():
             if each in chosen:
@@ -149,7 +149,7 @@ class RunningSlots:
         self._free([slot for slot, each in self.live.items() if each in gone])
 
     def finish(self) -> list[Done[ScheduledRequest]]:
-        """Removes finished requests, with all their tokens; waits for the last step only if no step can follow it."""
+        """Removes and returns finished requests, with all their tokens. Waits for the last step if none can follow."""
         self._settle(self._late if len(self.order) else 0)
         done, self._done = self._done, []
         return done

@@ -233,7 +233,7 @@ class Scheduler:
                 prompt.blocks, prompt.logits = prompt.full_blocks, None
 
     def _prompt_for(self, request: Request) -> SharedPrompt:
-        """The prompt of an equal waiting request, or a new one; a request with tokens shares any equal prompt."""
+        """Returns the prompt of an equal waiting request, or a new one. Resumed requests share any equal prompt."""
         prompt = self._newest.get(request.identity)
         if prompt is None or not (prompt.waiting or request.sampled_ids):
             prompt = self._newest[request.identity] = SharedPrompt(request)

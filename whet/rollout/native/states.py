@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of layers with linear attention: a running request's at its slot, a prompt's until its requests have started.
+"""States of layers with linear attention: one in each running request's slot, one per prompt until its requests start.
 
-A prompt is computed by chunks, on a CPU each one alone. Sampled tokens are computed step by step, also when a request
-resumes: so their numbers are the same as at sampling."""
+A prompt is computed in chunks, on a CPU each prompt alone. Sampled tokens are computed step by step. When a request
+resumes this is the same, so that its results equal those at sampling."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def held(slots: int) -> int:
 
 
 class States:
-    """Windows [slots + 1, C, K - 1] and matrices [slots + 1, VH, K, V] of layers with a state; the last for padding."""
+    """Windows [slots + 1, C, K - 1] and matrices [slots + 1, VH, K, V] of layers with a state; the last are padding."""
 
     def __init__(self, kinds: dict[int, State], slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.spare = slots
@@ -132,7 +132,7 @@ class PrefillFlow:
         return lengths.cumsum(0) - lengths
 
     def _grids(self, size: int) -> Iterator[tuple[torch.Tensor, list[int]]]:
-        """Yields tokens [n, w] that are computed together, `size` as padding, and the numbers of their stretches."""
+        """Yields tokens [n, w] to compute together, `size` as padding, and the numbers of their stretches."""
         begin, go_on = ([n for n, each in enumerate(self.starts) if (each is None) == new] for new in (True, False))
         for numbers in [*([each] for each in begin), go_on] if self.device == HOST else [begin, go_on]:
             if numbers:
