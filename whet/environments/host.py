@@ -82,7 +82,7 @@ class EnvironmentHost(ABC):
         return results
 
     def begun(self) -> list[str]:
-        """Ids of the episodes whose reset began since the last call, in that order; a replayed one appears again."""
+        """Returns ids of episodes whose reset began since the last call, in order. Replayed ones appear again."""
         begun, self._begun = self._begun, {}
         return [*begun]
 
@@ -108,8 +108,8 @@ def open_host(
     deadlines: Deadlines | None = None,
     max_episodes: int | None = None,
 ) -> EnvironmentHost:
-    """Opens the host of one environment, a registered name or a path, wrapped in tools. Open it before a model is
-    loaded. At most `max_episodes` run at a time; None: `MAX_PROCESSES` if each has a process, else unlimited.
+    """Opens the host of an environment (a registered name or a path) with `tools` around it. Call it before a model is
+    loaded. At most `max_episodes` run at a time; None: `MAX_PROCESSES` if each has a process, else no limit.
 
     Raises: RegistryError, ConfigError for an option that the environment does not have, any error of the import."""
     entry = ENVIRONMENTS[environment]
@@ -313,7 +313,7 @@ class ProcessHost(EnvironmentHost):
             call.episode.failure = outcome
 
     def _handle_end(self, ended: Ended) -> None:
-        """Fails the episode whose call was running in a process that ended; queues the others for a replay."""
+        """Handles the end of a process: fails the episode that was in a call, queues the others for a replay."""
         self._spares = [child for child in self._spares if child is not ended.child]
         running, what = ended.running, f"the environment's process {ended.why}"
         if running is not None and ended.is_late:

@@ -118,7 +118,7 @@ class Running:
             return Failure("environment", describe(error))
 
     def take(self, environment: Environment) -> None:
-        """Continues with an environment that another process or thread has reset."""
+        """Continues with an environment that has already been reset."""
         self._environment = environment
 
     @property
@@ -267,8 +267,8 @@ class Context:
         self._is_asked = asyncio.Event()
 
     async def run(self, task: str | Sequence[Message], agent: str, **given: Any) -> Result:
-        """Runs an episode of `agent`, one of `environment.agents`: `task` is its conversation, or the user's message in
-        it; `given` may have ground_truth and extra_info. Tasks awaited together run concurrently."""
+        """Runs an episode of the sub-agent `agent`. `task` is its conversation, or the text of a user's message.
+        `given` may have ground_truth and extra_info. Tasks that are awaited together run concurrently."""
         messages = (Message("user", task),) if isinstance(task, str) else tuple(task)
         future = asyncio.get_running_loop().create_future()
         self._asked.append((Task(agent, messages, **given), future))

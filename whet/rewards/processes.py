@@ -226,7 +226,7 @@ class ProcessScorer:
                 self._children.call(worker, task, task.content, self._timeout_seconds * task.count)
 
     def _send_concurrently(self) -> None:
-        """Fills the workers evenly; a task to be scored alone waits for a worker without calls."""
+        """Distributes tasks evenly over workers. A task to be scored alone waits for a worker without calls."""
         while self._ready:
             free = [each for each in self._ready if not any(call.task.is_alone for call in each.calls.values())]
             worker = min(free, key=lambda each: len(each.calls), default=None)
@@ -292,7 +292,7 @@ class ProcessScorer:
         self._start()
 
     def _fail(self, task: _Task, why: str, *, is_late: bool = False) -> None:
-        """Fails a task whose process ended during it.  Raises: RewardError if each process is ended by its task."""
+        """Fails a task that ended its process.  Raises: RewardError after `MAX_DEATHS` such tasks in a row."""
         task.put(failure(why, timed_out=is_late))
         self._deaths += not is_late
         if self._deaths == MAX_DEATHS:
@@ -354,9 +354,9 @@ class ProcessScorer:
 
 
 def memory_below(pid: int, limit_bytes: float) -> int:
-    """Bytes of memory of the processes below `pid`: the sum of their resident memory.
+    """Sums the resident memory of the processes below `pid`, in bytes.
 
-    If the sum over several is above the limit, shared pages are counted once, which takes longer to read."""
+    If the sum is above the limit, it is computed again with shared pages counted once, which takes longer."""
     pids = [*_below(pid)]
     resident = sum(_kilobytes(each, "status", "VmRSS:") for each in pids) * 1024
     if resident <= limit_bytes or len(pids) == 1:

@@ -44,8 +44,8 @@ def read_result(raw: object, *, correct_threshold: float, num_response_tokens: i
 
 
 def split_rows(raw: object, count: int) -> list[Any]:
-    """Splits the result of a function that scores all items into one result for each: a sequence or tensor by position,
-    a dict of columns by row (a single number is a part of every row).  Raises: RewardError where rows are missing."""
+    """Splits the result of a function that scores all items into one per item: a sequence or tensor by position, a dict
+    of columns by row; a single number is in every row.  Raises: RewardError if rows are missing."""
     if isinstance(raw, Mapping):
         found = {name: entries(value) for name, value in raw.items()}
         columns = {name: _split_column(str(name), each, count) for name, each in found.items() if each is not None}

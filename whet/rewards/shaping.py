@@ -32,7 +32,7 @@ def ngram_repetition(solution_str: str, *, n: Count = 3) -> float:
 
 @register_reward("length")
 def length(reward_input: dict[str, Any], *, shortest: Number = 0, longest: Count = 1024) -> float:
-    """0 for a response of `shortest` to `longest` tokens, else minus the relative distance to it, at least -1."""
+    """0 for a response of `shortest` to `longest` tokens, else minus the relative distance to them, at least -1."""
     tokens = int(reward_input["response_length"])
     if tokens < shortest:
         return tokens / shortest - 1
@@ -78,7 +78,7 @@ def language(
 
 
 def has_format(text: str, style: str) -> bool:
-    """Tells whether a text is `<think>...</think>`, then an `<answer>` (style answer) or text with a box (boxed)."""
+    """Tells whether a text is `<think>...</think>`, then `<answer>` (style "answer") or text with a box ("boxed")."""
     text = text.strip()
     rest = text.partition("</think>")[2].strip()
     if not text.startswith("<think>") or text.count("<think>") != 1 or text.count("</think>") != 1:

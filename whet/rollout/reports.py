@@ -94,7 +94,7 @@ class FailureWatch:
         self._warned: set[FailureSource] = set()
 
     def record(self, groups: Sequence[Group]) -> None:
-        """Raises: RewardError, SandboxError, ToolError or EngineError, depending on the source of the first failure."""
+        """Reads a step's groups.  Raises: RewardError, SandboxError, ToolError or EngineError by the first failure."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         failures = [(each.uid, each.failure) for each in trajectories if each.failure is not None]
         of_environment = [(uid, failure) for uid, failure in failures if failure.source in OF_ENVIRONMENT]
