@@ -310,7 +310,7 @@ def within_window(prompts: Sequence[Prompt], key: str, low: float, high: float) 
 
 
 def difficulty(prompt: Prompt, key: str, option: str) -> float:
-    """`extra_info[key]`; `option` is the config key that named it.  Raises: DataError if it is not a number."""
+    """Reads `extra_info[key]`. `option` is the config key that set `key`.  Raises: DataError if it is no number."""
     value = prompt.extra_info.get(key)
     if not is_number(value):
         found = f"is {value!r}; the row has {', '.join(prompt.extra_info) or 'no further fields'}"

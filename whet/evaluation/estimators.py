@@ -145,7 +145,7 @@ def _checked(scores: Array, k: int) -> int:
 
 
 def _majority_score(scores: Array, texts: Sequence[str | None], subsets: NDArray[np.int64]) -> float:
-    """Mean over subsets of the score of the answer with most votes; the score of a text is the mean of its scores."""
+    """Averages, over subsets, the score of the answer with most votes. A text's score is the mean of its scores."""
     names = list(dict.fromkeys(text for text in texts if text is not None))
     votes = np.array([[text == name for name in names] for text in texts], dtype=np.float64)  # [n, names]
     if not names:

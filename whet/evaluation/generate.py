@@ -93,7 +93,7 @@ def generate(config: GenerateConfig, *, data: Sequence[Mapping[str, Any]] | None
 
 
 class LineSampler(ExitStack):
-    """Samples completions as JSON lines. The model is loaded at the first prompts, and released after the block."""
+    """Samples completions as JSON lines. Loads the model at the first prompts; the end of the block releases it."""
 
     def __init__(self, config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, model_path: str) -> None:
         super().__init__()
