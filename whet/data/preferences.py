@@ -149,7 +149,7 @@ def build_comparisons(
 
 @dataclass(frozen=True)
 class StepExample(SupervisedExample):
-    """A prompt and steps with labels from 0 (wrong) to 1 (right); the mask is 1 on the token that follows each step."""
+    """A prompt and reasoning steps, labelled from 0 (wrong) to 1 (right). The mask is 1 on the token after a step."""
 
     labels: tuple[float, ...] = ()
 
@@ -320,7 +320,7 @@ def _answer(row: Row, name: str, value: Any, prompt_format: PromptFormat) -> str
 def _shared_messages(
     row: Row, answers: list[str | tuple[Message, ...]], prompt_format: PromptFormat, *, is_needed: bool
 ) -> tuple[tuple[Message, ...], list[str | tuple[Message, ...]]]:
-    """The messages with which all whole conversations begin, and the rest of each; texts share no messages."""
+    """Splits whole conversations into their common first messages, and the rest of each. Texts share no messages."""
     conversations = [each for each in answers if not isinstance(each, str)]
     if len(conversations) < len(answers):
         if prompt_format.apply_chat_template:

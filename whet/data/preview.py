@@ -113,7 +113,7 @@ def preview(
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """The text of each token. The last token of a character has its text, its other tokens have none."""
+    """Returns the text of each token. Of a character with several tokens, only the last has the text."""
     texts, start, pending = [], 0, 0
     for end in range(1, len(ids) + 1):
         before = str(tokenizer.decode(list(ids[start : end - 1 - pending])))

@@ -60,7 +60,7 @@ class PromptFormat:
         reader: MediaReader | None = None,
         media_keys: Mapping[Kind, str] = _MEDIA_KEYS,
     ) -> None:
-        """`reader` reads images and videos in the fields `media_keys`; without one a row with media is an error."""
+        """`reader` reads the media in the fields `media_keys`. Without a reader, a row with media is an error."""
         if system_prompt is not None and not apply_chat_template:
             found = "needs a template, but data.apply_chat_template is false"
             raise ConfigError("data.system_prompt", found, "", "unset one key")
@@ -214,7 +214,7 @@ class PromptFormat:
             return expanded(text, media)
 
     def note_lost(self, text: str, messages: Sequence[Message], but: Collection[int] = ()) -> None:
-        """Records texts of messages that the template left out of `text`, except messages numbered in `but`."""
+        """Records texts of messages that the template left out of `text`. Skips the messages numbered in `but`."""
         has_tools = any(self.chat_template_kwargs.get(name) for name in ("tools", DESCRIBED))
         if has_tools and any(TOOLS in message.fields for message in messages):
             warn_once("rows have a field `tools`, which the model is not shown: it is shown environment.tools")
@@ -406,7 +406,7 @@ def _extra_info(row: Row, used: set[str]) -> dict[str, Any]:
 
 
 def _check_answers(prompts: Sequence[Prompt]) -> None:
-    """Raises: DataError if only some rows have a ground truth. If no row has one, this warns: a judge needs none."""
+    """Checks that all rows have a ground truth, or none has.  Raises: DataError. Warns if none has."""
     missing = [prompt.index for prompt in prompts if prompt.ground_truth is None]
     if not missing:
         return

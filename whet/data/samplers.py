@@ -178,7 +178,7 @@ class Learnability:
         self._batches = 0
 
     def take(self, n: int) -> list[int]:
-        """n different row numbers, by weight; with fewer rows than n, they repeat (Efraimidis & Spirakis 2006)."""
+        """Draws n different row numbers, by weight (Efraimidis & Spirakis 2006). Too few rows repeat."""
         p = (self._correct + self._prior / 2) / (self._scored + self._prior)
         draws = generator(self._seed, "learnability", self._batches).exponential(size=len(p))
         self._batches += 1
