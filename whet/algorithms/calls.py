@@ -205,7 +205,7 @@ def _trajectory_layout(columns: Mapping[str, Tensor]) -> TrajectoryLayout | None
 
 
 def _parts(entry: Entry, result: object) -> tuple[object, Tensor | None, Mapping[str, object]]:
-    """Splits a result, advantages alone or a tuple with returns or metrics or both.  Returns all three."""
+    """Splits a result, the advantages alone or a tuple, into advantages, returns and metrics.  Returns all three."""
     advantages, *rest = result if isinstance(result, tuple) else (result,)
     match rest:
         case []:
@@ -222,7 +222,7 @@ def _parts(entry: Entry, result: object) -> tuple[object, Tensor | None, Mapping
 def _column(
     entry: Entry, name: str, value: object, shape: torch.Size, layout: TrajectoryLayout | None, mask: Tensor
 ) -> Tensor:
-    """[B] or [B, R] -> [B, R], finite, and 0 where the mask is 0; `shape` is the shape of the estimator's columns."""
+    """Converts a result, [B] or [B, R], to [B, R]: finite, and 0 where the mask is 0. `shape` is the columns' shape."""
     if not isinstance(value, Tensor) or value.shape not in (shape, shape[:1]):
         expected = f"a tensor of shape {list(shape)}, or {list(shape[:1])} for one number a row"
         raise _unusable(entry, value, expected, name)
@@ -293,7 +293,7 @@ class TrajectoryLayout:
         self.place = before[self.row] + sampled.cumsum(-1)[self.row, self.position] - 1
 
     def joined(self, estimator: Bound, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The columns that an estimator reads, of trajectories.  Raises: RegistryError for an estimator of batches."""
+        """Joins the columns that an estimator reads, by trajectory.  Raises: RegistryError for one of batches."""
         entry = estimator.entry
         if asked := BATCH & {*entry.parameters, *entry.options}:
             found = f"takes {min(asked)!r}, and in this batch a trajectory has several rows"
