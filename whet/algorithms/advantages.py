@@ -149,8 +149,7 @@ def remax(token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: 
 
 @register_adv_est("opo")
 def opo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tensor:
-    """A = s - b with b = sum_G len s / sum_G len, the baseline of least variance if gradients grow with length.   ->
-    [B]
+    """A = s - sum_G len s / sum_G len: the baseline of least variance if gradients grow with the length.   -> [B]
 
     Hao et al. 2025, https://arxiv.org/abs/2505.23585."""
     scores, lengths = token_level_rewards.sum(-1), response_mask.sum(-1)

@@ -169,7 +169,7 @@ def naive(t: Terms) -> Tensor:
 
 @register_wrapper("noaccmask", keeps_sign=True)
 def noaccmask(t: Terms) -> Tensor:
-    """Both terms of `naive`, each for right and wrong rows alike."""
+    """`naive` without the condition on right and wrong: both terms apply to all rows."""
     return _lifted(t) - _lowered(t)
 
 

@@ -31,7 +31,7 @@ def kl_penalty(form: str, columns: Mapping[str, Tensor]) -> Tensor:
 
 
 def kl_columns(form: str, policy: str = "") -> list[str]:
-    """Lists the columns that a form reads. `policy` is the prefix of the policy's columns: "" or "old_". Raises:
+    """Lists the columns that a `form` reads. `policy` is the prefix of the policy's columns: "" or "old_".  Raises:
     RegistryError."""
     return [name if name.startswith(("ref_", "old_")) else policy + name for name in KL_FORMS[form].columns]
 

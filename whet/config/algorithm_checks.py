@@ -82,7 +82,7 @@ def algorithm_rule(algorithm: schema.AlgorithmConfig, at: SectionPlace) -> Itera
 
 
 def _of_pairs(algorithm: schema.AlgorithmConfig) -> Iterator[ConfigError]:
-    """For a preference loss, requires the aggregation of pairs, and an estimator whose advantages order each group."""
+    """Requires the aggregation of pairs, and an estimator that orders each group, for a preference loss."""
     loss, estimator = registry.POLICY_LOSSES[algorithm.policy_loss], _estimator(algorithm)
     if loss.kind != registry.PREFERENCE_LOSSES.kind:
         return

@@ -278,7 +278,7 @@ def _sampling(sampling: schema.SamplingConfig, at: SectionPlace) -> Iterator[Con
 
 
 def _staleness(rollout: schema.RolloutConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """If responses are sampled while models train, requires a separate pool for the rollout, and a correction."""
+    """Requires a separate pool for the rollout, and a correction, if responses are sampled while models train."""
     config = at.whole
     if rollout.max_staleness == 0:
         return

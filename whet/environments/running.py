@@ -3,9 +3,15 @@
 
 Every form of environment is called through `reset`, `step` and `close` of the long form:
 
-| form | reset | step | |---|---|---| | long | `reset(prompt, seed)` returns an Observation | `step(answer)` gets an Answer, returns an Observation | | short | | `step(text)` returns an Observation | | gymnasium, GEM | `reset(seed=)` returns (text, info) | `step(text)` returns (text, reward, ended, truncated, info) | | function | | is the step: gets the text; returns a reply, None for the end, or (reply, reward) |
+| form | reset | step |
+|---|---|---|
+| long | `reset(prompt, seed)` returns an Observation | `step(answer)` gets an Answer, returns an Observation |
+| short | | `step(text)` returns an Observation |
+| gymnasium, GEM | `reset(seed=)` returns (text, info) | `step(text)` returns (text, reward, ended, truncated, info) |
+| function | | is the step: gets the text; returns a reply, None for the end, or (reply, reward) |
 
-Methods may be async. A `reset` or `step` with one more parameter, `context`, can run tasks of sub-agents."""
+Methods may be async. A `reset` or `step` with one more parameter, `context`, can run tasks of sub-agents.
+"""
 
 from __future__ import annotations
 

@@ -79,8 +79,7 @@ def maj_at_k(scores: Array, answers: Sequence[Sequence[str | None]], k: int, *, 
 
 
 def estimate(values: Array, *, bounds: tuple[float, float] | None = None, seed: int = 0) -> MeanEstimate:
-    """Estimates the mean of one number per prompt, with a percentile interval from RESAMPLES bootstrap samples of
-    prompts.
+    """Averages one number per prompt; a percentile interval comes from RESAMPLES bootstrap samples of the prompts.
 
     The percentiles are widened for small P (Hesterberg 2015, arXiv:1411.5279: the expanded percentile interval). Where
     all values are equal, resampling shows no variation; with `bounds` of the possible values, the interval then allows

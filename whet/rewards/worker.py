@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward process loads one score function, then scores items: in order or, if the function is async, several at a
-time.
+"""A reward process loads one score function, then scores items in order; an async function scores several at a time.
 
 The first call carries source files; the reply is Started or a RewardError. Each later call carries items; the reply is
 Scored."""
