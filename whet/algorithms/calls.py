@@ -134,9 +134,9 @@ def estimate(
 
     Rows with the same `trajectory_uid` are concatenated first, so the estimator sees one row per trajectory: its reward
     counts once in the group, and all its rows get its advantage. If the estimator reads `returns` and the batch has
-    none, it gets the undiscounted reward-to-go. With `with_returns`, a critic gets these too, if the estimator returns
-    no returns.  Raises: RegistryError where a column is missing or the result is not finite advantages of the batch's
-    shape; DataError where the rows of a trajectory disagree."""
+    none, it gets the undiscounted reward-to-go. With `with_returns` a critic gets them too, if the estimator has no
+    returns of its own.  Raises: RegistryError where a column is missing or the result is not finite advantages of the
+    batch's shape; DataError where the rows of a trajectory disagree."""
     layout = _trajectory_layout(columns)
     seen = dict(columns) if layout is None else layout.joined(estimator, columns)
     if "returns" not in seen and ("returns" in estimator.columns or with_returns):

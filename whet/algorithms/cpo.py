@@ -150,7 +150,7 @@ class Terms:
 
     @cached_property
     def half(self) -> Tensor:
-        """abs(A) / 2."""
+        """abs(A) / 2, with A the advantage of GRPO."""
         return self.advantages.abs() / 2
 
 

@@ -75,7 +75,7 @@ TEMPLATE_KWARGS = (
 
 
 class RowsConfig(Section):
-    """The data sets."""
+    """The data sets of a command."""
 
     train_files: list[str | Values] = key([], FILES)
     val_files: list[str | Values] = key([], "validation data, in the same forms as train_files")
@@ -113,7 +113,7 @@ MIX = (
 
 
 class DataConfig(MediaRowsConfig):
-    """The prompts."""
+    """The prompts of a run."""
 
     prompt_key: str | list[str] = key(
         "prompt", "field with the prompt (text or messages); of several names, the first that the row has"
@@ -289,7 +289,7 @@ class OptimConfig(Section):
 
 
 class PassConfig(Section):
-    """The forward passes of a role."""
+    """The training engine and the forward passes of a role."""
 
     engine: EngineConfig = EngineConfig()
     max_tokens_per_micro_batch: PositiveInt | None = key(None, MICRO_BATCH)

@@ -26,7 +26,7 @@ class Loads(Protocol):
 
 
 class Tools(Protocol):
-    """The tools of a run, by the plugin's implementation."""
+    """The tools that a run puts around its environments."""
 
     @property
     def starts_servers(self) -> bool:

@@ -107,7 +107,7 @@ class TrainWorker(EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def digest(self) -> str:
-        """Returns the digest of the model's weights, with an adapter merged. All ranks take part."""
+        """Returns the digest of the model's weights, with an adapter merged. Every rank gets it."""
         return str(Digest.of(self.engine.named_weights()))
 
     @register(concurrent=True)

@@ -196,7 +196,7 @@ class SharesModule(Protocol):
         ...
 
     def adopt(self, module: PreTrainedModel) -> None:
-        """Makes the engine's own copy of `module`'s form for `load`: without adapters, in the rollout dtype."""
+        """Creates the engine's own module for `load`: like `module`, but without adapters, in the rollout dtype."""
         ...
 
 

@@ -277,8 +277,7 @@ def readable_tokens(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Iterato
 
 
 def reward_gap(history: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    """Returns the gap of training reward and held-out accuracy at the last validation, and its growth since the first
-    (or 0).
+    """Returns the gap of training reward and held-out accuracy at the last validation, and its growth since the first.
 
     The gap is the mean training reward of the last steps, as a share of the range of all rewards so far, minus the
     held-out accuracy. With a reward model, its score is the training reward, if the reward function pays anything,
