@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantage estimators. Each returns [B, R]; or [B] where it is constant over a row; or (advantages, returns).
+"""Advantage estimators. Each returns [B, R]; or [B] if it is constant over a row; or (advantages, returns).
 
 s is the sum of a row's `token_level_rewards`, which are 0 on unsampled tokens; G its group, the n rows with its `uid`;
 mu_G and sd_G the mean and sample (n - 1) standard deviation of s over G. A group of one has no signal: its advantage is
@@ -69,7 +69,7 @@ def vapo(
 
         lam_policy = max(0, 1 - 1 / (alpha l))        A = whiten(L(lam_policy))        returns = L(lam_critic) + V
 
-    l is the number of sampled tokens of the row: the longer, the further a reward reaches back. Yue et al. 2025,
+    l is the number of sampled tokens of the row: in a longer row a reward reaches further back. Yue et al. 2025,
     https://arxiv.org/abs/2504.05118. A given `lam_policy` holds for all rows: Yuan et al. 2025,
     https://arxiv.org/abs/2503.01491."""
     deltas = _deltas(token_level_rewards, values, response_mask, gamma)
@@ -130,10 +130,9 @@ def reinforce_plus_plus(
 
 @register_adv_est("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tensor:
-    """whiten(s - mu_G): the group's mean as baseline, the deviation over all sampled tokens of the batch.   -> [B, R]
+    """A = whiten(s - mu_G): baseline mu_G of the group, deviation over all sampled tokens of the batch.   -> [B, R]
 
-    Hu et al. 2025, https://arxiv.org/abs/2501.03262.
-    """
+    Hu et al. 2025, https://arxiv.org/abs/2501.03262."""
     deviation = Groups(uid, response_mask).deviation(token_level_rewards.sum(-1))
     return whitened(deviation[:, None].expand(response_mask.shape), response_mask)
 
@@ -152,8 +151,7 @@ def remax(token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: 
 def opo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tensor:
     """A = s - sum_G len s / sum_G len: the baseline of least variance if gradients grow with the length.   -> [B]
 
-    Hao et al. 2025, https://arxiv.org/abs/2505.23585.
-    """
+    Hao et al. 2025, https://arxiv.org/abs/2505.23585."""
     scores, lengths = token_level_rewards.sum(-1), response_mask.sum(-1)
     groups = Groups(uid, response_mask)
     baseline = groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1)
@@ -170,9 +168,8 @@ def gpg(
 ) -> Tensor:
     """A = alpha (s - mu_G), alpha = B / B': groups without a signal do not make the step smaller.   -> [B]
 
-    B' is the number of rows in groups whose scores differ; with count="nonzero" of rows with a score, as in verl.
-    Chu et al. 2025, https://arxiv.org/abs/2504.02546.
-    """
+    B is the number of rows. B' counts the rows in groups whose scores differ; with count="nonzero" the rows with a
+    score other than 0, as in verl. Chu et al. 2025, https://arxiv.org/abs/2504.02546."""
     scores = token_level_rewards.sum(-1)
     groups, zero = Groups(uid, response_mask), scores.new_zeros(())
     counted = groups.differ(scores) if count == "informative" else ~alike(scores, zero) & groups.member
@@ -218,9 +215,8 @@ def raft(accuracy: Tensor) -> Tensor:
 def grpo_passk(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, *, std_norm: bool = True) -> Tensor:
     """A = (s_max - s_second) / (sd_G + 1e-6) for the best row of a group, 0 for the others and for ties.   -> [B]
 
-    The gradient of E[max of n]: the contribution of the best response to pass@n.
-    https://arxiv.org/abs/2503.19595.
-    """
+    s_max and s_second are the two highest scores. It is the gradient of E[max of n]: the best response's contribution
+    to pass@n. https://arxiv.org/abs/2503.19595."""
     scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)
     best = groups.max(scores)
@@ -242,9 +238,8 @@ def gdpo(
 ) -> Tensor:
     """A = whiten(sum_k w_k (p_k - mu_G) / (sd_G + 1e-6)): each part of the reward is normalised by itself.   -> [B]
 
-    p_k is column k of `reward_parts` [B, K], w_k its weight (default 1). The sum is whitened over rows, or with
-    over="tokens" over their sampled tokens (-> [B, R]). https://arxiv.org/abs/2601.05242.
-    """
+    p_k is column k of `reward_parts` [B, K], w_k its weight in `weights` (default 1). The sum is whitened over rows;
+    with over="tokens", over sampled tokens (-> [B, R]). https://arxiv.org/abs/2601.05242."""
     groups = Groups(uid, response_mask)
     parts = reward_parts.unbind(1)
     advantage = reward_parts.new_zeros(len(reward_parts))
@@ -294,10 +289,9 @@ def optimal_token_baseline(
 
 @register_adv_est("win_rate")
 def win_rate(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tensor:
-    """A = p - 1/2, p the fraction of the other rows in G that a row beats, a draw counts half: for `sppo`.   -> [B]
+    """A = p - 1/2: p is the fraction of other rows in G with a lower score, ties count half. For `sppo`.   -> [B]
 
-    Wu et al. 2024, https://arxiv.org/abs/2405.00675.
-    """
+    Wu et al. 2024, https://arxiv.org/abs/2405.00675."""
     scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)
     draws = alike(scores[:, None], scores)
@@ -311,15 +305,14 @@ def win_rate(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) ->
 def best_worst(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """A = 1 for the best row of G, -1 for the worst, 0 for the others, and for all where no score differs.   -> [B]
 
-    Of rows that tie the first counts. For a preference loss, whose pairs it chooses: online DPO, Guo et al. 2024,
-    https://arxiv.org/abs/2402.04792.
-    """
+    Of tied rows the first counts. It chooses the pairs of a preference loss: online DPO, Guo et al. 2024,
+    https://arxiv.org/abs/2402.04792."""
     scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)
     differ, rows = groups.differ(scores), torch.arange(len(uid), device=uid.device).to(scores.dtype)
 
     def first_with(best: Tensor) -> Tensor:
-        """True for the first row of each group whose score is `best`."""
+        """Marks the first row of each group whose score is `best`."""
         at = alike(scores, best) & differ
         return at & (rows == -groups.max((-rows).masked_fill(~at, -torch.inf)))
 
@@ -329,10 +322,9 @@ def best_worst(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) 
 
 @register_adv_est("all_pairs")
 def all_pairs(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """A = 1 + the number of rows in G that a row beats, 0 where no score differs: all pairs for a preference loss.
+    """A = 1 + the number of rows in G with a lower score; 0 if no score differs: all pairs for a preference loss.
 
-    -> [B]. Rows that tie are no pair.
-    """
+    -> [B]. Rows that tie are no pair."""
     scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)
     differ = groups.differ(scores)
@@ -341,7 +333,7 @@ def all_pairs(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -
 
 
 def _tied(groups: Groups, differ: Tensor) -> Tensor:
-    """The number of groups whose scores are equal."""
+    """Counts the groups whose scores are equal."""
     return ((~differ & groups.member) / groups.size.clamp(min=1)).sum()
 
 
@@ -393,7 +385,7 @@ def grpo_distillation(
     coef: NonNegative = 1.0,
     std_norm: bool = True,
 ) -> Tensor:
-    """A = A_GRPO - coef (o - g): learning from a reward and a teacher.   -> [B, R]"""
+    """A = A_GRPO - coef (o - g): combines a reward with distillation from a teacher.   -> [B, R]"""
     base = grpo(token_level_rewards, response_mask, uid, std_norm=std_norm)[:, None]
     return base - coef * (old_log_probs - teacher_log_probs)
 
@@ -407,10 +399,9 @@ def _deltas(token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, 
 def segment_reinforce(
     token_level_rewards: Tensor, turn_ids: Tensor, response_mask: Tensor, *, gamma: Share = 1.0
 ) -> Tensor:
-    """A_t = G_k of the turn k that sampled t: gamma discounts once per turn.   -> [B, R]
+    """A_t = G_k, where turn k sampled token t: gamma discounts once per turn.   -> [B, R]
 
-    ROLL's "agentic_reinforce".
-    """
+    ROLL's "agentic_reinforce"."""
     returns, _ = turn_returns(token_level_rewards, turn_ids, response_mask, gamma)
     return to_tokens(returns, turn_ids, response_mask)
 
@@ -466,7 +457,7 @@ def gigpo(
 def turn_returns(
     token_level_rewards: Tensor, turn_ids: Tensor, response_mask: Tensor, gamma: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns G_k [B, K] of K turns, and a mask [B, K] of the turns that a row has."""
+    """Computes the discounted returns G_k [B, K] of K turns, and a mask [B, K] of the turns that a row has."""
     sampled = response_mask != 0
     turns = turn_ids.masked_fill(~sampled, 0)
     width = int(turns.max()) + 1 if turns.numel() else 1

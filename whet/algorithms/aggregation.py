@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Aggregations: from a loss per token to one number.
+"""Aggregations reduce a loss per token to one number.
 
 N (`num_tokens`) and S (`num_sequences`) are the results of `counts`, summed over the global mini-batch, not over the
 rows of one call, so that every split (micro-batches, packing, processes) adds up to the same loss and gradient. F is
 `fixed_length`. Where a count is 0 the result is 0. A function gets those of the three that its signature names after
-the `*`.
-"""
+the `*`."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ Count = Tensor | int | float
 
 
 def loss_mask(columns: Mapping[str, Tensor]) -> Tensor:
-    """1 on the tokens to train on: the sampled ones without the rejected ones.   [B, R]"""
+    """1 on the tokens to train on: sampled and not rejected.   [B, R]"""
     return columns.get("loss_mask", columns["response_mask"])
 
 
@@ -34,7 +33,7 @@ def counts(response_mask: Tensor) -> dict[str, Tensor]:
 
 
 def aggregate(mode: str, values: Tensor, response_mask: Tensor, **counts: Count) -> Tensor:
-    """Applies the registered aggregation `mode` to `values` [B, R]; masked values are ignored. `counts` are
+    """Applies the registered aggregation `mode` to `values` [B, R]. Masked values are ignored. `counts` has
     `num_tokens`, `num_sequences` and `fixed_length`.  Raises: RegistryError."""
     total: Tensor = _bound(mode)({"values": values, "response_mask": response_mask}, counts)
     return total

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of registered functions on columns: bound once to their options, their results converted to one form.
+"""Calls registered functions on columns. Binds their options once, and converts their results to one form.
 
-Where the context of a trajectory was rewritten, a new row begins: functions read the rows of a trajectory as one."""
+A trajectory has several rows if its context was rewritten. Functions read the rows of a trajectory as one."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ BATCH = frozenset({"batch", "non_tensor_batch"})
 class Bound:
     """A registered function with its options, to be called on columns [B, ...] by name.
 
-    Float columns [B, R, ...] are set to 0 where `response_mask` is 0; the function must not write into columns. The
-    value of an option is that in `options`, else that in `supplied`, else its default.  Raises: ConfigError for an
-    option that does not fit; a call RegistryError for a missing column or value."""
+    Float columns [B, R, ...] are set to 0 where `response_mask` is 0; the function must not write into columns. An
+    option has its value in `options`, else in `supplied`, else its default.  Raises: ConfigError for an option that
+    does not fit; a call RegistryError for a missing column or value."""
 
     entry: Entry
     options: Mapping[str, Any]
@@ -40,7 +40,7 @@ class Bound:
 
     @classmethod
     def of(cls, registry: Registry, name: str, options: Values, where: str) -> Bound:
-        """A function by name; `where` is the config key of its options.  Raises: ConfigError, RegistryError."""
+        """Binds a function by name. `where` is the config key of its options.  Raises: ConfigError, RegistryError."""
         return cls(registry[name], registry[name].resolve_options(options, where))
 
     def __reduce__(self) -> tuple[type[Bound], tuple[Entry, Values]]:
@@ -58,17 +58,17 @@ class Bound:
 
     @cached_property
     def is_supplied(self) -> bool:
-        """Tells whether the function has parameters for which the caller supplies values other than columns."""
+        """Tells whether the function has parameters that are no columns, so that the caller supplies their values."""
         return not SUPPLIED.isdisjoint({*self.entry.parameters, *self.entry.options})
 
     @cached_property
     def sources(self) -> list[tuple[str, str | None]]:
-        """Parameters with the column that each reads; None where the caller supplies its value."""
+        """Pairs each parameter with the column that it reads; with None if the caller supplies the value."""
         names = self.entry.parameters
         return [(name, None if name in SUPPLIED else FOREIGN_COLUMNS.get(name, name)) for name in names]
 
     def __call__(self, columns: Mapping[str, Tensor], supplied: Values | None = None) -> Any:
-        """Calls the function.  Returns its result."""
+        """Calls the function with its columns and options.  Returns its result."""
         given, mask = supplied or {}, columns.get("response_mask")
         named = {**self.entry.options, **{name: given[name] for name in self.entry.options if name in given}}
         named |= self.options
@@ -94,7 +94,7 @@ class Bound:
 
 
 def _argument(parameter: str, name: str, column: Tensor, mask: Tensor | None) -> object:
-    """The array or value that the function gets for a column."""
+    """Returns the array or value that the function gets for a column."""
     if mask is not None and column.shape[:2] == mask.shape and name not in ROW_COLUMNS and column.is_floating_point():
         column = zero_outside(column, mask)
     # verl's estimators use the elements of `index` as dict keys; elements of a tensor are never equal as keys.
@@ -102,7 +102,7 @@ def _argument(parameter: str, name: str, column: Tensor, mask: Tensor | None) ->
 
 
 def call(entry: Entry, columns: Mapping[str, Tensor], options: Values, supplied: Values | None = None) -> Any:
-    """Binds a function and calls it once: see `Bound`."""
+    """Binds a function to `options` and calls it once. See `Bound`."""
     return Bound(entry, options)(columns, supplied)
 
 
@@ -117,7 +117,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Result of a loss: either per token [B, R], or a scalar that the loss has aggregated itself (verl's form).
+    """Result of a loss: one value per token [B, R], or a scalar that the loss itself has aggregated (verl's form).
 
     `diagnostics` are numbers or flags per token, to be averaged over sampled tokens; `metrics` are scalars."""
 
@@ -133,9 +133,9 @@ def estimate(
     """Estimates the advantages of all rows of a batch.
 
     Rows with the same `trajectory_uid` are concatenated first, so the estimator sees one row per trajectory: its reward
-    counts once in the group, and all its rows get its advantage. Where the estimator reads `returns` and the batch has
-    none, they are the undiscounted reward-to-go; `with_returns` returns these for a critic where the estimator returns
-    none of its own.  Raises: RegistryError where a column is missing or the result is not finite advantages of the
+    counts once in the group, and all its rows get its advantage. If the estimator reads `returns` and the batch has
+    none, it gets the undiscounted reward-to-go. With `with_returns` a critic gets them too, if the estimator has no
+    returns of its own.  Raises: RegistryError where a column is missing or the result is not finite advantages of the
     batch's shape; DataError where the rows of a trajectory disagree."""
     layout = _trajectory_layout(columns)
     seen = dict(columns) if layout is None else layout.joined(estimator, columns)
@@ -153,8 +153,8 @@ def estimate(
 
 
 def mini_batch_functions(entry: Entry) -> dict[str, Entry]:
-    """Returns the functions that compute a loss's own columns, by column; the loss's mark `before` names them in its
-    own file. A loss sees only the rows of a micro-batch; these functions see the whole mini-batch before its update."""
+    """Returns the functions that compute columns for a loss, by column. The mark `before` of the loss names them. A
+    loss sees only the rows of a micro-batch; these functions see the whole mini-batch, before its update."""
     location = entry.target.rpartition(":")[0]
     return {
         column: entry_of(load_target(f"{location}:{function}"), entry.kind, function, {})
@@ -163,7 +163,7 @@ def mini_batch_functions(entry: Entry) -> dict[str, Entry]:
 
 
 def with_mini_batch_columns(loss: Bound, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Adds the loss's own columns to the `columns` of a whole mini-batch; both functions get the options by name."""
+    """Adds the columns of `mini_batch_functions` to a whole mini-batch. They and the loss get options by name."""
     resolved = {**loss.entry.options, **loss.options}
     own = {
         column: call(function, columns, {name: resolved[name] for name in function.options})
@@ -173,8 +173,8 @@ def with_mini_batch_columns(loss: Bound, columns: Mapping[str, Tensor]) -> dict[
 
 
 def policy_loss(function: Bound, columns: Mapping[str, Tensor], supplied: Values | None = None) -> PolicyLoss:
-    """Computes the loss of a policy or of a value function; further results become diagnostics or metrics, depending on
-    their shape.  Raises: RegistryError where a column is missing, or the result is neither per token nor a scalar."""
+    """Computes the loss of a policy or value function. Further results become diagnostics or metrics, by their
+    shape.  Raises: RegistryError if a column is missing, or the result is neither per token nor a scalar."""
     entry, shape = function.entry, columns["response_mask"].shape
     result = function(columns, supplied)
     loss, reported = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
@@ -191,13 +191,13 @@ def policy_loss(function: Bound, columns: Mapping[str, Tensor], supplied: Values
 
 
 def whole_trajectories(columns: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The columns with one row for each trajectory; differentiable.  Raises: DataError where its rows disagree."""
+    """Joins the rows of each trajectory to one; differentiable.  Raises: DataError if its rows disagree."""
     layout = _trajectory_layout(columns)
     return columns if layout is None else {name: layout.join(name, column) for name, column in columns.items()}
 
 
 def _trajectory_layout(columns: Mapping[str, Tensor]) -> TrajectoryLayout | None:
-    """Layout of the trajectories; None where every row is a whole trajectory."""
+    """Returns the layout of the trajectories; None if each row is a whole trajectory."""
     uid = columns.get("trajectory_uid")
     if uid is None or len(torch.unique(uid)) == len(uid):
         return None
@@ -205,7 +205,7 @@ def _trajectory_layout(columns: Mapping[str, Tensor]) -> TrajectoryLayout | None
 
 
 def _parts(entry: Entry, result: object) -> tuple[object, Tensor | None, Mapping[str, object]]:
-    """Splits a result, advantages alone or a tuple with returns or metrics or both.  Returns all three."""
+    """Splits a result, the advantages alone or a tuple, into advantages, returns and metrics.  Returns all three."""
     advantages, *rest = result if isinstance(result, tuple) else (result,)
     match rest:
         case []:
@@ -222,7 +222,7 @@ def _parts(entry: Entry, result: object) -> tuple[object, Tensor | None, Mapping
 def _column(
     entry: Entry, name: str, value: object, shape: torch.Size, layout: TrajectoryLayout | None, mask: Tensor
 ) -> Tensor:
-    """[B] or [B, R] -> [B, R], finite, and 0 where the mask is 0; `shape` is the shape of the estimator's columns."""
+    """Converts a result, [B] or [B, R], to [B, R]: finite, and 0 where the mask is 0. `shape` is the columns' shape."""
     if not isinstance(value, Tensor) or value.shape not in (shape, shape[:1]):
         expected = f"a tensor of shape {list(shape)}, or {list(shape[:1])} for one number a row"
         raise _unusable(entry, value, expected, name)
@@ -237,7 +237,7 @@ def _column(
 
 
 def _check_finite(entry: Entry, name: str, column: Tensor) -> None:
-    """Raises: RegistryError for a number that is not finite; finite numbers with an infinite sum pass."""
+    """Checks that a column is finite.  Raises: RegistryError. Finite numbers with an infinite sum are accepted."""
     if len(bad := (~column.isfinite()).nonzero()):
         row, position = bad[0].tolist()
         raise RegistryError(
@@ -293,7 +293,7 @@ class TrajectoryLayout:
         self.place = before[self.row] + sampled.cumsum(-1)[self.row, self.position] - 1
 
     def joined(self, estimator: Bound, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The columns that an estimator reads, of trajectories.  Raises: RegistryError for an estimator of batches."""
+        """Joins the columns that an estimator reads, by trajectory.  Raises: RegistryError for one of batches."""
         entry = estimator.entry
         if asked := BATCH & {*entry.parameters, *entry.options}:
             found = f"takes {min(asked)!r}, and in this batch a trajectory has several rows"

@@ -32,13 +32,11 @@ def importance(
     floor: NonNegative = 0.0,
     normalise: bool = False,
 ) -> Tensor:
-    """max(min(w, cap), floor), w = exp(x) of each token, or of a `level` above it.   -> [B, R]
+    """max(min(w, cap), floor), w = exp(x) of each token, or of the larger unit in `level`.   -> [B, R]
 
     "sequence" is exp(sum_t x), "geometric" exp(mean_t x) of the row, "segment" the same of a run of sampled tokens.
     With `normalise` the weight is divided by its mean over the mini-batch's sampled tokens (or sequences), so that the
-    size of a step stays the same.
-    Yao et al. 2025, https://fengyao.notion.site/off-policy-rl.
-    """
+    size of a step stays the same. Yao et al. 2025, https://fengyao.notion.site/off-policy-rl."""
     weight = ratio(old_log_probs, rollout_log_probs, response_mask, level).clamp(floor, cap)
     if not normalise:
         return weight
@@ -90,9 +88,8 @@ def off_policy_sequence(
 ) -> Tensor:
     """0 on tokens with A < 0 in a row whose mean of u - o exceeds the threshold, else 1.   -> [B, R]
 
-    A text that has become unlikely under the policy needs no unlearning. DeepSeek-V3.2,
-    https://arxiv.org/abs/2512.02556.
-    """
+    The policy need not unlearn a text that it has become unlikely to sample. DeepSeek-V3.2,
+    https://arxiv.org/abs/2512.02556."""
     moved = row_means(rollout_log_probs - old_log_probs, response_mask)
     return ((advantages >= 0) | (moved <= threshold)[:, None]).to(old_log_probs.dtype)
 
@@ -108,8 +105,8 @@ def pf_ppo(
     """Weights of rows by score: "pow" abs(s)^power; "max_min" 1 for the highest and lowest score, else 0; "max_random"
     1 for the highest, else 1/4. They are scaled to a mean of 1 over the mini-batch's rows.   -> [B, R]
 
-    The expectation of PF-PPO's re-sampling of rows. Shen et al. 2024, https://arxiv.org/abs/2409.06957.
-    """
+    These weights are the expectation of PF-PPO's re-sampling of rows. Shen et al. 2024,
+    https://arxiv.org/abs/2409.06957."""
     scores, member = token_level_scores.sum(-1), response_mask.sum(-1) > 0
     if not bool(member.any()):
         return torch.zeros_like(token_level_scores)
@@ -136,8 +133,8 @@ def divergence(
 ) -> Tensor:
     """True where low <= k <= high (None: no bound): k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x.   -> [B, R] bool
 
-    k estimates KL(u || o). `level` chooses the bounded value: each token's k, or the row's mean, sum or maximum.
-    """
+    k estimates KL(u || o); `form` chooses it. `level` chooses the bounded value: each token's k, or the row's mean, sum
+    or maximum."""
     x = (old_log_probs - rollout_log_probs).clamp(-LARGEST, LARGEST)
     k = {"k1": -x, "k2": 0.5 * x.square(), "k3": x.expm1() - x}[form]
     values = _of_row(k, response_mask, level)
@@ -146,9 +143,9 @@ def divergence(
 
 
 def gap(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
-    """Metrics of the difference between rollout and trainer: mean and largest abs(x), KL(u || o) by k3, effective
-    sample size of exp(x) as a fraction of the tokens, chi2(o || u) = mean of exp(x)^2 - 1, both perplexities and the
-    trainer's over the rollout's. Scalars."""
+    """Computes metrics of the difference between rollout and trainer: mean and largest abs(x), KL(u || o) by k3,
+    effective sample size of exp(x) as a fraction of the tokens, chi2(o || u) = mean of exp(x)^2 - 1, both perplexities
+    and the trainer's over the rollout's. Scalars."""
     sampled = response_mask != 0
     x = (old_log_probs - rollout_log_probs).masked_fill(~sampled, 0.0)
     weight = x.clamp(-LARGEST, LARGEST).exp().masked_fill(~sampled, 0.0)
@@ -166,7 +163,7 @@ def gap(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor)
 
 
 def weight_metrics(weight: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Deviation, minimum and maximum of the weights where the mask is not 0; none where there is no such token.
+    """Computes deviation, minimum and maximum of the weights where the mask is not 0; empty if there is no such token.
     Scalars."""
     values = weight[mask != 0]
     if not values.numel():
@@ -192,7 +189,7 @@ def ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tenso
 
 
 def _of_row(k: Tensor, response_mask: Tensor, level: str) -> Tensor:
-    """A token's own value, or its row's mean, sum or maximum.   [B, R] -> [B, R]"""
+    """Selects a token's own k, or its row's mean, sum or maximum.   [B, R] -> [B, R]"""
     if level == "token":
         return k
     by_row = {

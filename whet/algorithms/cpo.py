@@ -2,8 +2,8 @@
 """CPO: a hint in the prompt shows which tokens of a response mattered. A wrapper adds a term to GRPO's advantage.
 
 g is `teacher_log_probs`, the policy's log-probs of the response after a prompt with a hint; o `old_log_probs`, without
-the hint. k = g - o is high where the hint makes a token likelier. Each wrapper is one formula in the terms of `Terms`.
-"""
+the hint. k = g - o is high where the hint makes a token likelier. Wrappers use `Terms`; a+ and a- are pos_alpha and
+neg_alpha."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def cpo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A = A_GRPO + the term of `wrap_method`, at the tokens that `loss_position` selects.   -> [B, R]
 
-    A row is right where its score is at least `correct_threshold`. With `gate` the term is added only in groups where
-    the hint helped: for at least half of the rows it raised the mean log-prob of a right row or lowered a wrong one's.
-    """
+    A row is right if its score is at least `correct_threshold`. With `gate` the term is added only in groups that the
+    hint helped: in at least half of the rows it raised the mean log-prob of a right row, or lowered that of a wrong
+    row."""
     base = grpo(token_level_rewards, response_mask, uid, std_norm=std_norm)[:, None].expand(response_mask.shape)
     groups = Groups(uid, response_mask)
     right = token_level_scores.sum(-1) >= correct_threshold
@@ -71,7 +71,7 @@ def cpo(
 
 
 def positions(which: str, entropy: Tensor, response_mask: Tensor) -> Tensor:
-    """[B, R] bool: "all" sampled tokens; "entropy" tokens above the row's 80 % quantile; "first" fifth of the row."""
+    """Marks tokens: "all" sampled; "entropy" above the row's 80 % quantile; "first" fifth of the row.   [B, R] bool"""
     sampled = response_mask != 0
     if which == "entropy":
         return sampled & (entropy > entropy.masked_fill(~sampled, torch.nan).nanquantile(0.8, dim=-1, keepdim=True))
@@ -82,7 +82,7 @@ def positions(which: str, entropy: Tensor, response_mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Terms:
-    """Terms of the formulas, all [B, R] or [B, 1]; `advantages` come from GRPO."""
+    """The terms of the wrappers' formulas, all [B, R] or [B, 1]. `advantages` are GRPO's; `pos`, `neg` are a+, a-."""
 
     advantages: Tensor
     o: Tensor
@@ -113,29 +113,29 @@ class Terms:
 
     @cached_property
     def hard(self) -> Tensor:
-        """[B, 1]: True for a group without a right row."""
+        """[B, 1]: True where the whole group is wrong."""
         return self.difficulty == -1
 
     @cached_property
     def k(self) -> Tensor:
-        """g - o: the effect of the hint on a token's log-prob, 0 where no token was sampled."""
+        """k = g - o: the change of a token's log-prob by the hint; 0 where no token was sampled."""
         return (self.g - self.o).masked_fill(~self.sampled, 0.0)
 
     @cached_property
     def mi(self) -> Tensor:
-        """MI = exp(g) k: the contribution of a token to the mutual information of hint and response."""
+        """MI = exp(g) k: a token's contribution to the mutual information between hint and response."""
         return self.g.exp() * self.k
 
     @cached_property
     def u(self) -> Tensor:
-        """U: the entropy, scaled from the row's lowest (0) to its highest (1); 0 where it is constant."""
+        """U: the entropy scaled to 0 at the row's minimum, 1 at its maximum; 0 if it is constant."""
         least = self.entropy.masked_fill(~self.sampled, torch.inf).amin(-1, keepdim=True)
         span = self.most_entropy - least
         return where(span > 0, (self.entropy - least) / span.masked_fill(span <= 0, 1.0), 0.0)
 
     @cached_property
     def most_entropy(self) -> Tensor:
-        """Hmax [B, 1]: the highest entropy of the row's tokens."""
+        """Hmax [B, 1]: the largest entropy among the row's tokens."""
         return self.entropy.masked_fill(~self.sampled, -torch.inf).amax(-1, keepdim=True)
 
     @cached_property
@@ -150,7 +150,7 @@ class Terms:
 
     @cached_property
     def half(self) -> Tensor:
-        """abs(A) / 2."""
+        """abs(A) / 2, with A the advantage of GRPO."""
         return self.advantages.abs() / 2
 
 
@@ -163,13 +163,13 @@ def _mean(x: Tensor, where_: Tensor) -> Tensor:
 
 @register_wrapper("naive", keeps_sign=True)
 def naive(t: Terms) -> Tensor:
-    """exp k >= lambda, exp g > .1, right: + a+ H;  exp k <= 1 / lambda, exp o > .1, wrong: - a- (Hmax - H)."""
+    """exp k >= lambda, exp g > .1, right rows: + a+ H;  exp k <= 1 / lambda, exp o > .1, wrong: - a- (Hmax - H)."""
     return _lifted(t).masked_fill(~t.right, 0.0) - _lowered(t).masked_fill(t.right, 0.0)
 
 
 @register_wrapper("noaccmask", keeps_sign=True)
 def noaccmask(t: Terms) -> Tensor:
-    """`naive` without regard to accuracy: both terms for right and wrong rows."""
+    """`naive` without the condition on right and wrong: both terms apply to all rows."""
     return _lifted(t) - _lowered(t)
 
 
@@ -181,14 +181,14 @@ def mi(t: Terms) -> Tensor:
 
 @register_wrapper("mi_accmask", keeps_sign=True)
 def mi_accmask(t: Terms) -> Tensor:
-    """MI >= 0 and right: + a+ MI (1 + U);  MI < 0 and wrong: + a- MI (2 - U)."""
+    """Right rows with MI >= 0: + a+ MI (1 + U);  wrong rows with MI < 0: + a- MI (2 - U)."""
     up, down = t.pos * t.mi * (1 + t.u), t.neg * t.mi * (2 - t.u)
     return where((t.mi >= 0) & t.right, up, 0.0) + where((t.mi < 0) & ~t.right, down, 0.0)
 
 
 @register_wrapper("mi_unify", keeps_sign=True)
 def mi_unify(t: Terms) -> Tensor:
-    """right: + a+ MI (1 - U);  wrong: + a- MI (1 - U)."""
+    """Right rows: + a+ MI (1 - U);  wrong rows: + a- MI (1 - U)."""
     return pick(t.right, t.pos, t.neg, t.k) * t.mi * (1 - t.u)
 
 
@@ -206,63 +206,63 @@ def mi_clamp_unify_difficulty(t: Terms) -> Tensor:
 
 @register_wrapper("mi2")
 def mi2(t: Terms) -> Tensor:
-    """right: + a+ U;  wrong: + a- MI."""
+    """Right rows: + a+ U;  wrong rows: + a- MI."""
     return where(t.right, t.pos * t.u, t.neg * t.mi)
 
 
 @register_wrapper("mi3")
 def mi3(t: Terms) -> Tensor:
-    """right: + a+ U;  wrong: MI >= 0: + a- MI U, MI < 0: + a- MI (1 - U)."""
+    """Right rows: + a+ U;  wrong rows: + a- MI U where MI >= 0, + a- MI (1 - U) where MI < 0."""
     return where(t.right, t.pos * t.u, _mi3_wrong(t))
 
 
 @register_wrapper("negonly_mi3")
 def negonly_mi3(t: Terms) -> Tensor:
-    """`mi3`, with its term for wrong rows only where the whole group is wrong."""
+    """`mi3`, but the term of wrong rows is added only in groups that are all wrong."""
     return where(t.right, t.pos * t.u, where(t.hard, _mi3_wrong(t), 0.0))
 
 
 @register_wrapper("reverse_mi3")
 def reverse_mi3(t: Terms) -> Tensor:
-    """`mi3`, with its term for wrong rows subtracted."""
+    """`mi3`, but the term of wrong rows is subtracted."""
     return where(t.right, t.pos * t.u, -_mi3_wrong(t))
 
 
 @register_wrapper("addition_mi3")
 def addition_mi3(t: Terms) -> Tensor:
-    """`mi3`, with its term for wrong rows only where MI >= 0."""
+    """`mi3`, but the term of wrong rows is added only where MI >= 0."""
     return where(t.right, t.pos * t.u, where(t.mi >= 0, t.neg * t.mi * t.u, 0.0))
 
 
 @register_wrapper("negonly_mi")
 def negonly_mi(t: Terms) -> Tensor:
-    """right: + a+ U;  wrong, in a group that is all wrong: + a- MI."""
+    """Right rows: + a+ U;  wrong rows in a group that is all wrong: + a- MI."""
     return where(t.right, t.pos * t.u, where(t.hard, t.neg * t.mi, 0.0))
 
 
 @register_wrapper("seq_kl")
 def seq_kl(t: Terms) -> Tensor:
-    """right: + a+ Hbar;  wrong: + a- Kbar in a group that is all wrong, else + min(a- Kbar, abs(A) / 2)."""
+    """Right rows: + a+ Hbar;  wrong rows: + a- Kbar if the whole group is wrong, else + min(a- Kbar, abs(A) / 2)."""
     pull = t.neg * t.mean_k
     return where(t.right, t.pos * t.mean_entropy, where(t.hard, pull, torch.minimum(pull, t.half)))
 
 
 @register_wrapper("negonly_seq_kl")
 def negonly_seq_kl(t: Terms) -> Tensor:
-    """right: + a+ Kbar;  wrong, in a group that is all wrong: + a- Kbar."""
+    """Right rows: + a+ Kbar, Kbar the row's mean of k;  wrong rows in a group that is all wrong: + a- Kbar."""
     return where(t.right, t.pos * t.mean_k, where(t.hard, t.neg * t.mean_k, 0.0)).expand_as(t.k)
 
 
 @register_wrapper("tok_kl")
 def tok_kl(t: Terms) -> Tensor:
-    """right: + a+ U;  wrong: + a- k in a group that is all wrong, else + min(a- k, abs(A) / 2);  k within 10."""
+    """Right rows: + a+ U;  wrong: + a- k if the whole group is wrong, else + min(a- k, abs(A) / 2);  abs(k) <= 10."""
     pull = t.neg * t.k.clamp(-LARGEST, LARGEST)
     return where(t.right, t.pos * t.u, where(t.hard, pull, torch.minimum(pull, t.half)))
 
 
 @register_wrapper("negonly_tok_kl")
 def negonly_tok_kl(t: Terms) -> Tensor:
-    """right: + a+ U;  wrong, in a group that is all wrong: + a- k;  k within 10."""
+    """Right rows: + a+ U;  wrong rows in a group that is all wrong: + a- k, abs(k) <= 10."""
     return where(t.right, t.pos * t.u, where(t.hard, t.neg * t.k.clamp(-LARGEST, LARGEST), 0.0))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters: choose the groups to train on. Each gets the metric of a group's trajectories, without failed ones, and
+"""Filters choose the groups to train on. Each gets the metric of a group's trajectories, without failed ones, and
 returns True to keep the group. The caller decides what replaces dropped groups.
 
 The caller (`rollout/flow.py`) reads an option `extra`: a step begins with (1 + extra) batches of prompts, and aborts
@@ -38,7 +38,6 @@ def mean_window(values: Sequence[float], *, low: Finite = 0.01, high: Finite = 0
 def first_finished(values: Sequence[float], *, extra: NonNegative = 0.25) -> bool:
     """Keeps every group; the step starts (1 + extra) batches of prompts and takes the first batch of groups to end.
 
-    Over-sampling, as in ROLL (https://arxiv.org/abs/2506.06122). A group ends with its longest response, so that long
-    ones are trained on less often than they are sampled: the gradient is biased towards short responses.
-    """
+    Over-sampling, as in ROLL (https://arxiv.org/abs/2506.06122). A group ends with its longest response. Long responses
+    are therefore trained on less often than sampled, which biases the gradient towards short responses."""
     return True

@@ -31,20 +31,18 @@ def kl_penalty(form: str, columns: Mapping[str, Tensor]) -> Tensor:
 
 
 def kl_columns(form: str, policy: str = "") -> list[str]:
-    """The columns that a form reads; `policy` is the prefix of the policy's columns, "" or "old_".
-    Raises: RegistryError."""
+    """Lists the columns that a `form` reads. `policy` is the prefix of the policy's columns: "" or "old_".  Raises:
+    RegistryError."""
     return [name if name.startswith(("ref_", "old_")) else policy + name for name in KL_FORMS[form].columns]
 
 
 def apply_kl_to_reward(
     rewards: Tensor, columns: Mapping[str, Tensor], *, form: str, coef: float
 ) -> tuple[Tensor, Tensor]:
-    """(token_level_rewards, KL), both [B, R] and 0 where `response_mask` is 0: r_t = rewards_t - coef k(o, b)_t.
+    """Returns (token_level_rewards, KL), both [B, R], 0 where `response_mask` is 0: r_t = rewards_t - coef k(o, b)_t.
 
     The KL is of the policy before the update, with the columns `kl_columns(form, "old_")`. It is returned for the
-    controller and the metrics.
-    Ziegler et al. 2019, https://arxiv.org/abs/1909.08593.
-    """
+    controller and the metrics. Ziegler et al. 2019, https://arxiv.org/abs/1909.08593."""
     outside = columns["response_mask"] == 0
     before = {name.removeprefix("old_"): column for name, column in columns.items() if name.startswith("old_")}
     with torch.no_grad():
@@ -100,8 +98,8 @@ def k1_ratio(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) ->
 def k3_ratio(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     """rho k3 with rho = exp(clamp(l - o, -20, 20)): the KL per token and its gradient, for samples of any policy.
 
-    With several updates per step, the policy before the first one sampled. The gradient includes the ratio's.
-    DeepSeek-V3.2, https://arxiv.org/abs/2512.02556."""
+    With several updates per step, samples are from the policy before the first update. The gradient includes the
+    ratio's gradient. DeepSeek-V3.2, https://arxiv.org/abs/2512.02556."""
     return log_ratio(log_probs, old_log_probs).exp() * k3(log_probs, ref_log_probs)
 
 
@@ -116,7 +114,7 @@ def full(vocab_log_probs: Tensor, ref_vocab_log_probs: Tensor) -> Tensor:
 
 
 def _with_gradient(gradient: str, value: Tensor, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Returns the value with its own gradient, or with the gradient of k2."""
+    """Returns the value, with its own gradient or, for `+` forms, the gradient of k2."""
     if gradient == "own":
         return value
     other = k2(log_probs, ref_log_probs)

@@ -28,7 +28,7 @@ Loss = tuple[Tensor, Tensor]
 
 
 def pair_differences(rewards: Tensor) -> Tensor:
-    """r_w - r_v of pairs of neighbouring rows.   [B] -> [B / 2]"""
+    """Subtracts the second reward of each pair of adjacent rows from the first: r_w - r_v.   [B] -> [B / 2]"""
     return rewards[::2] - rewards[1::2]
 
 
@@ -41,7 +41,7 @@ def pairs_of(order: Tensor, uid: Tensor) -> Tensor:
 
 
 def _imitation(log_probs: Tensor, response_mask: Tensor) -> Tensor:
-    """-M(l) of the better responses.   [B, R] -> [B / 2]"""
+    """SFT loss of the better responses: -M(l).   [B, R] -> [B / 2]"""
     return -row_means(log_probs, response_mask)[::2]
 
 

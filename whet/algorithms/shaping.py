@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward shaping: changes of rewards before the estimator, and the placement of a row's score on its tokens."""
+"""Reward shaping: changes rewards before the estimator, and places a row's score on its tokens."""
 
 from __future__ import annotations
 
@@ -32,19 +32,17 @@ def pay_on_last_token(scores: Tensor, response_mask: Tensor) -> Tensor:
 
 
 def linear_map(token_level_rewards: Tensor, response_mask: Tensor, *, scale: float, bias: float) -> Tensor:
-    """scale (s + bias) in the place of each row's score s; the bias is paid on its last sampled token.   -> [B, R]
+    """Replaces each row's score s by scale (s + bias). The bias is added on the last sampled token.   -> [B, R]
 
-    AReaL's reward_scaling and reward_bias (https://arxiv.org/abs/2505.24298).
-    """
+    AReaL's reward_scaling and reward_bias (https://arxiv.org/abs/2505.24298)."""
     paid = pay_on_last_token(torch.full_like(token_level_rewards[:, 0], bias), response_mask)
     return scale * (token_level_rewards + paid)
 
 
 def scale_truncated(token_level_rewards: Tensor, truncated: Tensor, factor: float) -> Tensor:
-    """The rewards, of truncated rows times `factor`: 0 removes these, 1 keeps them.   [B, R], [B] -> [B, R]
+    """Multiplies the rewards of truncated rows by `factor`: 0 removes them, 1 keeps them.   [B, R], [B] -> [B, R]
 
-    NeMo-RL's stop_properly_penalty_coef.
-    """
+    NeMo-RL's stop_properly_penalty_coef."""
     return torch.where(truncated[:, None], factor * token_level_rewards, token_level_rewards)
 
 
@@ -81,15 +79,15 @@ class RunningScores:
         self._count, self._mean, self._squares = 0.0, 0.0, 0.0
 
     def mean(self, scores: Tensor) -> Tensor:
-        """The mean, repeated for each of `scores`; 0 before the first.   [B] -> [B]"""
+        """The mean, repeated for each of `scores`; 0 until a score is known.   [B] -> [B]"""
         return torch.full_like(scores, self._mean)
 
     def std(self, scores: Tensor) -> Tensor:
-        """The deviation, repeated for each of `scores`; 0 before two.   [B] -> [B]"""
+        """The deviation, repeated for each of `scores`; 0 until two scores are known.   [B] -> [B]"""
         return torch.full_like(scores, (self._squares / (self._count - 1)) ** 0.5 if self._count > 1 else 0.0)
 
     def update(self, token_level_rewards: Tensor, response_mask: Tensor) -> None:
-        """Adds a step's scores; rows without sampled tokens have none."""
+        """Adds a step's scores. Rows without sampled tokens have no score."""
         scores = row_sums(token_level_rewards, response_mask)[response_mask.sum(-1) > 0].double()
         if not len(scores):
             return

@@ -21,13 +21,13 @@ CACHED = 2**19  # numbers in a block that fits into a CPU's cache
 
 
 def row_blocks(x: Tensor) -> list[slice]:
-    """Slices of rows, on a CPU small enough to fit into its cache; elsewhere one slice of all rows."""
+    """Splits rows into slices. On a CPU a slice fits into the cache; elsewhere one slice has all rows."""
     rows = len(x) if x.device.type != "cpu" else max(1, CACHED * len(x) // max(1, x.numel()))
     return [slice(start, start + rows) for start in range(0, len(x), max(1, rows))]
 
 
 def zero_outside(column: Tensor, mask: Tensor) -> Tensor:
-    """`column` with 0 where `mask` is 0; without a copy if it is already so.   [B, R, ...], [B, R]"""
+    """Sets `column` to 0 where `mask` is 0. Copies only if needed.   [B, R, ...], [B, R]"""
     mask = mask.reshape(*mask.shape, *[1] * (column.dim() - mask.dim()))
     if column.device.type == "cpu":  # elsewhere the host would have to wait for the test
         values = column.detach()
@@ -61,12 +61,12 @@ def segment_means(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """l - o, clamped to [-20, 20], because exp of larger values may overflow."""
+    """l - o, clamped to [-20, 20], because exp of a larger value may overflow."""
     return (log_probs - old_log_probs).clamp(-20.0, 20.0)
 
 
 def alike(x: Tensor, y: Tensor) -> Tensor:
-    """True where two scores are equal but for rounding."""
+    """Tells, elementwise, whether two scores are equal except for rounding."""
     return torch.isclose(x, y, rtol=RELATIVE, atol=ABSOLUTE)
 
 
@@ -145,7 +145,7 @@ class Groups:
         return totals[self._group]
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean of x over the members of each row's group; x itself where they are equal but for rounding.
+        """The mean of x over the members of each row's group; x itself if they are equal except for rounding.
         [B] -> [B]"""
         return self._mean(x).to(x.dtype)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config of a run: its schema, composition from recipe and overrides, and consistency checks. Imports no torch."""
+"""The config of a run: its schema, its composition from recipe and overrides, and its checks. Imports no torch."""
 
 from whet.config.algorithm_checks import aggregation as aggregation, uses_critic as uses_critic
 from whet.config.checks import check as check, check_context as check_context, problems as problems

@@ -27,7 +27,7 @@ class KLConfig(Section):
 
 
 class GroupFilterConfig(Section):
-    """Options of the filter that chooses the groups to train on."""
+    """The options of the filter that chooses the groups to train on."""
 
     name: Annotated[str | None, Choice(FILTERS, "options")] = key(None, "registered filter, such as dapo; unset: none")
     options: Values = key({}, "options of the filter")
@@ -54,7 +54,7 @@ OLD_LOG_PROBS = (
 
 
 class CorrectionConfig(Section):
-    """Correction of the mismatch between the rollout engine's and the trainer's probabilities of the same tokens."""
+    """Correction for the difference between the rollout engine's and the trainer's probabilities of the same tokens."""
 
     old_log_probs: Literal["trainer", "rollout", "interpolated"] = key("trainer", OLD_LOG_PROBS)
     weight: Annotated[str | None, Choice(WEIGHTS, "weight_options")] = key(
@@ -85,7 +85,7 @@ class ShapingConfig(Section):
 
 
 class EntropyConfig(Section):
-    """Adaptive entropy bonus, which keeps the entropy above a target."""
+    """Adaptive entropy bonus. It keeps the entropy above a target."""
 
     target: NonNegativeFloat | None = key(None, "target entropy; unset: algorithm.entropy_coef is constant")
     delta: PositiveFloat = key(1e-4, "change of the coefficient in one step")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Consistency rules: algorithm, losses, corrections, updates; training engines, the processes that they need, the
-cluster. Imports no torch, like `checks`."""
+"""Consistency rules for the algorithm: losses, corrections and updates. Also for training engines, the processes that
+they need, and the cluster. Imports no torch, like `checks`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AGGREGATED = ("values", "response_mask", "num_tokens", "num_sequences", "fixed_l
 
 
 def aggregation(algorithm: schema.AlgorithmConfig) -> str:
-    """The aggregation of token losses: fixed by the loss or the estimator, else chosen in the config.
+    """Returns the aggregation of token losses. The loss or the estimator may fix it; otherwise the config chooses it.
 
     Raises: ConfigError where two of these disagree."""
     loss = entry_at(registry.POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
@@ -43,7 +43,7 @@ def aggregation(algorithm: schema.AlgorithmConfig) -> str:
 
 
 def uses_critic(algorithm: schema.AlgorithmConfig) -> bool:
-    """Tells whether the estimator or the loss reads a column of the critic.  Raises: ConfigError."""
+    """Tells whether the estimator or the loss reads a column that the critic computes.  Raises: ConfigError."""
     loss = entry_at(registry.POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
     read = {*_estimator(algorithm).columns, *loss.columns}
     return any("critic" in COLUMNS[name].roles for name in read if name in COLUMNS)
@@ -82,7 +82,7 @@ def algorithm_rule(algorithm: schema.AlgorithmConfig, at: SectionPlace) -> Itera
 
 
 def _of_pairs(algorithm: schema.AlgorithmConfig) -> Iterator[ConfigError]:
-    """Requires, with a preference loss, the aggregation of pairs and an estimator whose advantages order each group."""
+    """Requires the aggregation of pairs, and an estimator that orders each group, for a preference loss."""
     loss, estimator = registry.POLICY_LOSSES[algorithm.policy_loss], _estimator(algorithm)
     if loss.kind != registry.PREFERENCE_LOSSES.kind:
         return
@@ -135,7 +135,7 @@ def _correction(algorithm: schema.AlgorithmConfig) -> Iterator[ConfigError]:
 
 
 def group_rule(rollout: schema.RolloutConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Requires several responses a prompt for estimators and filters that compare them."""
+    """Requires several responses per prompt, if an estimator or a filter compares them."""
     if rollout.n > 1 or not isinstance(at.whole, schema.TrainConfig):
         return
     entry, chosen = _estimator(at.whole.algorithm), at.whole.algorithm.filter.name
@@ -149,7 +149,7 @@ def group_rule(rollout: schema.RolloutConfig, at: SectionPlace) -> Iterator[Conf
 
 
 def extra_rule(rollout: schema.RolloutConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Refuses filters with `extra` groups where groups are sampled ahead, and in a domain."""
+    """Refuses filters with `extra` groups in a domain, and if groups are sampled ahead."""
     config = at.whole
     if not isinstance(config, schema.TrainConfig):
         return
@@ -181,7 +181,7 @@ def updates_rule(role: schema.ActorConfig, at: SectionPlace) -> Iterator[ConfigE
 
 
 def optim_rule(optim: schema.OptimConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Refuses options of AdamW's states for other optimizers."""
+    """Refuses options for the states of AdamW if the optimizer is another one."""
     for name, default in (("state_dtype", "float32"), ("weight_rounding", None)):
         if optim.name != "adamw" and optim[name] != default:
             expected = f"no value with {at.of('name')}={optim.name}: it is an option of adamw"
@@ -189,7 +189,7 @@ def optim_rule(optim: schema.OptimConfig, at: SectionPlace) -> Iterator[ConfigEr
 
 
 def critic_rule(critic: schema.CriticConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Checks that the value loss trains the model that the estimator reads: a value model or a process reward model."""
+    """Checks that the value loss trains the kind of model that the estimator reads: value or process reward model."""
     algorithm, steps = at.whole["algorithm"], at.whole["trainer"].total_steps
     if not uses_critic(algorithm):
         if critic.warmup_steps > 0:
@@ -213,7 +213,7 @@ def critic_rule(critic: schema.CriticConfig, at: SectionPlace) -> Iterator[Confi
 
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:
-    """The largest divisor of `number` below `wanted` and the smallest above it, where they exist."""
+    """Returns the largest divisor of `number` below `wanted` and the smallest one above it, if they exist."""
     divisors = [each for each in range(1, number + 1) if number % each == 0]
     below, above = [each for each in divisors if each < wanted], [each for each in divisors if each > wanted]
     return [*below[-1:], *above[:1]]
@@ -225,7 +225,7 @@ def _estimator(algorithm: schema.AlgorithmConfig) -> registry.Entry:
 
 @dataclass(frozen=True)
 class EngineUse:
-    """The settings of a role's engine: the argument of the function `refuses` of an engine's class."""
+    """The settings of a role's engine. The function `refuses` of an engine's class gets them as its argument."""
 
     key: str  # actor.engine
     engine: EngineConfig
@@ -240,7 +240,7 @@ class EngineUse:
 
     @classmethod
     def at(cls, place: SectionPlace, media: str = "") -> EngineUse:
-        """The use of the engine in a section of a config.  Raises: ConfigError for an unknown engine or option."""
+        """Reads the engine's settings from a section.  Raises: ConfigError for an unknown engine or option."""
         config, engine, cluster = place.whole, place.parent["engine"], place.whole["cluster"]
         options = entry_at(ENGINES, place.of("name"), engine.name).resolve_options(engine.options, place.of("options"))
         prefix = place.key.removesuffix("engine")
@@ -251,8 +251,8 @@ class EngineUse:
         return cls(place.key, engine, options, config["model"], *optim, *processes, invariant, media)
 
     def refused(self) -> Iterable[ConfigError]:
-        """The errors that `refuses` of the engine's class returns. A shipped engine with such errors names that
-        function in its registration, in a module that loads no torch."""
+        """Calls `refuses` of the engine's class, and returns its errors. The registration of a shipped engine names
+        this function, in a module that loads no torch."""
         entry = ENGINES[self.engine.name]
         if entry.function is None and "refuses" not in entry.marks:
             return ()
@@ -262,14 +262,14 @@ class EngineUse:
 
 
 def other_kernels(use: EngineUse) -> Iterator[ConfigError]:
-    """Yields an error if the rollout is batch-invariant and the training engine does not have its kernels."""
+    """Yields an error if the rollout is batch-invariant but the training engine does not use the same kernels."""
     if use.batch_invariant:
         expected = "single with rollout.engine.options.batch_invariant=true, as others have other kernels"
         yield ConfigError(f"{use.key}.name", use.engine.name, expected, "set it to single, or unset batch_invariant")
 
 
 def engine_rule(engine: EngineConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Checks the settings of an engine: first the rules of all engines, then the engine's own."""
+    """Checks the settings of an engine: first by the rules of all engines, then by the engine's own rules."""
     use = EngineUse.at(at)
     rounding = None if use.optim is None else use.optim.weight_rounding
     if rounding is not None and use.model.dtype == "float32":
@@ -343,7 +343,7 @@ def _pools(cluster: ClusterConfig) -> Iterator[ConfigError]:
 
 
 def replica_rule(cluster: ClusterConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Requires that the ranks of the rollout's pool form whole replicas, each on one node or on whole nodes."""
+    """Requires that the ranks of the rollout's pool form whole replicas. Each is on one node or fills whole nodes."""
     options = at.whole.rollout.engine.options if isinstance(at.whole, TrainConfig) else {}
     size, where, name = options.get("tensor_parallel_size"), "rollout.engine.options", cluster.pool_of("rollout")
     pool, devices, key = cluster.pools[name], cluster.replica_devices(options), f"{where}.tensor_parallel_size"
@@ -373,7 +373,7 @@ def replica_rule(cluster: ClusterConfig, at: SectionPlace) -> Iterator[ConfigErr
 
 
 def processes_rule(cluster: ClusterConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Requires that every optimizer step has at least one row for every training rank."""
+    """Requires that each training rank has at least one row in each optimizer step."""
     config, what = at.whole, "mini-batch prompts x rollout.n"
     if isinstance(config, ExamplesConfig):
         rows, what = {"actor": config.data.train_batch_size}, "data.train_batch_size"
@@ -388,7 +388,7 @@ def processes_rule(cluster: ClusterConfig, at: SectionPlace) -> Iterator[ConfigE
 
 
 def neighbours_rule(cluster: ClusterConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Requires actor and reference in one pool if the reference is the actor's model without its adapter."""
+    """Requires actor and reference in the same pool, if the reference is the actor's model without its adapter."""
     config = at.whole
     if not isinstance(config, TrainConfig) or config.model.lora.rank is None or config.ref.model_path is not None:
         return

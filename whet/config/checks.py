@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Consistency checks of a config. They run before torch is loaded: the registry reads signatures from source.
 
-A rule checks one type of section, wherever it is in the config: it yields errors, or raises one. All rules run, so that
-a user sees every error at once."""
+A rule checks one type of section at any place in the config. It yields errors, or raises one. All rules run, so that a
+user sees every error at once."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ NARROW: dict[str, Callable[[float], bool]] = {  # values with which the most lik
 def check(config: schema.Section, given: Collection[str] = ()) -> None:
     """Checks that the values of a config are consistent.
 
-    `given` names the arguments passed as objects ("reward", "data", "val_data").  Raises: ConfigError for the first
-    error, with the `others`."""
+    `given` names arguments that are passed as objects ("reward", "data", "val_data").  Raises: ConfigError for the
+    first error; its `others` has the rest."""
     if found := problems(config, given):
         raise ConfigError.joined(found)
 
@@ -79,7 +79,7 @@ def check_context(config: schema.WholeConfig, max_position_embeddings: int) -> N
 
 
 def check_data(config: schema.WholeConfig, *, validation: bool) -> None:
-    """Checks only the keys that `whet data` reads: data files, data options, model.  Raises: ConfigError."""
+    """Checks only the keys that `whet data` reads: data files, data options and the model.  Raises: ConfigError."""
     if isinstance(config, schema.GenerateConfig):
         key, entries = config.source_key, config.sources
     else:
@@ -106,7 +106,7 @@ def _errors(check: Callable[..., Iterable[ConfigError] | None], *arguments: Any,
 
 
 def _chosen(section: schema.Section, at: SectionPlace) -> Iterator[ConfigError]:
-    """Checks every key that names a registered function, and the options of that function."""
+    """Checks each key that names a registered function, and the function's options."""
     for name, field in type(section).model_fields.items():
         for choice in field.metadata:
             if isinstance(choice, Choice) and choice.is_checked:
@@ -227,7 +227,7 @@ def _reward(reward: schema.RewardConfig, at: SectionPlace) -> Iterator[ConfigErr
 
 
 def _reward_model(role: schema.RewardModelConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Checks the other keys that a reward model needs or excludes."""
+    """Checks the keys that a reward model needs, and refuses the keys that it excludes."""
     config: Any = at.whole
     if role.source is None:
         default = dict(flatten(schema.RewardModelConfig().model_dump()))
@@ -249,7 +249,7 @@ def _reward_model(role: schema.RewardModelConfig, at: SectionPlace) -> Iterator[
 
 
 def _mix(data: schema.DataConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Requires shares that sum to 1 at every step, and no other key that chooses among the rows."""
+    """Requires shares that sum to 1 at every step. Refuses other keys that choose among the rows."""
     steps = {step for share in data.mix.values() if isinstance(share, dict) for step in share} or {0}
     for step in sorted(steps) if data.mix else ():
         shares = shares_at(data.mix, step)
@@ -278,7 +278,7 @@ def _sampling(sampling: schema.SamplingConfig, at: SectionPlace) -> Iterator[Con
 
 
 def _staleness(rollout: schema.RolloutConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Requires, if responses are sampled while models train, rollout ranks in a pool of their own and a correction."""
+    """Requires a separate pool for the rollout, and a correction, if responses are sampled while models train."""
     config = at.whole
     if rollout.max_staleness == 0:
         return

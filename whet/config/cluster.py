@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config of processes and pools, with answers about it: the pool that hosts a role, its number of ranks, the node
-and devices of a rank."""
+"""The config of processes and pools. Its methods find the pool of a role, its number of ranks, and the node and devices
+of a rank."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PLACEMENT = (
 
 
 class HasDevices:
-    """Base of processes with `devices` each; a number below 1 is a share of one device."""
+    """Base class: each process gets `devices` devices. A number below 1 is a share of one device."""
 
     devices: float
 
@@ -130,12 +130,12 @@ class ClusterConfig(Section):
 
     @property
     def devices(self) -> int:
-        """The number of devices of all pools; on Ray without GPUs, shares of the nodes' processors count as devices."""
+        """The number of devices of all pools. On Ray without GPUs, shares of the nodes' processors count as devices."""
         return devices_of(ranks_of(self._counted(self.resources))).total()
 
     @property
     def devices_here(self) -> int:
-        """The largest number of devices of a node."""
+        """The number of devices of the node that has the most."""
         return max(devices_of(self.slots()).values())
 
     def needs_device(self, pool: str) -> bool:
@@ -157,7 +157,7 @@ class ClusterConfig(Section):
         return ranks_of(counted, self.gpus if any(self.gpus) else [here] * self.nnodes)
 
     def _counted(self, pools: Iterable[ResourcePool]) -> list[ResourcePool]:
-        """The pools with the devices to reserve: on Ray without GPUs, shares of a node's processors."""
+        """The pools with the devices to reserve. On Ray without GPUs these are shares of a node's processors."""
         alike = self.backend == "ray" and not any(self.gpus)
         return [replace(pool, needs_device=True) if alike else pool for pool in pools]
 
@@ -180,11 +180,11 @@ class ClusterConfig(Section):
         return self.pools[self.pool_of(role)].processes
 
     def replica_ranks(self, options: Mapping[str, object]) -> int:
-        """The number of consecutive ranks of the rollout whose devices an engine with these options computes on."""
+        """The number of rollout ranks that share one engine with these `options`. They have consecutive numbers."""
         return max(1, self.replica_devices(options) // self.pools[self.pool_of("rollout")].num_devices)
 
     def replica_devices(self, options: Mapping[str, object]) -> int:
-        """The number of devices that an engine of the rollout with these options computes on."""
+        """The number of devices that one rollout engine with these `options` uses."""
         size, server = options.get("tensor_parallel_size"), options.get("server")
         own = size if isinstance(size, int) else self.pools[self.pool_of("rollout")].num_devices
         names = ("pipeline_parallel_size", "pp_size")  # of vLLM's and SGLang's arguments
@@ -192,16 +192,16 @@ class ClusterConfig(Section):
         return max(1, own * prod(each for each in stages if isinstance(each, int)))
 
     def processes_key(self, role: str) -> str:
-        """The config key of the number of ranks of a role."""
+        """The config key that sets the number of ranks of a role."""
         return f"cluster.placement.{self.pool_of(role)}.processes" if self.placement else "cluster.processes"
 
 
 def ranks_of(pools: Iterable[ResourcePool], nodes: Sequence[int] | None = None) -> list[Slot]:
-    """The slots of all ranks, pool by pool, where `nodes` lists the devices of each node; by default one node with
+    """Returns the slots of all ranks, pool by pool. `nodes` lists the devices of each node; default: one node with
     enough.
 
-    A rank takes the first devices that are free on one node, or a share of the first with room and no rank of its pool.
-    A rank without devices takes the node with the fewest ranks, if possible without devices.  Raises: ConfigError."""
+    A rank takes the first free devices of one node; for a share, the first device with room and no rank of its pool. A
+    rank without devices takes the node with the fewest ranks, if possible without devices.  Raises: ConfigError."""
     free = [[1.0] * number for number in nodes or [0]]
     slots: list[Slot] = []
     for pool in pools:
@@ -234,16 +234,16 @@ def ranks_of(pools: Iterable[ResourcePool], nodes: Sequence[int] | None = None) 
 
 
 def _emptiest(free: list[list[float]], slots: list[Slot]) -> int:
-    """The node with the fewest ranks, among the nodes without devices if there are any."""
+    """The node with the fewest ranks. Nodes without devices come first, if there are any."""
     ranks = Counter(slot.node for slot in slots)
     return min((node for node, own in enumerate(free) if not own or all(free)), key=lambda node: ranks[node])
 
 
 def devices_of(slots: Iterable[Slot]) -> Counter[int]:
-    """The number of devices that the ranks use on each node."""
+    """Counts the devices that the ranks use on each node."""
     return Counter(node for node, _ in {(slot.node, device) for slot in slots for device in slot.devices})
 
 
 def processors_of(slots: Iterable[Slot]) -> Counter[int]:
-    """The number of processors to count for the ranks on each node."""
+    """Counts the processors that the ranks need on each node."""
     return Counter(slot.node for slot in slots for _ in range(slot.pool.num_devices))

@@ -18,7 +18,7 @@ def commands() -> list[str]:
 
 
 def schema_of(command: str) -> type[Section]:
-    """The config schema of the command named `command`; the schema stores this name.  Raises: RegistryError."""
+    """Returns the config schema of a command. The schema stores the command's name.  Raises: RegistryError."""
     if command in READERS:
         return READERS[command]
     trainer = trainer_of(command)
@@ -28,8 +28,8 @@ def schema_of(command: str) -> type[Section]:
 
 
 def likely_command(sections: Collection[str]) -> str:
-    """The shipped trainer whose config has most of the given sections and keys, at equal numbers one without further
-    sections. Used for run folders that do not name their trainer."""
+    """Guesses the trainer of a run folder that does not name it: the shipped trainer whose config has most of the given
+    sections and keys. At a tie, one without further sections."""
 
     def likeness(name: str) -> tuple[int, bool]:
         own = schema_of(name).model_fields.keys()

@@ -41,8 +41,8 @@ MAX_VALUES = 100_000  # with every alias (*name) expanded
 def compose(
     schema: type[Section], recipe: str | Path | None, overrides: Sequence[str] | Mapping[str, object]
 ) -> tuple[Values, dict[str, str]]:
-    """Returns all values of the schema after recipe and overrides, including unknown keys; and, by dotted key, the
-    source of each value that is not a default.  Raises: ConfigError."""
+    """Returns the values of all keys after recipe and overrides, including unknown keys; and the source of each value
+    that is not a default, by dotted key.  Raises: ConfigError."""
     path = find_recipe(recipe, schema.command) if recipe is not None else None
     texts, arguments = ([], _plain(overrides)) if isinstance(overrides, Mapping) else (overrides, {})
     parsed = [_parse(schema, text) for text in texts]
@@ -64,7 +64,7 @@ def compose(
 
 @contextmanager
 def _explained(recipe: str | Path | None, schema: type[Section], path: Path | None) -> Iterator[None]:
-    """Runs the block within limits of time and memory, and turns errors of Hydra, OmegaConf and YAML into ConfigError
+    """Runs the block within limits of time and memory. Converts errors of Hydra, OmegaConf and YAML to ConfigError,
     with the name of the recipe."""
     from hydra.errors import HydraException  # imported before the time limit starts: a disk may be slow
     from omegaconf.errors import OmegaConfBaseException
@@ -92,7 +92,7 @@ def _explained(recipe: str | Path | None, schema: type[Section], path: Path | No
 
 
 def find_recipe(recipe: str | Path, command: str = "train") -> Path:
-    """The file of a shipped recipe, by name, or of a user's recipe, by path.  Raises: ConfigError.
+    """Finds the file of a recipe: a shipped one by name, a user's by path.  Raises: ConfigError.
 
     A recipe for the command takes precedence: `whet eval gsm8k` reads gsm8k_eval.yaml."""
     name, path = str(recipe), Path(recipe).expanduser()
@@ -120,7 +120,7 @@ def find_recipe(recipe: str | Path, command: str = "train") -> Path:
 
 
 def shipped_recipes() -> list[str]:
-    """The names of the shipped recipes, sorted."""
+    """Lists the names of the shipped recipes, sorted."""
     return sorted(_shipped())
 
 
@@ -131,12 +131,12 @@ def _shipped() -> dict[str, Path]:
 
 @cache
 def folders() -> tuple[Path, ...]:
-    """The folders of shipped recipes, the core's first."""
+    """The folders of shipped recipes, first the core's folder."""
     return tuple(dict.fromkeys([SHIPPED, *(path.parent for path in recipes().values())]))
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields dotted keys and their values; an empty mapping counts as a value."""
+    """Yields dotted keys with their values. An empty mapping counts as a value."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
@@ -146,7 +146,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def put(tree: Values, key: str, value: object) -> None:
-    """Sets a dotted key in a tree of sections; missing sections are created."""
+    """Sets a dotted key in a tree of sections. Creates missing sections."""
     *sections, name = key.split(".")
     reduce(lambda section, each: section.setdefault(each, {}), sections, tree)[name] = value
 
@@ -181,7 +181,7 @@ def _parse(schema: type[Section], text: str) -> Override:
 
 
 def unknown_key(schema: type[Section], key: str, source: str) -> ConfigError:
-    """Returns the error for an unknown key; it names whet's key for another framework's, or the nearest key."""
+    """Returns the error for an unknown key. It names whet's key for another framework's key, or the nearest key."""
     near = nearest_key(schema, key)
     if near == key:
         return ConfigError(key, f"one name with dots ({source})", "nested sections", "write a section for each part")
@@ -194,7 +194,7 @@ def unknown_key(schema: type[Section], key: str, source: str) -> ConfigError:
 
 
 def advice(kind: str, *given: object) -> str | None:
-    """Advice on a name of another system, a `config` or a `key`; None where no plugin knows it."""
+    """Returns advice on a name of another system; `kind` is `config` or `key`. None if no plugin knows the name."""
     found = PARTS.shipped.get(f"foreign_{kind}")
     text: str | None = found.load()(*given) if found is not None else None
     return text
@@ -222,7 +222,7 @@ def _run_hydra(recipe: Path | None, overrides: list[Override]) -> tuple[DictConf
 
 @contextmanager
 def _own_hydra() -> Iterator[None]:
-    """Saves and restores the calling program's own Hydra state: Hydra has one global state in a process."""
+    """Saves and restores Hydra's global state, because the calling program may use Hydra too."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.initialize import get_gh_backup, restore_gh_from_backup
 
@@ -235,13 +235,13 @@ def _own_hydra() -> Iterator[None]:
 
 
 def _part_file(name: str, folder: Path) -> Path | None:
-    """Finds an included file as Hydra does: beside the recipe, else among shipped files; None for Hydra's own files."""
+    """Finds an included file as Hydra does: beside the recipe, else among shipped files; None for Hydra's files."""
     return next((place / name for place in (folder, *folders()) if (place / name).is_file()), None)
 
 
 def _for_hydra(override: Override, folder: Path) -> str:
-    """Returns the override in Hydra's syntax: `++` sets a value even if the recipe lacks the key; `data=gsm8k` chooses
-    data/gsm8k.yaml."""
+    """Converts an override to Hydra's syntax. `++` sets a value even if the recipe lacks the key; `data=gsm8k` chooses
+    the file data/gsm8k.yaml."""
     group, text = override.key_or_group, str(override.input_line)
     chooses = isinstance(override.value(), str) and any((place / group).is_dir() for place in (folder, *folders()))
     return text if chooses or override.is_delete() else f"++{text.lstrip('+')}"
@@ -269,7 +269,7 @@ def _refers(tree: object) -> bool:
 
 
 def _merged(below: object, above: object) -> object:
-    """Merges the tree `above` into `below`: mappings are merged, any other value is replaced."""
+    """Merges the tree `above` into `below`. Mappings are merged; any other value is replaced."""
     match below, above:
         case dict(), dict():
             return below | {key: _merged(below.get(key), value) for key, value in above.items()}
@@ -277,7 +277,7 @@ def _merged(below: object, above: object) -> object:
 
 
 def _drop_empty_sections(schema: type[Section], composed: DictConfig) -> None:
-    """Removes sections that are null: YAML reads a section whose lines are all commented out as null."""
+    """Removes sections that are null. YAML reads a section as null if all its lines are commented out."""
     for name, field in schema.model_fields.items():
         if is_section(field.annotation) and name in composed:
             if composed[name] is None:
@@ -315,12 +315,12 @@ def _plain(arguments: Mapping[str, object]) -> Values:
 
 
 def _as_plain(value: Any) -> object:
-    """A path as text, a number of numpy or torch as one of Python."""
+    """Converts a path to text, and a number of numpy or torch to Python's."""
     return value.item() if hasattr(value, "item") else os.fspath(value)
 
 
 def _explain(error: Exception, what: str) -> ConfigError:
-    """Converts an error of Hydra or OmegaConf: its config key, and the first lines of the error and its cause."""
+    """Converts an error of Hydra or OmegaConf: its config key, and the first lines of it and of its cause."""
     from omegaconf.errors import OmegaConfBaseException
 
     chain = [each for each in (error, error.__cause__) if each is not None]
@@ -363,7 +363,7 @@ def check_document(text: str, name: str) -> None:
 
 
 def shown(file: Path) -> str:
-    """A path as errors show it: relative to the working directory or to the package, else absolute."""
+    """Formats a path for errors: relative to the working directory or to the package, else absolute."""
     for root in (Path.cwd(), SHIPPED.parent):
         if file.is_relative_to(root):
             return str(file.relative_to(root))
@@ -371,8 +371,8 @@ def shown(file: Path) -> str:
 
 
 def _check(node: yaml.Node, name: str, sizes: dict[int, float], depth: int = 1) -> float:
-    """Returns how many values a node expands to. `sizes` caches this by node; infinity marks an unfinished node, so
-    that an alias to it is found."""
+    """Counts the values that a node expands to. `sizes` caches the count by node. Infinity marks a node that is not
+    finished, so that an alias to itself is found."""
     if id(node) in sizes:
         return sizes[id(node)]
     sizes[id(node)] = math.inf

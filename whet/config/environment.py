@@ -26,7 +26,7 @@ ROLE = "role of results: tool, or user for chat templates that know no tools, wh
 
 @dataclass(frozen=True)
 class ToolLimits:
-    """The limits of tools. A call that is late or over the limit returns an error; a longer result is cut."""
+    """Limits of tools. A call that is late or over the limit returns an error. A longer result is cut."""
 
     seconds: float = 30.0  # of one call
     start_seconds: float = 60.0  # of all sessions of an episode together
@@ -88,7 +88,7 @@ def tool_rule(section: ToolsConfig, at: SectionPlace) -> Iterator[ConfigError]:
 
 
 def read_entry(entry: Any, where: str) -> tuple[str, Any, Mapping[str, Any]]:
-    """Kind (python or mcp), value and options of an entry.  Raises: ConfigError for another form."""
+    """Splits an entry into kind (python or mcp), value and options.  Raises: ConfigError for another form."""
     if isinstance(entry, str):
         entry = {"python": entry}
     kinds = [kind for kind in ("python", "mcp") if kind in entry]
@@ -126,7 +126,7 @@ class StageConfig(ToolsConfig):
 
 
 class EnvironmentConfig(StageConfig):
-    """The environment, which gives observations between the turns of the model."""
+    """The environment. It gives observations between the turns of the model."""
 
     agents: dict[str, StageConfig] = key({}, "environments of sub-agents, by name; a task names its sub-agent")
     on_timeout: OnLimit = key("fail", "an episode past a deadline: fail, or truncate it to the turns that it has")
@@ -134,5 +134,5 @@ class EnvironmentConfig(StageConfig):
 
     @property
     def label(self) -> str:
-        """The name of the environment in metrics: its registered name or its class's name."""
+        """The name of the environment in metrics: its registered name, or the name of its class."""
         return ENVIRONMENTS[self.name].name.rpartition(":")[2]

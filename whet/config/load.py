@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a config: composes recipe and overrides, validates, checks consistency, and keeps the source of each value;
-writes a config as YAML, for the run folder and for `whet config`, and the JSON Schema of recipe files.
+"""Loads a config: composes recipe and overrides, validates, checks consistency, and keeps the source of each value.
+Writes a config as YAML, for run folders and `whet config`; writes the JSON Schema of recipe files.
 
-Old names of keys are read for one more version, with a warning, and always in older run folders."""
+Old names of keys are accepted for one more version, with a warning; in older run folders always."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LoadedConfig(Generic[ConfigT]):
     sources: Mapping[str, str]
 
     def source(self, key: str) -> str:
-        """The source of a key's value: a line of a recipe, the command line, an alias, or the default."""
+        """Returns the source of a key's value: a line of a recipe, the command line, an alias, or the default."""
         return self.sources.get(key, DEFAULT)
 
 
@@ -96,7 +96,7 @@ def load_config(
 
 
 def _apply_reward_alias(values: Values, sources: dict[str, str]) -> None:
-    """Replaces verl's `custom_reward_function.path` and `.name` by `reward.function`, which overrides a recipe's."""
+    """Converts verl's `custom_reward_function.path` and `.name` to `reward.function`, above a recipe's."""
     reward = values.get("reward")
     if "custom_reward_function" not in values or not isinstance(reward, dict):
         return
@@ -118,7 +118,7 @@ def _apply_reward_alias(values: Values, sources: dict[str, str]) -> None:
 
 
 def _apply_manager(values: Values, sources: dict[str, str]) -> None:
-    """Replaces the defaults of `reward` by the values of the preset `reward.manager`."""
+    """Replaces the defaults of `reward` by the values of the preset that `reward.manager` names."""
     reward = values.get("reward")
     if not isinstance(reward, dict) or not isinstance(manager := reward.get("manager"), str) or manager not in MANAGERS:
         return
@@ -146,7 +146,7 @@ def _validate(schema: type[ConfigT], values: Values, sources: Mapping[str, str])
 
 
 def _mark_written(config: Section, sources: Mapping[str, str]) -> None:
-    """Marks in the `model_fields_set` of every section the fields that the user set, and no defaults."""
+    """Removes defaults from the `model_fields_set` of each section: only fields that the user set remain."""
     written = {key[:end] for key in sources for end in [*(at.start() for at in re.finditer(r"\.", key)), len(key)]}
     for key, section in config.sections():
         section.model_fields_set.intersection_update(
@@ -157,7 +157,7 @@ def _mark_written(config: Section, sources: Mapping[str, str]) -> None:
 def _explain(
     schema: type[Section], finding: ErrorDetails, values: Mapping[str, object], sources: Mapping[str, str]
 ) -> Iterator[ConfigError]:
-    """Yields errors by config key for one error of pydantic."""
+    """Converts one error of pydantic to errors by config key."""
     if finding["type"] in ("extra_forbidden", "invalid_key"):
         for key, _ in flatten({".".join(map(str, finding["loc"])): finding["input"]}):
             yield unknown_key(schema, key, sources.get(key, DEFAULT))
@@ -182,7 +182,7 @@ def rename(
     sources: MutableMapping[str, str] | None = None,
     strong: tuple[str, ...] = (),
 ) -> None:
-    """Moves the values of old keys to the new keys, in place, unless a `strong` source sets the new key.
+    """Moves values of old keys to the new keys, in place. A value of the new key from a `strong` source stays.
 
     A key without a source comes from the folder of an older run and gives no warning."""
     sources = {} if sources is None else sources
@@ -209,17 +209,17 @@ def rename(
 
 
 def to_yaml(config: Section) -> str:
-    """The whole config as YAML, from which `load_config` restores it unchanged."""
+    """Writes the whole config as YAML. `load_config` restores it unchanged."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
 def keyed_lines(config: Section) -> list[tuple[str, str]]:
-    """The lines of the config as YAML, each with the dotted key that it sets, "" for the name of a section."""
+    """Returns the lines of the config as YAML, each with the dotted key that it sets; "" for the name of a section."""
     return list(value_lines(config.model_dump(mode="json")))
 
 
 def value_lines(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yields the lines of nested values, each with the dotted key that it sets, "" for the name of a mapping."""
+    """Yields the lines of nested values, each with the dotted key that it sets; "" for the name of a mapping."""
     indent = "  " * prefix.count(".")
     for name, value in values.items():
         key = f"{prefix}{name}"
@@ -231,14 +231,14 @@ def value_lines(values: Mapping[str, object], prefix: str = "") -> Iterator[tupl
 
 
 def inline(value: object) -> str:
-    """A value as YAML on one line; text with line breaks becomes a quoted string."""
+    """Writes a value as YAML on one line. Text with line breaks becomes a quoted string."""
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=float("inf"))
     text = text.removesuffix("...\n").rstrip("\n")
     return json.dumps(value, ensure_ascii=False) if "\n" in text else text
 
 
 def json_schema(schema: type[Section]) -> Values:
-    """The schema of the recipes of a command; `$defs` has the schemas of sections, for files of config groups.
+    """Returns the JSON Schema of a command's recipes. `$defs` has the schemas of sections, for files of config groups.
 
     No key is required, since a recipe has only the keys that it changes. The schema also allows everything that the
     loader accepts beyond plain values: a `defaults` list, empty sections, a string for a list of one, `${...}` for any
@@ -260,7 +260,7 @@ def json_schema(schema: type[Section]) -> Values:
 
 
 def _as_written(field: Values) -> Values:
-    """The schema of a field, extended to all forms that a recipe may write."""
+    """Extends the schema of a field to all forms that a recipe may write."""
     if "$ref" in field:
         return {"anyOf": [{"$ref": field["$ref"]}, {"type": "null"}]}
     annotations: Values = {key: field[key] for key in ANNOTATIONS if key in field}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward managers under verl's names, each a preset of values of `reward`, and limits of calls."""
+"""Reward managers under verl's names: presets of `reward` keys. Limits of the rate of calls."""
 
 from __future__ import annotations
 

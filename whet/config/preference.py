@@ -15,7 +15,7 @@ from whet.registry import PREFERENCE_LOSSES, Entry
 
 
 class ResponsesDataConfig(ExamplesDataConfig):
-    """Examples with several responses to a prompt: texts or messages; without a prompt, whole conversations."""
+    """Examples with several responses per prompt, as texts or messages; without a prompt, as whole conversations."""
 
     chosen_key: str = key("chosen", "field with the better response, or with a whole conversation that ends in it")
     rejected_key: str = key("rejected", "field with the worse response, or with a whole conversation that ends in it")
@@ -25,13 +25,13 @@ class ResponsesDataConfig(ExamplesDataConfig):
 
 
 class PreferenceDataConfig(ResponsesDataConfig):
-    """The rows of `whet train-reward`: pairs, or responses whose steps have labels."""
+    """The rows of `whet train-reward`: pairs, or responses with labelled steps."""
 
     margin_key: str = key("margin", "field with the least difference of the two scores; rows without it have 0")
 
 
 class ComparisonDataConfig(ResponsesDataConfig):
-    """The rows of `whet preference`: chosen and rejected, a response and a label, or a list with scores."""
+    """The rows of `whet preference`: chosen and rejected responses, a response with a label, or a list with scores."""
 
     list_size: PositiveInt = key(
         4, "most responses of a list for a loss of lists: of a longer one the best, the worst, and those evenly between"
@@ -39,7 +39,7 @@ class ComparisonDataConfig(ResponsesDataConfig):
 
 
 class ReferenceConfig(Section):
-    """The reference model, whose log-probs some losses read; other losses have none."""
+    """The reference model. Some losses read its log-probs; for other losses there is no reference."""
 
     mode: Literal["frozen", "cached", "none"] = key(
         "frozen",
@@ -64,7 +64,7 @@ class PreferenceConfig(ExamplesConfig):
 
     @property
     def entry(self) -> Entry:
-        """The registered loss."""
+        """The registry's entry of the loss."""
         return PREFERENCE_LOSSES[self.loss]
 
     @property
@@ -79,7 +79,7 @@ class PreferenceConfig(ExamplesConfig):
 
     @property
     def rows_an_example(self) -> int:
-        """The number of rows of a comparison."""
+        """The number of batch rows that an example (a comparison) has."""
         return self.data.list_size if self.of == "list" else 2
 
     def problems(self, at: SectionPlace) -> Iterator[ConfigError]:

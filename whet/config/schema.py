@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config schema: sections, keys, defaults, meanings. Options of registered functions are in signatures."""
+"""The config schema: sections, keys, defaults, meanings. Options of registered functions are in their signatures."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ TEMPLATE_KWARGS = (
 
 
 class RowsConfig(Section):
-    """The data sets."""
+    """The data sets of a command."""
 
     train_files: list[str | Values] = key([], FILES)
     val_files: list[str | Values] = key([], "validation data, in the same forms as train_files")
@@ -93,7 +93,7 @@ class RowsConfig(Section):
 
 
 class MediaRowsConfig(RowsConfig):
-    """Data sets of which rows may have images and videos, for models that read them."""
+    """Data sets whose rows may have images and videos, for models that read them."""
 
     image_key: str = key("images", "field with the images of a row; `images` is also read from `image`")
     video_key: str = key("videos", "field with the videos of a row; `videos` is also read from `video`, one video")
@@ -113,7 +113,7 @@ MIX = (
 
 
 class DataConfig(MediaRowsConfig):
-    """The prompts."""
+    """The prompts of a run."""
 
     prompt_key: str | list[str] = key(
         "prompt", "field with the prompt (text or messages); of several names, the first that the row has"
@@ -181,7 +181,7 @@ class RolloutConfig(SamplingConfig):
 
 
 class DomainConfig(Section):
-    """The rewards of one domain's rows."""
+    """The reward functions for the rows of one domain."""
 
     function: Annotated[str, Choice(REWARDS, "kwargs", is_checked=False)] = key("", "reward function of the domain")
     sources: list[str] | None = key(
@@ -226,7 +226,7 @@ class RewardConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _of_manager(cls, values: Any) -> object:
-        """Fills in the values of the reward manager."""
+        """Fills in the values that the preset `reward.manager` sets."""
         match values:
             case {"manager": str(manager)} if manager in MANAGERS:
                 return {**MANAGERS[manager], **values}
@@ -239,7 +239,7 @@ class RewardConfig(Section):
 
     @property
     def seconds_between_calls(self) -> float:
-        """The least time between the starts of two calls; 0 without limits."""
+        """The least time between the starts of two calls, in seconds; 0 if calls are not limited."""
         calls, tokens, each = (self.limits.get(name) for name in LIMIT_NAMES)
         return max(60 / calls if calls else 0.0, 60 * (each or TOKENS_PER_REQUEST) / tokens if tokens else 0.0)
 
@@ -289,7 +289,7 @@ class OptimConfig(Section):
 
 
 class PassConfig(Section):
-    """The forward passes of a role."""
+    """The training engine and the forward passes of a role."""
 
     engine: EngineConfig = EngineConfig()
     max_tokens_per_micro_batch: PositiveInt | None = key(None, MICRO_BATCH)
@@ -321,8 +321,8 @@ class RefConfig(PassConfig):
 
 
 class RewardModelConfig(PassConfig):
-    """The reward model, whose score is the reward or a part of it: a sequence classifier with one label, or a judge,
-    the policy itself or another language model."""
+    """The reward model. Its score is the reward, or a part of it. It is a sequence classifier with one label, or a
+    judge: the policy itself or another language model."""
 
     model_path: str | None = key(None, "reward model (`whet train-reward` makes one), or with `rubric` the judge")
     rubric: str | None = key(None, "rubric (docs/rewards.md) by which a judge gives the score; unset: no judge")
@@ -333,12 +333,12 @@ class RewardModelConfig(PassConfig):
 
     @property
     def source(self) -> str | None:
-        """The key that selects the source of its scores; None without a reward model."""
+        """The key that selects the kind of reward model; None if there is none."""
         return next((name for name in ("rubric", "model_path") if self[name] is not None), None)
 
     @property
     def judge(self) -> str | None:
-        """The model of a judge with a role of its own; None without one, and if the policy is the judge."""
+        """The path of a judge that has its own role. None if there is no judge, or if the policy is the judge."""
         return self.model_path if self.rubric is not None else None
 
 
@@ -415,7 +415,7 @@ class ExamplesConfig(Section):
 
     @property
     def rows_an_example(self) -> int:
-        """The number of rows that an example has in a batch."""
+        """The number of batch rows that an example has."""
         return 1
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of config sections; `Choice`, which marks a field that names a registered function or class; and the
-dotted keys of a schema: fields, types in words, suggestions for an unknown key."""
+"""The base class of config sections; `Choice`, which marks a field that names a registered function or class; and
+functions on a schema's dotted keys: fields, types in words, suggestions for unknown keys."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENOUGH_ALIKE = 0.6  # similarity (0 to 1) below which a suggestion would mislead
 
 
 def key(default: object, meaning: str, **bounds: Any) -> Any:
-    """A field of a section: its default, its meaning for help and docs, and bounds with pydantic's names."""
+    """Makes a field of a section: its default, its meaning (for help and docs), and bounds under pydantic's names."""
     return Field(default, description=meaning, **bounds)
 
 
@@ -43,7 +43,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _read_as_written(cls, value: object, info: ValidationInfo) -> object:
-        """Converts a string to a list of one where a list is expected; rejects true and false as numbers."""
+        """Converts a string to a list of one where a list is expected. Refuses true and false as numbers."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         match value:
             case str() if get_origin(annotation) is list:
@@ -62,23 +62,23 @@ class Section(BaseModel):
         return iter(self.__dict__)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of `key`, or `default` if there is no such key."""
+        """Returns the value of `key`; `default` if there is no such key."""
         return self.__dict__.get(key, default)
 
     def keys(self) -> list[str]:
-        """The names of the fields, in order of declaration."""
+        """Lists the names of the fields, in order of declaration."""
         return list(self.__dict__)
 
     def items(self) -> list[tuple[str, Any]]:
-        """Pairs of name and value, in order of declaration."""
+        """Lists pairs of name and value, in order of declaration."""
         return list(self.__dict__.items())
 
     def problems(self, at: SectionPlace) -> Iterable[ConfigError]:
-        """Yields errors for values that contradict each other or other sections; a trainer's sections override it."""
+        """Yields errors for values that contradict each other or other sections. Sections of trainers override it."""
         return ()
 
     def sections(self, key: str = "") -> Iterator[tuple[str, Section]]:
-        """Yields the sections below this one, including sections in mappings, then itself, each with its dotted key."""
+        """Yields the sections below this one, including sections in mappings, then itself; each with its dotted key."""
         for name, value in self.items():
             place = f"{key}.{name}" if key else name
             for inner, below in value.items() if isinstance(value, dict) else [("", value)]:
@@ -89,7 +89,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class SectionPlace:
-    """The position of a section: its dotted key and the whole config; `given` names arguments passed as objects."""
+    """The position of a section: its dotted key, and the whole config. `given` names arguments passed as objects."""
 
     key: str
     whole: Section
@@ -110,8 +110,8 @@ class SectionPlace:
 class Choice:
     """Metadata of a field that names a registered function: the registry, and the field with the function's options.
 
-    With `is_checked`, loading a config finds the function and checks its options against its signature; a function
-    named by a path is imported."""
+    With `is_checked`, loading a config finds the function and checks its options against its signature. A function that
+    is named by a path is imported for this."""
 
     registry: Registry
     options: str | None = None
@@ -122,12 +122,12 @@ class Choice:
         return {**handler(core_schema), "examples": self.registry.names()}
 
     def options_key(self, key: str) -> str:
-        """The dotted key of the function's options; `key` itself if the section has no such field."""
+        """The dotted key of the function's options; `key` itself if the section has no field for them."""
         place, dot, _ = key.rpartition(".")
         return key if self.options is None else f"{place}{dot}{self.options}"
 
     def check(self, key: str, name: str | None, options: Mapping[str, object]) -> None:
-        """Checks a name and its options.  Raises: ConfigError for an unknown function, or an option that it lacks."""
+        """Checks a name and its options.  Raises: ConfigError for an unknown function, or an unknown option."""
         where = self.options_key(key)
         if name is not None:
             entry_at(self.registry, key, name).resolve_options(options, where)
@@ -136,7 +136,7 @@ class Choice:
 
 
 def entry_at(registry: Registry, key: str, reference: str) -> Entry:
-    """The registered function that a key names.  Raises: ConfigError."""
+    """Finds the registered function that a key names.  Raises: ConfigError."""
     try:
         return registry[reference]
     except RegistryError as error:
@@ -175,7 +175,7 @@ def is_free(field: FieldInfo) -> bool:
 
 
 def field_at(schema: type[Section], path: Sequence[str]) -> tuple[str, FieldInfo]:
-    """The dotted key and field at a path of names; for a path below a field's value, that field."""
+    """Returns the dotted key and field at a path of names. A path inside a field's value gives that field."""
     field = schema.model_fields[path[0]]
     if is_section(field.annotation) and len(path) > 1:
         below, field = field_at(field.annotation, path[1:])
@@ -187,7 +187,7 @@ def field_at(schema: type[Section], path: Sequence[str]) -> tuple[str, FieldInfo
 
 
 def meaning(schema: type[Section], key: str) -> str:
-    """The meaning of a key; for a key inside a free mapping, the meaning of the mapping."""
+    """Returns the meaning of a key. A key inside a free mapping has the meaning of the mapping."""
     return field_at(schema, key.split("."))[1].description or ""
 
 
@@ -202,7 +202,7 @@ def is_known(schema: type[Section], key: str) -> bool:
 
 
 def nearest_key(schema: type[Section], key: str) -> str | None:
-    """The valid dotted key that is most similar to `key`; None if none is similar.
+    """Finds the valid dotted key that is most similar to `key`; None if none is similar.
 
     Similarity is the mean over the whole path and the last name: this finds the key for a typing error and for a
     correct name in a wrong section (`actor.lr`, or verl's `actor_rollout_ref.rollout.n`)."""
@@ -225,8 +225,8 @@ def _candidates(schema: type[Section], key: str) -> list[str]:
 
 
 def _below(mapping: str, field: FieldInfo, key: str) -> list[str]:
-    """Candidates for a `key` that misspells the name of a free mapping: adv_option.lam -> adv_options.lam; in a mapping
-    of sections, the keys of the sections."""
+    """Lists candidates for a `key` that misspells the name of a free mapping: adv_option.lam -> adv_options.lam. In a
+    mapping of sections, lists the keys of the sections."""
     depth = mapping.count(".") + 1
     head, rest = key.split(".")[:depth], key.split(".")[depth:]
     alike = SequenceMatcher(None, ".".join(head), mapping).ratio() > 0.8
@@ -237,7 +237,7 @@ def _below(mapping: str, field: FieldInfo, key: str) -> list[str]:
 
 
 def describe_type(annotation: object, bounds: tuple[object, ...] = ()) -> str:
-    """The type of a field in words, such as 'a whole number > 0 or null'."""
+    """Describes the type of a field in words, such as 'a whole number > 0 or null'."""
     if is_section(annotation):
         return f"a section with {', '.join(annotation.model_fields)}"
     return words(annotation, [bound for bound in bounds if type(bound) in BOUNDS], describe_type)

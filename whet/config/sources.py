@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of `data.train_files` and `data.val_files` (a file, a folder, a data set on the hub, or a function), and the
-shares of kinds of rows in a batch (`data.mix`)."""
+"""Reads entries of `data.train_files` and `data.val_files` (a file, a folder, a data set on the hub, or a function),
+and the shares of kinds of rows in a batch (`data.mix`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MixShare = float | Mapping[int, float]  # one number, or numbers by step
 
 @dataclass(frozen=True)
 class Source:
-    """A parsed entry. `fields` are keys of the data section that it overrides for its own rows."""
+    """A parsed entry of the data files. `fields` are keys of the data section that it overrides for its own rows."""
 
     kind: Literal["file", "folder", "hub", "function"]
     path: str
@@ -48,7 +48,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """The entry as a config writes it: path:config@split."""
+        """The entry as written in a config: path:config@split."""
         return f"{self.path}{f':{self.config}' if self.config else ''}{f'@{self.split}' if self.split else ''}"
 
 
@@ -60,7 +60,7 @@ def read_sources(
 
 
 def read_weights(sources: Sequence[Source], weights: Sequence[float] | None) -> list[float] | None:
-    """The sampling weight of each entry of train_files, summing to 1; None where no weights are set.
+    """Returns the sampling weight of each entry of train_files; they sum to 1. None if no weights are set.
 
     Raises: ConfigError where some entries have a weight and others have none."""
     own = [source for source in sources if source.weight is not None]
@@ -97,12 +97,12 @@ def check_files(
 
 
 def missing_file(key: str, path: str) -> ConfigError:
-    """The error for a file that does not exist."""
+    """Returns the error for a file that does not exist."""
     return ConfigError(key, f"{path} does not exist (seen from {Path.cwd()})", change="correct the path")
 
 
 def files_of(path: str) -> list[Path]:
-    """The files that match a path, sorted where it has `*`; empty if there are none."""
+    """Lists the files that match a path, sorted if it contains `*`; empty if there are none."""
     expanded = Path(path).expanduser()
     if "*" not in path:
         return [expanded] if expanded.is_file() else []
@@ -143,7 +143,7 @@ def _read_source(key: str, entry: Mapping[str, Any], data: DataConfig | Examples
 
 
 def _kind(key: str, path: str) -> tuple[Literal["file", "folder", "hub", "function"], str, str | None, str | None]:
-    """Splits a path into its kind, the path itself, config and split."""
+    """Splits a path into four parts: its kind, the path itself, config and split."""
     on_hub = path.startswith("hub:")
     parts = _NAME.fullmatch(path.removeprefix("hub:"))
     if on_hub and parts:
@@ -168,7 +168,7 @@ def _kind(key: str, path: str) -> tuple[Literal["file", "folder", "hub", "functi
 
 
 def shares_at(mix: Mapping[str, MixShare], step: float) -> dict[str, float]:
-    """The share of each kind at a step: linear between the given steps, constant before and after them."""
+    """Returns the share of each kind at a step: linear between the given steps, constant before and after them."""
     return {name: share if isinstance(share, int | float) else _between(share, step) for name, share in mix.items()}
 
 
@@ -183,6 +183,6 @@ def _between(shares: Mapping[int, float], step: float) -> float:
 
 
 def mean_shares(mix: Mapping[str, MixShare], steps: int) -> dict[str, float]:
-    """The mean share of each kind over the steps of a run."""
+    """Averages the share of each kind over the steps of a run."""
     at = [shares_at(mix, step) for step in range(max(1, steps))]
     return {name: sum(shares[name] for shares in at) / len(at) for name in mix}

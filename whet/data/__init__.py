@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data: reads rows, makes prompts and SFT examples, draws them in order."""
+"""Reads data rows, makes prompts and SFT examples from them, and draws these in order."""

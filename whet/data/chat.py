@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat templates: messages to token ids, and the tokens between a sampled turn and the next one."""
+"""Chat templates: encodes messages, and the text between a sampled turn and the next one, to token ids."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def render_chat(
     add_generation_prompt: bool,
     chat_template_kwargs: Options | None = None,
 ) -> str:
-    """Renders `messages` with the chat template, for `encode_rendered`.
+    """Renders `messages` to text with the chat template. `encode_rendered` turns the text into ids.
 
     `chat_template_kwargs` may have `tools`, and `sanitize_control_tokens`: by default a control token such as
     `<|im_end|>` inside a message stays text; only control tokens of the template itself are parsed.  Raises: DataError
@@ -67,7 +67,7 @@ def _rendered(tokenizer: Tokenizer, messages: Sequence[Message], options: Option
 
 
 def _with_tools(tokenizer: Tokenizer, messages: Sequence[Message], options: Options) -> dict[str, Any]:
-    """The template options, with the row's tools if the run has none."""
+    """Returns the template options. If the run has no tools, adds the row's tools."""
     found = next((message.fields[TOOLS] for message in messages if TOOLS in message.fields), None)
     if found is None or options.get("tools") or DESCRIBED in options:
         return dict(options)
@@ -75,7 +75,7 @@ def _with_tools(tokenizer: Tokenizer, messages: Sequence[Message], options: Opti
 
 
 def _dicts(tokenizer: Tokenizer, messages: Sequence[Message], options: Options) -> list[dict[str, Any]]:
-    """The messages in the template's form: arguments of tool calls as objects or as JSON text."""
+    """Converts messages to the template's form. Arguments of tool calls are objects or JSON text, as it needs."""
     dicts = [{name: value for name, value in each.to_dict().items() if name != TOOLS} for each in messages]
     if any("tool_calls" in each for each in dicts):
         wants_text = _wants_text(tokenizer, template_text(tokenizer, options))
@@ -97,7 +97,7 @@ def _with_arguments(calls: Any, wants_text: bool) -> Any:
 
 @lru_cache(maxsize=8)
 def _wants_text(tokenizer: Tokenizer, template: str) -> bool:
-    """Tells whether the template needs a tool call's arguments as JSON text, as it would not write an object so."""
+    """Tells whether the template needs a tool call's arguments as JSON text, because it writes objects wrongly."""
     message = assistant_message("", [{"id": "t0000c000", "name": "probe", "arguments": {_RESPONSE: _THOUGHT}}])
     chat: Any = [{"role": "user", "content": _THOUGHT}, message.to_dict()]
     try:
@@ -109,7 +109,7 @@ def _wants_text(tokenizer: Tokenizer, template: str) -> bool:
 
 
 def read_arguments(given: Any) -> Any:
-    """Parses the arguments of a tool call if they are JSON text of an object; else returns them unchanged."""
+    """Parses a tool call's arguments if they are JSON text of an object; otherwise returns them unchanged."""
     with suppress(ValueError, RecursionError):
         found = json.loads(given or "{}") if isinstance(given, str) else given
         return found if isinstance(found, dict) else given
@@ -148,8 +148,8 @@ def as_text(tokenizer: Tokenizer, value: Any, options: Options) -> Any:
 
 
 def encode_rendered(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Encodes rendered texts. Control tokens of the template are parsed, tokens that `as_text` marked stay text, and
-    none is added. A marked token is encoded in two parts, neither of which is a control token."""
+    """Encodes rendered texts. The template's control tokens are parsed; tokens that `as_text` marked stay text; no
+    token is added. A marked token is encoded in two parts, and neither part is a control token."""
     parts = [text.split(_MARK) for text in texts]
     found = encode_texts(tokenizer, [first for first, *_ in parts], add_special_tokens=False)
     marked = list(dict.fromkeys(part for _, *rest in parts for part in rest))  # of a hostile text a hundred thousand
@@ -178,8 +178,8 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], *, add_special_toke
 def plain_text(
     tokenizer: Tokenizer, messages: Sequence[Message], media: Sequence[Media], written: Callable[[str], str] = str
 ) -> str:
-    """Joins the texts of messages, without the chat template; `written` escapes each text. An image or video is written
-    as its placeholder tokens, between the tokens that the template puts around them."""
+    """Joins the texts of messages without the chat template. `written` escapes each text. An image or video becomes its
+    placeholder tokens, between the tokens that the template puts around them."""
     left, texts = iter(media), list[str]()
     for message in messages:
         parts = [{"text": message.content}] if isinstance(message.content, str) else message.content
@@ -195,7 +195,7 @@ def plain_text(
 
 @lru_cache(maxsize=8)
 def _around(tokenizer: Tokenizer, kind: str, placeholder: str) -> tuple[str, str]:
-    """The texts that the chat template writes before and after the placeholder; empty without a template."""
+    """Finds the texts that the chat template writes before and after a placeholder; empty without a template."""
     if not tokenizer.chat_template:
         return "", ""
     first, last = ({"type": "text", "text": text} for text in (_RESPONSE, _THOUGHT))
@@ -206,7 +206,7 @@ def _around(tokenizer: Tokenizer, kind: str, placeholder: str) -> tuple[str, str
 
 
 def assistant_message(text: str, calls: Sequence[Mapping[str, Any]]) -> Message:
-    """The assistant message of a turn. It has `tool_calls` because some templates write results only after them."""
+    """Makes the assistant message of a turn. It has `tool_calls`, because some templates need them before results."""
     if not calls:
         return Message("assistant", text)
     functions = [{"name": call["name"] or "unknown", "arguments": call["arguments"]} for call in calls]
@@ -224,7 +224,7 @@ def encode_continuation(
     chat_template_kwargs: Options | None = None,
     media: Sequence[Media] = (),
 ) -> list[int]:
-    """The ids between a sampled turn and the next: the end of the turn, the new messages, the generation prompt.
+    """Encodes the text between a sampled turn and the next: the turn's end, the new messages, the generation prompt.
 
     `messages_before` are the messages before `turn`; `new_messages` (tool results, user messages) follow it, with their
     `media`. The next context is `turn.context_ids + turn.token_ids + encode_continuation(...)`: no sampled id is ever
@@ -261,7 +261,7 @@ def _continuation(
     *,
     calls: bool,
 ) -> str:
-    """The text of the continuation with one form of the probe: text, or with `calls` an argument of tool calls."""
+    """Renders the continuation with one form of the probe: as text, or with `calls` as an argument of tool calls."""
 
     def render(messages: Sequence[Message]) -> str:
         return render_chat(tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=options)
@@ -294,8 +294,8 @@ def _continuation(
 
 
 def _size_of(before: str, text: str) -> int | None:
-    """The length of the prefix of `text` that equals `before` except for white space, which some templates (Hermes 3)
-    write differently after the last message; None if there is no such prefix."""
+    """The length of the prefix of `text` that equals `before` without regard to white space; None without such a
+    prefix. Some templates (Hermes 3) write white space differently after the last message."""
     if text.startswith(before):
         return len(before)
     letters = "".join(before.split())
@@ -313,7 +313,7 @@ def _without_calls(message: Message) -> Message:
 
 
 def _told(messages: Sequence[Message], options: Options, template: str) -> Sequence[Message]:
-    """The messages with a system message that describes the tools, for templates that cannot describe them."""
+    """Adds a system message that describes the tools, for templates that cannot describe tools."""
     fields: dict[str, Any] = {}
     if options.get("tools") and _SYSTEM_TOOLS.search(template):
         fields["tools"] = json.dumps([tool.get("function", tool) for tool in options["tools"]], ensure_ascii=False)
@@ -326,7 +326,7 @@ def _told(messages: Sequence[Message], options: Options, template: str) -> Seque
 
 
 def _without_system(messages: Sequence[Message]) -> Sequence[Message]:
-    """The messages without a system message; its text moves to the start of the next message."""
+    """Removes the system message. Its text moves to the start of the next message."""
     system, first, *rest = messages
     text, own = f"{system.content}\n\n", first.content
     content = text + own if isinstance(own, str) else [{"type": "text", "text": text}, *own]
@@ -334,15 +334,14 @@ def _without_system(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def roles(messages: Sequence[Message]) -> str:
-    """The roles in order, for error messages."""
+    """Lists the roles of messages in order, for errors."""
     return ", ".join(message.role for message in messages)
 
 
 def _num_sampled(tokenizer: Tokenizer, turn: Turn, ids: Sequence[int]) -> int:
-    """Counts the leading ids of a continuation up to the stop token that the turn has already sampled.
+    """Counts the ids at the start of a continuation that the turn has already sampled: up to its stop token.
 
-    Usually the stop token is the first id. Some templates close with " </s>": then it is the first control token.
-    """
+    Usually the stop token is the first id. Some templates close with " </s>": then it is the first control token."""
     if turn.finish_reason != "stop":
         return 0
     stop = turn.token_ids[-1]
@@ -389,7 +388,7 @@ def _of_template(options: Options) -> dict[str, Any]:
 
 
 def template_text(tokenizer: Tokenizer, options: Options) -> str:
-    """The source of the chat template that `options` choose.  Raises: DataError without one."""
+    """Returns the source of the chat template that `options` choose.  Raises: DataError if there is none."""
     try:
         return tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
     except (ValueError, TypeError) as error:

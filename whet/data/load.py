@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the prompts or examples of the `data` section: reads each entry, filters its rows, applies its own keys."""
+"""Loads the prompts or examples of the `data` section. Reads each entry, filters its rows, and applies its own keys."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EntryCounts:
-    """The row counts of an entry: all, after the filter, items made from them; and its sampling weight."""
+    """Counts of an entry: all rows, rows after the filter, items made from them; and its sampling weight."""
 
     name: str
     num_rows: int
@@ -53,7 +53,7 @@ class Loaded(Generic[T]):
 
 @dataclass(frozen=True)
 class _Read:
-    """The rows of one entry after the filter, with their row numbers; or the prompts that a function returned."""
+    """The rows of one entry after the filter, with row numbers; or the prompts that a function returned."""
 
     rows: list[DataRow]
     numbers: list[int]
@@ -106,7 +106,7 @@ def load_items(
 
 
 def numbered_rows(data: DataConfig, key: str) -> Iterator[tuple[int, DataRow]]:
-    """Yields the rows of all entries of `key`, numbered like the `index` of their prompts.
+    """Yields the rows of all entries of `key`. Their numbers equal the `index` of their prompts.
 
     Raises: DataError for an entry that is a function; the errors of `load_items`."""
     first = 0
@@ -123,7 +123,7 @@ def numbered_rows(data: DataConfig, key: str) -> Iterator[tuple[int, DataRow]]:
 def _prompts(
     data: DataConfig, prompt_format: PromptFormat, read: _Read, first: int, is_train: bool, with_answers: bool
 ) -> Sequence[Prompt]:
-    """The prompts of an entry, whose first row has the number `first`."""
+    """Makes the prompts of an entry. `first` is the number of its first row."""
     if read.prompts:
         prompts = fit_prompts(read.prompts, prompt_format, data)
     else:
@@ -141,7 +141,7 @@ def _examples(data: ExamplesDataConfig, prompt_format: PromptFormat, read: _Read
 
 
 def _filtered(name: str, given: list[Any], conditions: Mapping[str, Any], *, are_rows: bool) -> _Read:
-    """The rows, or prompts, that meet the conditions.  Raises: DataError, ConfigError."""
+    """Returns the rows, or prompts, that meet the conditions.  Raises: DataError, ConfigError."""
     if not given:
         raise DataError("number of rows", 0, "at least one")
     if not any(isinstance(item, Prompt) for item in given):
@@ -172,7 +172,7 @@ def _open(source: Source, data: DataConfig | ExamplesDataConfig, supplied: Mappi
 
 
 def _call(source: Source, supplied: Mapping[str, Any]) -> Any:
-    """Calls a user's function or class: parameters with a name in `supplied` get that value, others are options."""
+    """Calls a user's function or class. Parameters with a name in `supplied` get that value; the others are options."""
     function = load_target(source.path, is_called=False)
     if not callable(function):
         return function
@@ -207,7 +207,7 @@ def listed(items: Any) -> list[Any]:
 
 @contextmanager
 def users_code(key: str, expected: str = "", change: str = "") -> Iterator[None]:
-    """Converts an error of a user's code to a DataError; a DataError stays."""
+    """Converts an error of a user's code to a DataError. A DataError stays unchanged."""
     try:
         yield
     except DataError:
@@ -218,7 +218,7 @@ def users_code(key: str, expected: str = "", change: str = "") -> Iterator[None]
 
 @contextmanager
 def _named(source: Source | None, argument: str) -> Iterator[None]:
-    """Adds the name of the entry, or of the argument with the rows, to a DataError."""
+    """Adds to a DataError the name of the entry, or of the argument that has the rows."""
     try:
         yield
     except DataError as error:
@@ -235,11 +235,10 @@ BOUNDS = ("min", "max")
 
 
 def matching(rows: Sequence[Mapping[str, Any]], where: Mapping[str, Any]) -> list[int]:
-    """The numbers of the rows that meet all conditions. A field may be nested: `extra_info.level`.
+    """Returns the numbers of the rows that meet all conditions. A field may be nested: `extra_info.level`.
 
-    A missing field is null: it equals only null, and lies within no bounds.
-    Raises: ConfigError for an invalid condition; DataError for a field that no row has, and if no row is left.
-    """
+    A missing field is null: it equals only null, and lies within no bounds. Raises: ConfigError for an invalid
+    condition; DataError for a field that no row has, and if no row is left."""
     left = list(range(len(rows)))
     for field, condition in where.items():
         test = _test(field, condition)
@@ -297,11 +296,10 @@ def _number(field: str, value: object, number: int) -> float:
 
 
 def within_window(prompts: Sequence[Prompt], key: str, low: float, high: float) -> tuple[Prompt, ...]:
-    """The prompts with low < `extra_info[key]` < high, for instance the accuracy from an earlier `whet eval`.
+    """Keeps prompts with low < `extra_info[key]` < high. The value may be the accuracy from an earlier `whet eval`.
 
     He et al. 2025 (Skywork-OR1), https://arxiv.org/abs/2505.22312.  Raises: DataError for a row without such a number,
-    and if no prompt is left.
-    """
+    and if no prompt is left."""
     kept = tuple(prompt for prompt in prompts if low < difficulty(prompt, key, "data.difficulty_key") < high)
     if not kept:
         problem = f"none of {len(prompts)} prompts has {low} < {key} < {high}"
@@ -312,7 +310,7 @@ def within_window(prompts: Sequence[Prompt], key: str, low: float, high: float) 
 
 
 def difficulty(prompt: Prompt, key: str, option: str) -> float:
-    """`extra_info[key]`; `option` is the config key that named it.  Raises: DataError if it is not a number."""
+    """Reads `extra_info[key]`. `option` is the config key that set `key`.  Raises: DataError if it is no number."""
     value = prompt.extra_info.get(key)
     if not is_number(value):
         found = f"is {value!r}; the row has {', '.join(prompt.extra_info) or 'no further fields'}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data loaders: draw rows in an endless order that is a function of (seed, epoch); the state is two integers."""
+"""Data loaders draw rows in an endless order. The order depends only on (seed, epoch); the state is two integers."""
 
 from __future__ import annotations
 
@@ -25,29 +25,28 @@ Order: TypeAlias = Callable[[int], RowNumbers]  # from an epoch to its row numbe
 
 
 def generator(seed: int, purpose: str, *names: int | str) -> np.random.Generator:
-    """The random generator with this key."""
+    """Makes the random generator for a draw with this key."""
     return np.random.Generator(np.random.PCG64(key(seed, purpose, *names)))
 
 
 def in_order(count: int, epoch: int) -> RowNumbers:
-    """The rows in the order of the data."""
+    """Returns the rows in the order of the data."""
     return np.arange(count)
 
 
 def shuffled(count: int, seed: int, epoch: int, *names: int | str) -> RowNumbers:
-    """The rows in a random order, a function of (seed, epoch, names)."""
+    """Returns the rows in a random order, which depends only on (seed, epoch, names)."""
     return generator(seed, "shuffle", epoch, *names).permutation(count)
 
 
 def mixture(orders: Sequence[Order], counts: Sequence[int], weights: Sequence[float], seed: int) -> Order:
     """Mixes several data entries by weight.
 
-    An epoch has as many rows as all entries together, and a number of rows from each entry that is its weight times
-    this total (rounded), interleaved in a random order. Each entry has its own order, and its passes continue over the
+    An epoch has as many rows as all entries together. Each entry has a part of them: its weight times this total
+    (rounded). They are interleaved in a random order. Each entry has its own order, and its passes continue over the
     ends of epochs: a small entry with a large weight is drawn several times an epoch, a large one with a small weight
-    only in part. Each of `orders` has every row of its entry once; `weights` sum to 1.
-    Raises: DataError for a weight so small that no row is drawn.
-    """
+    only in part. Each of `orders` has every row of its entry once; `weights` sum to 1. Raises: DataError for a weight
+    so small that no row is drawn."""
     total = sum(counts)
     drawn = _rounded(weights, total)
     if 0 in drawn:
@@ -75,7 +74,7 @@ def run_steps(trainer: TrainerConfig, count: int, rows_per_step: int) -> int:
 
 
 class OrderLoader(Generic[T]):
-    """Draws items, each epoch in its order; `state()` is the position."""
+    """Draws items in the order of each epoch. `state()` is the position."""
 
     def __init__(self, items: Sequence[T], *, seed: int = 0, shuffle: bool = True, order: Order | None = None) -> None:
         count = len(items)
@@ -91,7 +90,7 @@ class OrderLoader(Generic[T]):
         return [item for _, item in self.take_named(n)]
 
     def take_named(self, n: int) -> list[tuple[str, T]]:
-        """Draws the next n items, each with a unique name: its epoch, and for repeats within an epoch the count."""
+        """Draws the next n items, each with a unique name: the epoch and, if repeated within it, a count."""
         taken: list[tuple[str, T]] = []
         while len(taken) < n:
             part = slice(self._index, self._index + n - len(taken))
@@ -107,7 +106,7 @@ class OrderLoader(Generic[T]):
         return {"epoch": self._epoch, "index": self._index}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores a position.  Raises: DataError if these rows have no such position."""
+        """Restores a position.  Raises: DataError if the position does not exist in these rows."""
         self._start(state["epoch"], state["index"])
         if not 0 <= self._index < len(self._order):
             found = f"its position is row {self._index} of an epoch of {len(self._order)} rows"
@@ -120,7 +119,7 @@ class OrderLoader(Generic[T]):
 
 
 class PromptLoader(OrderLoader[Prompt]):
-    """The prompts of a run, each with its `uid` "<epoch>:<index in the data set>"."""
+    """Draws the prompts of a run. Each has the `uid` "<epoch>:<index in the data set>"."""
 
     def take(self, n: int) -> list[Prompt]:
         """Draws the next n prompts, into the next epoch if needed."""
@@ -135,13 +134,13 @@ class PromptLoader(OrderLoader[Prompt]):
 
 @runtime_checkable
 class Sampler(Protocol):
-    """An adaptive sampler: the next prompts depend on the scores of earlier ones."""
+    """An adaptive sampler. The scores of earlier prompts influence the next ones."""
 
     def take(self, n: int) -> Sequence[int]:
-        """Returns the row numbers of the next n prompts. Random draws must have keys (`whet.keyed`) from the state."""
+        """Returns the row numbers of the next n prompts. Random draws must use keys (`whet.keyed`) from the state."""
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Learns from the scored groups, including dropped ones; `group.prompt.index` is the row number."""
+        """Learns from the scored groups, including dropped groups. `group.prompt.index` is the row number."""
 
     def state(self) -> Mapping[str, Any]:
         """Returns the whole state as JSON values, for the checkpoint."""
@@ -151,7 +150,7 @@ class Sampler(Protocol):
 
 
 class SamplerLoader:
-    """Draws the prompts that a `Sampler` chooses, each with its `uid` "<number of the draw>:<index>"."""
+    """Draws the prompts that a `Sampler` chooses. Each has the `uid` "<number of the draw>:<index>"."""
 
     def __init__(self, prompts: Sequence[Prompt], sampler: Sampler, name: str) -> None:
         self.prompts, self.sampler, self._name, self._drawn = prompts, sampler, name, 0
@@ -185,7 +184,7 @@ class SamplerLoader:
 
 
 def found(prompts: Sequence[Prompt], uid: str) -> Prompt:
-    """The prompt whose row number is the last part of `uid`, with this uid.  Raises: DataError."""
+    """Finds the prompt of a `uid`; its last part is the row number.  Raises: DataError."""
     index = uid.rpartition(":")[2]
     for prompt in prompts:
         if str(prompt.index) == index:
@@ -206,13 +205,13 @@ def checked_rows(given: object, count: int, name: str) -> RowNumbers:
 
 
 def _passes(order: Order, count: int, first: int, n: int) -> RowNumbers:
-    """The draws first, ..., first + n - 1 of an entry that repeats its order, pass after pass."""
+    """The draws first, ..., first + n - 1 of an entry. The entry repeats its order, pass after pass."""
     rows = [order(number) for number in range(first // count, (first + n - 1) // count + 1)]
     return np.concatenate(rows)[first % count :][:n]
 
 
 def _rounded(weights: Sequence[float], total: int) -> list[int]:
-    """Rounds weight x total to whole numbers that sum to `total`, by the largest remainders."""
+    """Rounds weight x total to whole numbers with sum `total`, by largest remainders."""
     exact = [weight * total for weight in weights]
     whole = [int(each) for each in exact]
     by_remainder = sorted(range(len(whole)), key=lambda i: (whole[i] - exact[i], i))

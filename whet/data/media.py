@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images, videos and audio of rows and observations: read within limits, identified by a digest, decoded to RGB."""
+"""Reads images, videos and audio of rows and observations within limits, identifies them by digest, decodes to RGB."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _writing = threading.Lock()  # two threads may store the same bytes
 
 
 def audio_header(file: IO[bytes]) -> MediaHeader:
-    """Reads channels (as the height), samples (as the width) and the length in seconds.  Raises: DataError."""
+    """Reads an audio header: channels (as height), samples (as width) and length in seconds.  Raises: DataError."""
     try:
         with wave.open(file) as sound:
             samples, rate = sound.getnframes(), sound.getframerate()
@@ -59,7 +59,7 @@ HEADERS: Mapping[Kind, Callable[[IO[bytes]], MediaHeader]] = {"image": image_hea
 
 
 class Measures(Protocol):
-    """The part of a model's encoders that measures media."""
+    """The part of a model's encoders that computes the tokens of media."""
 
     kinds: frozenset[str]  # that the model reads
     forbidden: tuple[int, ...]  # token ids that only media may bring into a context
@@ -74,12 +74,12 @@ class Measures(Protocol):
         min_pixels: int | None = None,
         max_pixels: int | None = None,
     ) -> Media:
-        """The media with the model's tokens for it; `seconds` are the times of chosen frames.  Raises: DataError."""
+        """Adds the model's tokens to the media. `seconds` are the times of the chosen frames.  Raises: DataError."""
 
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """Limits of reading media: the folder of relative paths, sizes in pixels, frames of a video."""
+    """Limits for reading media: the folder of relative paths, sizes in pixels, frames of a video."""
 
     image_dir: str | None = None
     beside: str | None = None  # the folder of the data file, which counts before the working directory
@@ -92,28 +92,28 @@ class MediaLimits:
 
     @classmethod
     def of(cls, data: Any, beside: str | None = None) -> MediaLimits:
-        """The limits in a data section of the config."""
+        """Reads the limits from a data section of the config."""
         names = ("image_dir", "min_pixels", "max_pixels", "video_fps", "max_frames", "limit_images")
         return cls(beside=beside, **{name: data[name] for name in names}, allow_urls=data.allow_media_urls)
 
     def frames(self, seconds: Sequence[float]) -> tuple[int, ...]:
-        """Numbers of the frames to read: `video_fps` a second, evenly spaced, at most `max_frames`."""
+        """Numbers of the frames to read: `video_fps` per second, evenly spaced, at most `max_frames`."""
         total = len(seconds)
         step = (seconds[-1] - seconds[0]) / (total - 1) if total > 1 else 0.0
         count = max(1, min(total, self.max_frames, round(step * total * self.video_fps)))
         return tuple(number * total // count for number in range(count))
 
     def named(self, kind: Kind) -> bytes:
-        """The limits that change the decoded pixels, as part of the digest."""
+        """The limits that change decoded pixels, as bytes for the digest."""
         own = (self.video_fps, self.max_frames) if kind == "video" else ()
         return repr((kind, self.min_pixels, self.max_pixels, *own)).encode()
 
 
 class MediaReader:
-    """Reads the media of one model within limits. Several threads may use it."""
+    """Reads media for one model, within limits. Several threads may use it."""
 
     def __init__(self, limits: MediaLimits, encoders: Measures | None, folder: Path | None = None) -> None:
-        """`folder` stores media that are not files, under their digests; without a folder the bytes stay in memory."""
+        """`folder` stores media that are not files, named by digest. Without a folder the bytes stay in memory."""
         self.limits, self.encoders, self.folder = limits, encoders, folder
 
     @property
@@ -138,7 +138,7 @@ class MediaReader:
             raise error.at(f"{kind} {_name(value)}") from error
 
     def _for(self, own: Mapping[str, Any]) -> MediaReader:
-        """The reader with the limits that an object sets for itself.  Raises: DataError."""
+        """Returns a reader with the limits that an object sets for itself.  Raises: DataError."""
         given = {name: number for name, number in own.items() if number is not None}
         for name, number in given.items():
             if name in UNREAD:
@@ -201,7 +201,7 @@ class MediaReader:
         return found
 
     def _source(self, kind: Kind, value: Any) -> Encoded | tuple[Encoded, ...]:
-        """The path or bytes of a value, or of each of its frames.  Raises: DataError."""
+        """Finds the path or bytes of a value, or of each of its frames.  Raises: DataError."""
         if isinstance(value, Media):
             if value.kind != kind:
                 raise DataError("kind", value.kind, kind)
@@ -222,7 +222,7 @@ class MediaReader:
         raise DataError("type", type(value).__name__, "a path, bytes or a PIL image")
 
     def _named(self, text: str) -> Encoded:
-        """The path or bytes for a text: a path, data: URI or URL.  Raises: DataError."""
+        """Finds the path or bytes that a text names: a path, data: URI or URL.  Raises: DataError."""
         scheme = text[:8].lower()
         if scheme.startswith("data:"):
             return _of_uri(text)
@@ -250,7 +250,7 @@ class MediaReader:
             return hashlib.file_digest(file, lambda: found).hexdigest()  # type: ignore[arg-type, return-value]
 
     def _stored(self, digest: str, source: Encoded, suffix: str) -> Encoded:
-        """The path of the bytes in the folder, if the reader has a folder.  Raises: StorageError."""
+        """Stores the bytes in the folder, if the reader has one. Returns their path.  Raises: StorageError."""
         if self.folder is None or isinstance(source, str):
             return source
         path = self.folder.absolute() / f"{digest}{suffix}"
@@ -266,7 +266,7 @@ class MediaReader:
 
 
 def unwrapped(value: Any) -> tuple[Any, dict[str, Any]]:
-    """The content of an object {"image": , "max_pixels": }, and limits in it.  Raises: DataError."""
+    """Splits an object {"image": , "max_pixels": } into its content and its limits.  Raises: DataError."""
     limits: dict[str, Any] = {}
     while isinstance(value, Mapping):
         limits = {name: value[name] for name in (*OWN_LIMITS, *UNREAD) if value.get(name) is not None} | limits
@@ -278,14 +278,14 @@ def unwrapped(value: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def image(value: Any) -> Media:
-    """An image for an observation, not measured yet, from a path, encoded bytes, a PIL image or an array.
+    """Makes an image for an observation from a path, encoded bytes, a PIL image or an array; not measured yet.
 
     Raises: DataError."""
     return _unmeasured("image", value)
 
 
 def video(value: Any) -> Media:
-    """A video for an observation, not measured yet: a path, encoded bytes or a list of frames.  Raises: DataError."""
+    """Makes a video for an observation from a path, encoded bytes or frames; not measured yet.  Raises: DataError."""
     return _unmeasured("video", value)
 
 
@@ -303,7 +303,7 @@ def has_pixels(media: Media) -> bool:
 
 
 def images(media: Media) -> list[Image.Image]:
-    """The pixels of a media in RGB: one image, or the chosen frames of a video.  Raises: DataError."""
+    """Decodes a media to RGB: one image, or the chosen frames of a video.  Raises: DataError."""
     try:
         if isinstance(media.source, tuple):
             return [_decoded(frame) for frame in media.source]
@@ -347,7 +347,7 @@ def _fetched(url: str) -> bytes:
 
 
 def _name(value: Any) -> str:
-    """The name of a value in an error."""
+    """Names a value, for errors."""
     if isinstance(value, Mapping):
         found = [value[key] for key in ("path", "url", *CONTENT) if value.get(key) is not None]
         return _name(found[0]) if found else "(an object)"

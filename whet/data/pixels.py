@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding of untrusted images and videos: sizes and times from the header, pixels as RGB."""
+"""Decodes untrusted images and videos: sizes and times from the header, pixels as RGB."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REPLACE = "replace it, or drop the row"
 
 @dataclass(frozen=True)
 class MediaHeader:
-    """The size of a picture as displayed, and the time in seconds at which each frame of a video begins."""
+    """The displayed size of a picture; for a video the time, in seconds, at which each frame begins."""
 
     height: int
     width: int
@@ -60,7 +60,7 @@ def opened(source: str | bytes) -> Iterator[IO[bytes]]:
 
 
 def image_header(file: IO[bytes]) -> MediaHeader:
-    """Reads the size of an image, and decodes it only if the end of the file does not show that it is whole.
+    """Reads the size of an image. Decodes it only if the end of the file does not prove that it is complete.
 
     Raises: DataError for a file that is no image, an animation, truncated, too large or too narrow."""
     with _picture(file, FORMATS) as image:
@@ -87,7 +87,7 @@ def image_pixels(file: IO[bytes]) -> Image.Image:
 
 
 def video_header(file: IO[bytes]) -> MediaHeader:
-    """Reads size and times of a video; decodes its first frame only, or all of an animation.  Raises: DataError."""
+    """Reads size and times of a video. Decodes only its first frame, but all of an animation.  Raises: DataError."""
     if not _is_animation(file):
         return _film_header(file)
     with _picture(file, ANIMATIONS) as image:
@@ -102,7 +102,7 @@ def video_header(file: IO[bytes]) -> MediaHeader:
 
 
 def video_pixels(file: IO[bytes], numbers: Sequence[int]) -> list[Image.Image]:
-    """Decodes the frames of these numbers, in ascending order, in RGB.  Raises: DataError."""
+    """Decodes the frames with these numbers (ascending) to RGB.  Raises: DataError."""
     found: list[Image.Image] = []
     if _is_animation(file):
         with _picture(file, ANIMATIONS) as image:
@@ -124,7 +124,7 @@ def video_pixels(file: IO[bytes], numbers: Sequence[int]) -> list[Image.Image]:
 
 
 def rgb(image: Image.Image) -> Image.Image:
-    """The image in RGB and upright: transparent pixels on white, 16 bits and floating point scaled to 8 bits."""
+    """Converts to RGB and upright. Transparent pixels become white, 16-bit and float values are scaled to 8 bits."""
     image = ImageOps.exif_transpose(image)
     if image.mode in ("I", "F") or image.mode.startswith("I;"):
         image = _grey(image)
@@ -157,7 +157,7 @@ def from_array(array: np.ndarray[Any, Any]) -> Image.Image:
 
 
 def _grey(image: Image.Image) -> Image.Image:
-    """Reduces a picture of one channel with more than 8 bits to 8 bits."""
+    """Scales a picture with one channel of more than 8 bits to 8 bits."""
     values = np.nan_to_num(np.asarray(image, dtype=np.float64))
     largest = float(values.max(initial=0))
     if image.mode == "F":
@@ -168,7 +168,7 @@ def _grey(image: Image.Image) -> Image.Image:
 
 
 def _checked(width: int, height: int) -> tuple[int, int]:
-    """Returns the size.  Raises: DataError for a size beyond the limits, before any decoding."""
+    """Checks a size before any decoding, and returns it.  Raises: DataError for a size beyond the limits."""
     size = f"{width} x {height} pixels"
     if width < 1 or height < 1:
         raise DataError("size", size, "at least one", "replace it")
@@ -181,7 +181,7 @@ def _checked(width: int, height: int) -> tuple[int, int]:
 
 
 def _is_turned(image: Image.Image, file: IO[bytes]) -> bool:
-    """Tells whether the EXIF data of an image swap height and width."""
+    """Tells whether an image's EXIF data swap height and width."""
     if image.format == "PNG":  # Pillow decodes a PNG to find out that it has none
         place = file.tell()
         file.seek(0)
@@ -193,7 +193,7 @@ def _is_turned(image: Image.Image, file: IO[bytes]) -> bool:
 
 
 def _is_whole(form: str, file: IO[bytes]) -> bool:
-    """Tells whether the file's end or length shows that it is complete."""
+    """Tells whether the end or the length of the file shows that it is complete."""
     place, length = file.tell(), file.seek(0, io.SEEK_END)
     file.seek(max(0, length - 1024))
     end = file.read()
@@ -289,7 +289,7 @@ def _film(file: IO[bytes]) -> Iterator[Any]:
 
 
 def _announced_bytes(file: IO[bytes]) -> int:
-    """The length of a whole MP4, AVI or Matroska file according to its headers; 0 if they do not have it."""
+    """The length that the headers of an MP4, AVI or Matroska file announce; 0 if they do not have it."""
     file.seek(0)
     start = file.read(64)
     if start[:4] == b"RIFF":
@@ -310,7 +310,7 @@ def _announced_bytes(file: IO[bytes]) -> int:
 
 
 def _ebml_size(content: bytes, place: int) -> tuple[int, int]:
-    """The index after an EBML size, and the size; 0 if it is unknown, as in a file written to a pipe."""
+    """Reads an EBML size. Returns the index after it, and the size; 0 if unknown, as in a file written to a pipe."""
     first = content[place] if place < len(content) else 0xFF
     length = 9 - first.bit_length()
     bits = 7 * length

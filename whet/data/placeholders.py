@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and videos in messages: from fields, tags and content parts of a row to the placeholders in its text."""
+"""Places images and videos in messages: from a row's fields, tags and content parts to placeholders in its text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Value = tuple[Kind, Any]  # a media in a form that MediaReader.read takes
 
 
 def values_of(row: Mapping[str, Any], keys: Mapping[Kind, str]) -> list[Value]:
-    """The media in the fields of a row, by kind: `images` is also `image`, or `multi_modal_data.image`."""
+    """Collects the media in the fields of a row, by kind. `images` may also be `image` or `multi_modal_data.image`."""
     nested = row.get("multi_modal_data") or {}
     found: list[Value] = []
     for kind in keys:
@@ -45,7 +45,7 @@ def has(row: Mapping[str, Any], name: str) -> bool:
 def place(
     messages: Sequence[Message], given: Sequence[Value], kinds: Sequence[Kind], owner: str = "row"
 ) -> tuple[tuple[Message, ...], list[Value]]:
-    """Replaces each tag by a content part; returns the messages without media objects, and the objects in order.
+    """Replaces each tag by a content part. Returns the messages without media objects, and the objects in order.
 
     A tag, or a part without an object, stands for the next of the `given` values of its kind, one of `kinds`. Text of
     the model itself has no tags.  Raises: DataError naming the `owner` of the messages if the numbers differ, or for
@@ -122,7 +122,7 @@ def _split(part: Mapping[str, Any], kinds: Sequence[Kind]) -> Iterator[dict[str,
 
 
 def read_all(reader: MediaReader, values: Sequence[Value]) -> list[Media | DataError]:
-    """The media of these values, or for each unreadable one the error; files are read in parallel."""
+    """Reads the media of these values, in parallel. An unreadable value gives its error instead."""
 
     def read(value: Value) -> Media | DataError:
         try:
@@ -137,7 +137,7 @@ def read_all(reader: MediaReader, values: Sequence[Value]) -> list[Media | DataE
 
 
 def expanded(text: str, media: Sequence[Media], *, is_prefix: bool = False) -> str:
-    """A rendered text in which the tokens of each media replace its placeholder; a prefix may end before the last.
+    """Replaces the placeholder of each media in a rendered text by its tokens. A prefix may end before the last.
 
     Raises: DataError unless the chat template writes one placeholder for each."""
     if not media:
@@ -153,7 +153,7 @@ def expanded(text: str, media: Sequence[Media], *, is_prefix: bool = False) -> s
 
 
 def check_ids(ids: Sequence[int], media: Sequence[Media], forbidden: Sequence[int]) -> None:
-    """Checks that only media contribute their special tokens to a text.  Raises: DataError."""
+    """Checks that special tokens of media come only from media.  Raises: DataError."""
     own = {media_tokens(each).token_id for each in media} | {*forbidden}
     found, expected = sum(token_id in own for token_id in ids), sum(media_tokens(each).count for each in media)
     if found != expected:
@@ -163,13 +163,13 @@ def check_ids(ids: Sequence[int], media: Sequence[Media], forbidden: Sequence[in
 
 
 def media_tokens(media: Media) -> Any:
-    """The tokens of a measured media."""
+    """Returns the tokens of a measured media."""
     assert media.tokens is not None, "a media that no encoder has measured"
     return media.tokens
 
 
 def num_whole(ids: Sequence[int], media: Sequence[Media]) -> int | None:
-    """The number of media whose tokens all lie in `ids`, the beginning of a text; None if a media is cut."""
+    """Counts the media whose tokens are all in `ids`, the beginning of a text; None if the end cuts a media."""
     own = {media_tokens(each).token_id for each in media}
     left = sum(token_id in own for token_id in ids)
     for number, each in enumerate(media):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes comparisons from rows: a prompt and responses to it, each with a score, for a policy or a reward model. Reads
-the forms of TRL, OpenRLHF, Llama-Factory, Axolotl and UltraFeedback."""
+"""Makes comparisons from rows, for a policy or a reward model: a prompt and responses, each with a score. Reads the
+forms of TRL, OpenRLHF, Llama-Factory, Axolotl and UltraFeedback."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _TEXT = "only text in the pairs of a reward model"
 class Comparison(Example):
     """A prompt and responses to it, best first; a single response has the score 1 for good, 0 for bad.
 
-    For a reward model it has a `margin`, the least difference of its scores, and the prompt may be empty."""
+    For a reward model it may have a `margin` (the least difference of the scores) and an empty prompt."""
 
     prompt_ids: tuple[int, ...]
     responses: tuple[Response, ...]
@@ -57,12 +57,12 @@ class Comparison(Example):
 
     @property
     def chosen(self) -> tuple[int, ...]:
-        """The prompt followed by the best response."""
+        """Token ids of the prompt and the best response."""
         return (*self.prompt_ids, *self.responses[0][0])
 
     @property
     def rejected(self) -> tuple[int, ...]:
-        """The prompt followed by the worst response."""
+        """Token ids of the prompt and the worst response."""
         return (*self.prompt_ids, *self.responses[-1][0])
 
     @property
@@ -72,7 +72,7 @@ class Comparison(Example):
         return self.prompt_ids, self.responses, self.scores
 
     def texts(self) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Returns token ids and mask of the prompt with each response, by the name of the response."""
+        """Returns token ids and mask of the prompt with each response. The key is the name of the response."""
         named = {0: ", chosen", 1: ", rejected"} if len(self.responses) == 2 else {}
         shared = (0,) * len(self.prompt_ids)
         return {
@@ -87,7 +87,7 @@ class Comparison(Example):
     @staticmethod
     def notes(items: Sequence[Any]) -> list[str]:
         """Reports how well length predicts the order: the share of comparisons whose best response is longer than the
-        worst, ties counting half."""
+        worst. Equal lengths count half."""
         lengths = [[sum(mask) for _, mask in each.responses] for each in items if len(each.responses) > 1]
         if not lengths:
             good = [each.scores[0] for each in items]
@@ -101,7 +101,7 @@ class Comparison(Example):
 
     @property
     def is_equal(self) -> bool:
-        """Tells whether all responses, or all scores, are equal."""
+        """Tells whether all responses are equal, or all scores are equal."""
         distinct = min(len({ids for ids, _ in self.responses}), len({*self.scores}))
         return len(self.responses) > 1 and distinct == 1
 
@@ -117,11 +117,11 @@ def build_comparisons(
 ) -> tuple[Comparison | StepExample, ...]:
     """Makes comparisons from rows, in order; `numbers` are the row numbers for errors.
 
-    A row has two responses (chosen, rejected), one with a label, or a list with scores; texts, messages, or whole
-    conversations without a prompt. Comparisons with equal responses or equal scores are dropped and, with
-    data.overlong=drop, comparisons over data.max_length. Pairs for a reward model are `StepExample`s where the first
-    row has a list of `labels`.  Raises: DataError for a row of another form, for a row that is too long if
-    data.overlong=error, and if no row is left."""
+    A row has two responses (chosen, rejected), one response with a label, or a list with scores. They are texts,
+    messages, or whole conversations without a prompt. Comparisons with equal responses or scores are dropped; with
+    data.overlong=drop also those over data.max_length. If the first row has a list of `labels`, a reward model gets
+    `StepExample`s.  Raises: DataError for a row of another form, for a row that is too long if data.overlong=error, and
+    if no row is left."""
     of_steps = isinstance(data, PreferenceDataConfig) and bool(rows) and isinstance(rows[0].get("labels"), list)
     made: list[Comparison | StepExample] = []
     num_equal = num_long = 0
@@ -149,7 +149,7 @@ def build_comparisons(
 
 @dataclass(frozen=True)
 class StepExample(SupervisedExample):
-    """A prompt and steps with labels from 0 (wrong) to 1 (right); the mask is 1 on the token that follows each step."""
+    """A prompt and reasoning steps, labelled from 0 (wrong) to 1 (right). The mask is 1 on the token after a step."""
 
     labels: tuple[float, ...] = ()
 
@@ -159,7 +159,7 @@ class StepExample(SupervisedExample):
 
     @property
     def is_equal(self) -> bool:
-        """Returns False, as the example is no comparison."""
+        """Returns False, because the example is not a comparison."""
         return False
 
     def facts(self) -> Mapping[str, object]:
@@ -167,7 +167,7 @@ class StepExample(SupervisedExample):
 
 
 def _steps(row: Row, prompt_format: PromptFormat, data: ResponsesDataConfig) -> StepExample:
-    """The steps of a row, each encoded by itself and ended by a line break."""
+    """Makes the steps of a row. Each is encoded separately and ends with a line break."""
     prompt_format.refuse_media(row, expected="only text in rows of steps")
     steps, labels = row.get("completions"), row.get("labels")
     if not isinstance(steps, list) or not steps or not all(isinstance(step, str) for step in steps):
@@ -225,7 +225,7 @@ def _margin(row: Row, field: str) -> float:
 
 
 def _num_shared(examples: Sequence[SupervisedExample], has_prompt: bool) -> int:
-    """The number of tokens that all responses share: the prompt, or the common beginning of whole texts."""
+    """Counts the tokens that all responses share: the prompt, or the common beginning of whole texts."""
     first, *others = examples
     limit = min(each.loss_mask.index(1) for each in examples) if has_prompt or not others else len(first.input_ids)
     agree = [common_prefix(first.input_ids, other.input_ids) for other in others]
@@ -233,7 +233,7 @@ def _num_shared(examples: Sequence[SupervisedExample], has_prompt: bool) -> int:
 
 
 def _responses(row: Row, data: ResponsesDataConfig) -> tuple[list[tuple[str, Any]], list[float]]:
-    """The responses of a row by field, still as in the row, with their scores."""
+    """Finds the responses of a row by field, unchanged, with their scores."""
     if (listed := _first(row, LISTS)) is not None:
         return _listed(row, listed)
     if (label := _first(row, LABELS)) is not None and not all(_first(row, names) for names in COMMON.values()):
@@ -250,7 +250,7 @@ def _responses(row: Row, data: ResponsesDataConfig) -> tuple[list[tuple[str, Any
 
 
 def _listed(row: Row, name: str) -> tuple[list[tuple[str, Any]], list[float]]:
-    """The responses in a list, and their scores from a parallel field or from its items."""
+    """Finds the responses in a list. Their scores are in a parallel field or in the list's items."""
     items = row[name]
     if not isinstance(items, list) or len(items) < 2:
         raise DataError(f"field {name!r}", f"is {str(items)[:80]!r}", "a list of two responses or more", "correct it")
@@ -275,7 +275,7 @@ def _listed(row: Row, name: str) -> tuple[list[tuple[str, Any]], list[float]]:
 
 
 def _prompt(row: Row, prompt_format: PromptFormat, data: ResponsesDataConfig) -> tuple[Message, ...] | None:
-    """The messages of the prompt; None if the responses are whole conversations."""
+    """Returns the messages of the prompt; None if the responses are whole conversations."""
     name = data.prompt_key if row.get(data.prompt_key) is not None else _first(row, PROMPTS)
     has_responses = any(_first(row, names) is not None for names in (*COMMON.values(), LISTS, RESPONSES))
     if name is None or (not has_responses and name in PROMPTS[-2:]):
@@ -307,7 +307,7 @@ def as_messages(value: Any) -> Any:
 
 
 def _answer(row: Row, name: str, value: Any, prompt_format: PromptFormat) -> str | tuple[Message, ...]:
-    """A response as text or messages.  Raises: DataError."""
+    """Reads a response as text or messages.  Raises: DataError."""
     if isinstance(value, str):
         return value
     messages = read_messages({**row, name: as_messages(value)}, name, "text, or ")
@@ -320,7 +320,7 @@ def _answer(row: Row, name: str, value: Any, prompt_format: PromptFormat) -> str
 def _shared_messages(
     row: Row, answers: list[str | tuple[Message, ...]], prompt_format: PromptFormat, *, is_needed: bool
 ) -> tuple[tuple[Message, ...], list[str | tuple[Message, ...]]]:
-    """The messages with which all whole conversations begin, and the rest of each; texts share no messages."""
+    """Splits whole conversations into their common first messages, and the rest of each. Texts share no messages."""
     conversations = [each for each in answers if not isinstance(each, str)]
     if len(conversations) < len(answers):
         if prompt_format.apply_chat_template:
@@ -347,7 +347,7 @@ def _encode(
     prompt_format: PromptFormat,
     media: tuple[Media, ...],
 ) -> SupervisedExample:
-    """Prompt and response; the mask is 1 on tokens that the policy would sample after the prompt."""
+    """Encodes prompt and response. The mask is 1 on tokens that the policy would sample after the prompt."""
     if isinstance(answer, str) and prompt:
         return encode_response(prompt, answer, prompt_format, media)
     if isinstance(answer, str):  # a whole text: the beginning that all share becomes the prompt

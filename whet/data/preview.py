@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows as the model reads them, for `whet data`: token ids, loss mask, text of each token, statistics of lengths."""
+"""Shows rows as the model reads them, for `whet data`: token ids, loss mask, text of each token, length statistics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Item = Prompt | Example
 
 @dataclass(frozen=True)
 class PreviewRow:
-    """A row as `whet data` prints it. `mask` is the loss mask, None for a prompt."""
+    """A row as `whet data` prints it. `mask` is the loss mask; it is None for a prompt."""
 
     title: str
     token_ids: tuple[int, ...]
@@ -43,7 +43,7 @@ class PreviewRow:
 
 @dataclass(frozen=True)
 class Preview:
-    """Statistics of a data set, and the chosen rows."""
+    """Statistics of a data set, and the rows to show."""
 
     parts: tuple[EntryCounts, ...]
     lengths: list[int]  # in tokens, of all rows, those over the limit included
@@ -70,7 +70,7 @@ def preview(
     validation: bool = False,
     drawn: bool = False,
 ) -> Preview:
-    """Reads the data of a config and chooses rows: the first ones, the row with number `index`, or with `drawn` the
+    """Reads the data of a config and chooses rows: the first ones; the row with number `index`; or with `drawn` the
     first ones in the order of the run."""
     is_supervised = isinstance(config, ExamplesConfig)
     key = VAL if validation else TRAIN
@@ -113,7 +113,7 @@ def preview(
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """The text of each token. The last token of a character has its text, its other tokens have none."""
+    """Returns the text of each token. Of a character with several tokens, only the last has the text."""
     texts, start, pending = [], 0, 0
     for end in range(1, len(ids) + 1):
         before = str(tokenizer.decode(list(ids[start : end - 1 - pending])))
@@ -128,20 +128,20 @@ def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
 
 
 def spans(values: Sequence[str], mask: Sequence[int]) -> list[tuple[int, str]]:
-    """Joins neighbouring texts with the same mask value."""
+    """Joins adjacent texts that have the same mask value."""
     joined = groupby(zip(mask, values, strict=True), key=lambda pair: pair[0])
     return [(value, "".join(text for _, text in run)) for value, run in joined]
 
 
 def shortened(text: str, media: Sequence[Media]) -> str:
-    """The text, with each run of media tokens shortened to one token and the count."""
+    """Replaces each run of media tokens in the text by one token and the count."""
     for pad in {piece for each in media if each.tokens for piece, times in each.tokens.text if times > 1}:
         text = re.sub(f"(?:{re.escape(pad)}){{2,}}", lambda run, pad=pad: f"{pad}×{len(run[0]) // len(pad)}", text)  # type: ignore[misc]
     return text
 
 
 def thumbnail(media: Media, path: Path) -> None:
-    """Writes a picture of a media, the frames of a video side by side, each at most SIDE pixels high and wide.
+    """Writes a picture of a media; of a video, frames side by side. Each is at most SIDE pixels high and wide.
 
     Raises: DataError."""
     from PIL import Image
@@ -157,12 +157,12 @@ def thumbnail(media: Media, path: Path) -> None:
 
 
 def percentile(ordered: Sequence[int], share: float) -> int:
-    """The percentile of sorted numbers: the smallest number with at least this fraction of all at or below it."""
+    """Returns the smallest of the sorted numbers that has at least the fraction `share` of all at or below it."""
     return ordered[max(0, -(-int(share * 100) * len(ordered) // 100) - 1)]
 
 
 def histogram(lengths: Sequence[int], bins: int = 10) -> list[tuple[int, int, int]]:
-    """The bins of a histogram, all of the same width: lowest value, highest value, count."""
+    """Counts lengths in bins of equal width. A bin is (lowest value, highest value, count)."""
     low, high = min(lengths), max(lengths)
     width = max(1, -(-(high - low + 1) // bins))
     counts = Counter((length - low) // width for length in lengths)
@@ -170,7 +170,7 @@ def histogram(lengths: Sequence[int], bins: int = 10) -> list[tuple[int, int, in
 
 
 def _drawn(config: RunConfig, loaded: Loaded[Any], seed: int, count: int) -> list[tuple[int, Item]]:
-    """The first `count` items in the order of the run, each with its number."""
+    """Returns the first `count` items in the order of the run, with their numbers."""
     if isinstance(config, ExamplesConfig):
         order = order_of(loaded, seed=seed, shuffle=config.data.shuffle)
         numbered = _numbered(loaded.items)
@@ -185,7 +185,7 @@ def _numbered(items: Sequence[Item]) -> list[tuple[int, Item]]:
 
 
 def _shown(number: int, item: Item, limit: int) -> list[PreviewRow]:
-    """Returns the printable rows of an item: several for an item with several texts."""
+    """Returns the printable rows of an item: several if the item has several texts."""
     if isinstance(item, Prompt):
         answers = {"ground truth": item.ground_truth, "data source": item.data_source}
         return [PreviewRow(f"row {number}", item.token_ids, None, {**answers, **item.extra_info}, item.media)]

@@ -60,7 +60,7 @@ class PromptFormat:
         reader: MediaReader | None = None,
         media_keys: Mapping[Kind, str] = _MEDIA_KEYS,
     ) -> None:
-        """`reader` reads images and videos in the fields `media_keys`; without one a row with media is an error."""
+        """`reader` reads the media in the fields `media_keys`. Without a reader, a row with media is an error."""
         if system_prompt is not None and not apply_chat_template:
             found = "needs a template, but data.apply_chat_template is false"
             raise ConfigError("data.system_prompt", found, "", "unset one key")
@@ -81,8 +81,8 @@ class PromptFormat:
         beside: str | None = None,
         media_folder: Path | None = None,
     ) -> PromptFormat:
-        """The format that a data section of the config describes. `beside` is the folder of the data file, for relative
-        paths of media; `media_folder` stores media that are not files."""
+        """Makes the format that a data section of the config describes. `beside` is the folder of the data file, for
+        relative paths of media. `media_folder` stores media that are not files."""
         encoders = getattr(tokenizer, "encoders", None)
         return cls(
             tokenizer,
@@ -95,7 +95,7 @@ class PromptFormat:
         )
 
     def messages(self, row: Row, field: str) -> tuple[Message, ...]:
-        """Makes the messages of a row from the text or the list of messages in `field`.  Raises: DataError."""
+        """Makes the messages of a row from `field`, which has a text or a list of messages.  Raises: DataError."""
         content = row[field]
         is_text = isinstance(content, str)
         messages = _with_tools(row, [Message("user", content)]) if is_text else read_messages(row, field, "text, or ")
@@ -114,18 +114,18 @@ class PromptFormat:
         return self.with_system_prompt(messages)
 
     def with_system_prompt(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """Adds the system prompt before messages without one."""
+        """Adds the system prompt in front of messages that have none."""
         if self.system_prompt is None or messages[0].role == "system":
             return tuple(messages)
         return (Message("system", self.system_prompt), *messages)
 
     @property
     def media_fields(self) -> tuple[str, ...]:
-        """Fields of a row that may hold media."""
+        """The fields of a row that may hold media."""
         return (*_MEDIA_FIELDS, *self.media_keys.values())
 
     def refuse_media(self, row: Row, messages: Sequence[Message] = (), expected: str = _TEXT) -> None:
-        """Raises: DataError for a row with images, videos or audio; `expected` describes the valid input."""
+        """Refuses a row with images, videos or audio.  Raises: DataError; `expected` describes the valid input."""
         change = "use a data set of text, or exclude such rows (data.filter)"
         for name in self.media_fields:
             if has(row, name):
@@ -136,7 +136,7 @@ class PromptFormat:
                 raise DataError(f"message {number}", f"has a part of type {kinds[0]!r}", expected, change)
 
     def place(self, row: Row, messages: Sequence[Message]) -> tuple[tuple[Message, ...], list[Value]]:
-        """Replaces tags in a row's messages by content parts; returns them with the row's images and videos, in order.
+        """Replaces tags in a row's messages by content parts. Returns the messages, and the row's media in order.
 
         Raises: DataError where the model reads only text, and where the numbers of tags and media differ."""
         if self.reader is None:
@@ -153,7 +153,7 @@ class PromptFormat:
         return placed, values
 
     def read(self, values: Sequence[Sequence[Value]], rows: Sequence[int] | None = None) -> list[tuple[Media, ...]]:
-        """Reads the images and videos of rows.  Raises: DataError with the row number, if `rows` is set."""
+        """Reads the images and videos of rows.  Raises: DataError, with the row number if `rows` is given."""
         if self.reader is None or not any(values):
             return [()] * len(values)
         found = iter(read_all(self.reader, [each for own in values for each in own]))
@@ -168,7 +168,7 @@ class PromptFormat:
         return media
 
     def with_media(self, row: Row, messages: Sequence[Message]) -> tuple[tuple[Message, ...], tuple[Media, ...]]:
-        """The messages of one row and its media, read.  Raises: DataError."""
+        """Returns the messages of one row, and reads its media.  Raises: DataError."""
         placed, values = self.place(row, messages)
         [media] = self.read([values])
         return placed, media
@@ -179,7 +179,7 @@ class PromptFormat:
         rows: Sequence[int] | None = None,
         media: Sequence[tuple[Media, ...]] | None = None,
     ) -> list[list[int]]:
-        """Encodes conversations as prompts, up to the start of the response; `media` belong to each conversation.
+        """Encodes conversations as prompts, up to the start of the response. `media` has the media of each.
 
         Raises: DataError with the row number, if `rows` is set."""
         numbers = [None] * len(conversations) if rows is None else rows
@@ -199,7 +199,7 @@ class PromptFormat:
         return encoded
 
     def check(self, ids: Sequence[int], media: Sequence[Media]) -> None:
-        """Checks that a text has the special tokens of its media and no others.  Raises: DataError."""
+        """Checks that the special tokens of a text are exactly the tokens of its media.  Raises: DataError."""
         if self.reader is not None and self.reader.encoders is not None:
             check_ids(ids, media, self.reader.encoders.forbidden)
 
@@ -214,7 +214,7 @@ class PromptFormat:
             return expanded(text, media)
 
     def note_lost(self, text: str, messages: Sequence[Message], but: Collection[int] = ()) -> None:
-        """Records texts of messages that the template left out of `text`, except messages numbered in `but`."""
+        """Records texts of messages that the template left out of `text`. Skips the messages numbered in `but`."""
         has_tools = any(self.chat_template_kwargs.get(name) for name in ("tools", DESCRIBED))
         if has_tools and any(TOOLS in message.fields for message in messages):
             warn_once("rows have a field `tools`, which the model is not shown: it is shown environment.tools")
@@ -223,7 +223,7 @@ class PromptFormat:
             self.lost.append(f"the {found[number]} of message {number} ({messages[number].role})")
 
     def warn_lost(self, num_rows: int, hint: str = "") -> None:
-        """Warns of the rows of which the template left out text."""
+        """Warns of rows whose text the template left out in part."""
         if self.lost:
             told = "the chat template leaves out text of the messages of %d of %d rows, such as %s%s"
             logger.warning(told, len(self.lost), num_rows, self.lost[0], hint)
@@ -242,13 +242,12 @@ def build_prompts(
     numbers: Sequence[int] | None = None,
     with_answers: bool = True,
 ) -> tuple[Prompt, ...]:
-    """Makes prompts from rows, in order. `index` of a prompt is its row number: its position, or from `numbers`.
+    """Makes prompts from rows, in order. The `index` of a prompt is its row number, from `numbers` or its position.
 
     The ground truth is `row[answer_key]`; without an answer_key it is `reward_model.ground_truth`, else `answer`.
     `extra_info` of a prompt has the other fields of the row, updated with the row's `extra_info`. Raises: DataError for
     a missing field, for a row without a ground truth if others have one, and for a prompt that is too long if
-    data.overlong_prompts=error.
-    """
+    data.overlong_prompts=error."""
     prompts, used = [], {*_all(data.prompt_key), *_all(data.answer_key or ())}
     for index, row, messages, token_ids, media in _encoded(rows, prompt_format, data.prompt_key, numbers):
         with at_row(index):
@@ -271,7 +270,7 @@ def build_prompts(
 
 
 def fit_prompts(prompts: Sequence[Prompt], prompt_format: PromptFormat, data: DataConfig) -> tuple[Prompt, ...]:
-    """The prompts within the length limit; prompts without ids are encoded from their messages.
+    """Returns the prompts within the length limit. Encodes the messages of prompts that have no ids.
 
     Raises: DataError for an empty or no prompt, and if data.overlong_prompts=error for one that is too long."""
     limit = data.max_prompt_length
@@ -297,7 +296,7 @@ def fit_prompts(prompts: Sequence[Prompt], prompt_format: PromptFormat, data: Da
 
 
 def read_messages(row: Row, field: str, also: str = "") -> list[Message]:
-    """Reads a field of a row as messages; the error message names `also` as another valid form.  Raises: DataError."""
+    """Reads a field of a row as messages. `also` names another valid form, for the error.  Raises: DataError."""
     content = row[field]
     is_list = isinstance(content, list) and len(content) > 0
     if not is_list or not all(isinstance(raw, Mapping) and {*raw} >= {"role", "content"} for raw in content):
@@ -315,16 +314,15 @@ def read_messages(row: Row, field: str, also: str = "") -> list[Message]:
 
 
 def _with_tools(row: Row, messages: list[Message]) -> list[Message]:
-    """The messages, with the row's tools in a field of the first message."""
+    """Adds the row's tools to the messages, as a field of the first message."""
     tools = row_tools(row)
     return [replace(messages[0], fields={**messages[0].fields, TOOLS: tools}), *messages[1:]] if tools else messages
 
 
 def find_field(row: Row, names: Names, option: str, common: Sequence[str] = ()) -> str:
-    """The name of a field of the row: the first of `names` that it has.
+    """Returns the first of `names` that is a field of the row.
 
-    Raises: DataError with the fields of the row, and with `option`, the config key that named the field.
-    """
+    Raises: DataError with the fields of the row, and with `option`, the config key of the field's name."""
     for name in _all(names):
         if row.get(name) is not None:
             return name
@@ -357,7 +355,7 @@ def _encoded(
 
 
 def _completed(prompt: Prompt, prompt_format: PromptFormat) -> Prompt:
-    """The prompt with ids encoded from its messages, and its media measured.  Raises: DataError if it is empty."""
+    """Completes the prompt: encodes its messages and measures its media.  Raises: DataError if it is empty."""
     with at_row(prompt.index):
         fields = [(each.kind, each) for each in prompt.media]
         row = {prompt_format.media_keys[kind]: [each for own, each in fields if own == kind] for kind, _ in fields}
@@ -370,7 +368,7 @@ def _completed(prompt: Prompt, prompt_format: PromptFormat) -> Prompt:
 
 
 def from_row(number: int | None, media: Sequence[Media]) -> tuple[Media, ...]:
-    """The media with the number of their row, for later errors."""
+    """Adds the number of their row to the media, for later errors."""
     return tuple(each if number is None else replace(each, origin=f"row {number}") for each in media)
 
 
@@ -408,7 +406,7 @@ def _extra_info(row: Row, used: set[str]) -> dict[str, Any]:
 
 
 def _check_answers(prompts: Sequence[Prompt]) -> None:
-    """Raises: DataError if only some rows have a ground truth. If no row has one, this warns: a judge needs none."""
+    """Checks that all rows have a ground truth, or none has.  Raises: DataError. Warns if none has."""
     missing = [prompt.index for prompt in prompts if prompt.ground_truth is None]
     if not missing:
         return
@@ -426,7 +424,7 @@ def _check_answers(prompts: Sequence[Prompt]) -> None:
 
 
 class Template:
-    """The jinja template in the config key `key`, or in the `.jinja` file that the key names.
+    """The jinja template that the config key `key` has, as text or as the path of a `.jinja` file.
 
     Raises: DataError for a file that is missing or not UTF-8, and for an error in the template."""
 

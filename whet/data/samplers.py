@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers choose the order of prompts: a function returns the order of an epoch, a class (`Sampler`) is adaptive;
+"""Samplers choose the order of prompts. A function returns the order of an epoch; a class (`Sampler`) is adaptive.
 `data.mix` sets the share of each domain in a batch.
 
 Parameters before `*` may be `prompts`, `epoch` (functions only), `seed` and `total_draws` (the number of prompts that
@@ -41,7 +41,7 @@ METHODS = ("take", "observe", "state", "load_state")  # of an adaptive sampler
 
 
 def order_of(loaded: Loaded[Any], *, seed: int, shuffle: bool) -> Order | None:
-    """The order of a weighted mixture of entries; None without weights."""
+    """Returns the order of a weighted mixture of entries; None if no weights are set."""
     weights, counts = _weights(loaded)
     if weights is None:
         return None
@@ -53,7 +53,7 @@ def order_of(loaded: Loaded[Any], *, seed: int, shuffle: bool) -> Order | None:
 def make_loader(
     data: DataConfig, loaded: Loaded[Prompt], *, seed: int, total_draws: int
 ) -> PromptLoader | SamplerLoader | MixedLoader:
-    """The loader of a run's prompts, in the order that `data` configures.  Raises: DataError for an invalid sampler."""
+    """Makes the loader of a run's prompts, in the order that `data` configures.  Raises: DataError."""
     prompts = loaded.items
     weights, counts = _weights(loaded)
     if data.mix and weights is not None:
@@ -100,7 +100,7 @@ def make_loader(
 
 
 def _mixed(data: DataConfig, prompts: Sequence[Prompt], order: Callable[[str, Sequence[Prompt]], Order]) -> MixedLoader:
-    """The loader of batches by `data.mix`; `order` returns the order of the rows of a kind."""
+    """Makes the loader of batches by `data.mix`. `order` returns the order of the rows of a kind."""
     kinds = by_kind(prompts, data.mix)
     loaders = {kind: PromptLoader(rows, order=order(kind, rows)) for kind, rows in kinds.items()}
     return MixedLoader(loaders, data.mix, data.train_batch_size)
@@ -118,13 +118,13 @@ def _weights(loaded: Loaded[Any]) -> tuple[list[float] | None, list[int]]:
 
 @register_sampler("shuffle")
 def shuffle(prompts: Sequence[Prompt], epoch: int, seed: int) -> RowNumbers:
-    """Draws each prompt once an epoch, in a new order each epoch."""
+    """Draws each prompt once per epoch, in a new random order each epoch."""
     return shuffled(len(prompts), seed, epoch)
 
 
 @register_sampler("sequential")
 def sequential(prompts: Sequence[Prompt]) -> RowNumbers:
-    """Draws each prompt once an epoch, in the order of the data."""
+    """Draws each prompt once per epoch, in the order of the data."""
     return in_order(len(prompts), 0)
 
 
@@ -178,7 +178,7 @@ class Learnability:
         self._batches = 0
 
     def take(self, n: int) -> list[int]:
-        """n different row numbers, by weight; with fewer rows than n, they repeat (Efraimidis & Spirakis 2006)."""
+        """Draws n different row numbers, by weight (Efraimidis & Spirakis 2006). Too few rows repeat."""
         p = (self._correct + self._prior / 2) / (self._scored + self._prior)
         draws = generator(self._seed, "learnability", self._batches).exponential(size=len(p))
         self._batches += 1
@@ -186,7 +186,7 @@ class Learnability:
         return (first * -(-n // len(first)))[:n]
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Counts correct responses; failed trajectories are ignored."""
+        """Counts correct responses. Failed trajectories are ignored."""
         for group in groups:
             accuracies = [each.accuracy or 0.0 for each in group.trajectories if each.failure is None]
             place = self._places[group.prompt.index]
@@ -209,7 +209,7 @@ class Learnability:
 
 
 def by_kind(prompts: Sequence[Prompt], mix: Mapping[str, MixShare]) -> dict[str, list[Prompt]]:
-    """The prompts of each kind that `mix` names: a domain, or a data source if the run has no domains.
+    """Groups the prompts by the kinds that `mix` names. A kind is a domain; without domains, a data source.
 
     Raises: DataError for a kind without rows, and for rows of another kind."""
     kinds: dict[str, list[Prompt]] = {name: [] for name in mix}
@@ -226,8 +226,8 @@ def by_kind(prompts: Sequence[Prompt], mix: Mapping[str, MixShare]) -> dict[str,
 
 
 class MixedLoader:
-    """Draws each batch from several loaders by their shares; the fraction of a row that rounding leaves over is carried
-    to the next batch, so that a small share does not vanish.
+    """Draws each batch from several loaders, by their shares. Fractions of rows are carried to the next batch, so that
+    a small share does not vanish by rounding.
 
     A step of the schedule is `batch_size` draws; draws that replace groups dropped by a filter count too."""
 
@@ -237,7 +237,7 @@ class MixedLoader:
         self._drawn = 0
 
     def take(self, n: int) -> list[Prompt]:
-        """Draws the next n prompts, with the kinds interleaved."""
+        """Draws the next n prompts. The kinds are interleaved."""
         shares = shares_at(self._mix, self._drawn / self._batch_size)
         owed = {name: self._owed[name] + shares[name] * n for name in self._loaders}
         turns: list[str] = []

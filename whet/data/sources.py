@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads rows: from files (JSON lines, JSON and parquet, by the suffix of the name), and with `datasets`: data sets on
-the hub, folders in the hub's layout, folders that `save_to_disk` wrote."""
+"""Reads rows from files (JSON lines, JSON and parquet, by suffix). With the package `datasets` also reads data sets on
+the hub, folders in the hub's layout, and folders that `save_to_disk` wrote."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ OFFLINE = (
 
 
 def read_rows(source: str | Path | Sequence[str | Path] | Sequence[Mapping[str, Any]]) -> list[DataRow]:
-    """The rows of one file, of several files in order, or of a list of mappings.
+    """Reads the rows of one file, of several files in order, or of a list of mappings.
 
     Files: `.jsonl` (an object a line), `.json` (a list of objects, or `{"data": [...]}`), both also as `.gz`, and
-    `.parquet`. Row numbers in later errors count from 0 over all files.  Raises: DataError, with file and line.
-    """
+    `.parquet`. Row numbers in later errors count from 0 over all files.  Raises: DataError, with file and line."""
     if isinstance(source, str | Path):
         return _read_file(Path(source))
     if not all(isinstance(item, str | Path) for item in source):
@@ -81,7 +80,7 @@ def _read_json(path: Path) -> list[DataRow]:
 
 
 def _parse(text: str, path: Path, line: int | None = None) -> Any:
-    """The JSON value of a file, or of one line of it.  Raises: DataError."""
+    """Parses the JSON value of a file, or of one line.  Raises: DataError."""
     place = f"{path}" if line is None else f"{path}:{line}"
     try:
         return json.loads(text)
@@ -142,7 +141,7 @@ _UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError)
 def read_hub(
     path: str, config: str | None, split: str | None, *, default_split: str | None, deadline_seconds: float
 ) -> list[DataRow]:
-    """Reads the rows of one split of a data set on the hub, or of a folder.  Raises: DataError, DeadlineError."""
+    """Reads the rows of one split of a data set on the hub, or in a folder.  Raises: DataError, DeadlineError."""
     name = f"{path}{f':{config}' if config else ''}{f'@{split}' if split else ''}"
     found = f"was not downloaded within data.hub_deadline_seconds={deadline_seconds:g}"
     late = DeadlineError(name, found, "", f"raise it; or {OFFLINE}")
@@ -176,7 +175,7 @@ def _read_datasets(path: str, config: str | None, split: str | None, default_spl
 
 
 def _split_of(path: str, split: str | None, default: str | None, known: list[str]) -> str:
-    """The given split, else the only split, else the default split.  Raises: DataError."""
+    """Returns the given split; else the only split; else the default split.  Raises: DataError."""
     wanted = split or (known[0] if len(known) == 1 else default)
     if wanted not in known:
         found = f"has no split {split!r}" if split else f"has {len(known)} splits"
@@ -230,12 +229,12 @@ class _InertReader(pickle.Unpickler):
 
 
 class _RefusedError(pickle.UnpicklingError):
-    """A pickle names a function or class that is not among `INERT`."""
+    """Raised if a pickle names a function or class that is not in `INERT`."""
 
 
 def read_pickle(path: Path) -> list[DataRow]:
-    """Reads a list of mappings, a mapping of columns, or a DataFrame. A pickle is a program; only its calls of `INERT`
-    are run.  Raises: DataError."""
+    """Reads a list of mappings, a mapping of columns, or a DataFrame. A pickle is a program; only calls of `INERT`
+    functions are carried out.  Raises: DataError."""
     try:
         with path.open("rb") as file:
             content = _InertReader(file).load()
@@ -259,7 +258,7 @@ def read_pickle(path: Path) -> list[DataRow]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns the value with Python's own numbers, texts, lists and mappings."""
+    """Converts the value to Python's own numbers, texts, lists and mappings."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

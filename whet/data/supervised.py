@@ -57,9 +57,9 @@ def build_examples(
     """Makes examples from rows, in order: a whole conversation if a row has `messages_key`, else prompt and response.
     `numbers` are the row numbers for errors, where a filter dropped rows.
 
-    data.overlong=truncate cuts from the right; examples without a trained token left are dropped, and examples that
-    would be cut inside an image or video.  Raises: DataError for a missing field, a template that rewrites earlier
-    turns, or a row over data.max_length if data.overlong=error."""
+    data.overlong=truncate cuts from the right. It drops examples that then have no trained token, or that would be cut
+    inside an image or video.  Raises: DataError for a missing field, a template that rewrites earlier turns, or a row
+    over data.max_length if data.overlong=error."""
     max_length, overlong = data.max_length, data.overlong
     examples: list[SupervisedExample] = []
     made: list[tuple[int, SupervisedExample]] = []
@@ -97,7 +97,7 @@ def build_examples(
 
 
 def _examples(row: Row, prompt_format: PromptFormat, data: SupervisedDataConfig) -> list[SupervisedExample]:
-    """Returns one example, or an example of each turn if the chat template leaves text out and the config says so."""
+    """Makes one example; or one of each turn, if the chat template leaves text out and the config asks for it."""
     if row.get(data.messages_key) is None:
         if prompt_format.reader is None:
             prompt_format.refuse_media(row)
@@ -126,7 +126,7 @@ def _examples(row: Row, prompt_format: PromptFormat, data: SupervisedDataConfig)
 
 
 def _truncated(example: SupervisedExample, length: int) -> SupervisedExample | None:
-    """The beginning of an example; None if no trained token is left, or if the cut is inside a media."""
+    """Cuts an example to `length`; None if no trained token is left, or if the cut is inside a media."""
     ids, mask = example.input_ids[:length], example.loss_mask[:length]
     kept = num_whole(ids, example.media)
     if not any(mask) or kept is None:
@@ -137,7 +137,7 @@ def _truncated(example: SupervisedExample, length: int) -> SupervisedExample | N
 def encode_response(
     messages: Sequence[Message], response: object, prompt_format: PromptFormat, media: tuple[Media, ...] = ()
 ) -> SupervisedExample:
-    """Makes an example of a prompt, as the policy reads it, and a response; response and end token are trained on.
+    """Makes an example of a prompt, as the policy reads it, and a response. Response and end token are trained on.
     `media` belong to the prompt."""
     tokenizer = prompt_format.tokenizer
     if not isinstance(response, str):
@@ -159,13 +159,12 @@ def encode_response(
 def encode_conversation(
     messages: Sequence[Message], prompt_format: PromptFormat, media: tuple[Media, ...] = (), *, only_last: bool = False
 ) -> SupervisedExample:
-    """Makes an example of a conversation; every assistant turn, or `only_last` the last message, is trained on with its
-    end token.
+    """Makes an example of a conversation. Each assistant turn and its end token are trained on; with `only_last`, only
+    the last message.
 
     The mask comes from the template's `{% generation %}` marks, if it has any and there are no media. Otherwise a turn
     begins at the end of the earlier messages rendered with the generation prompt, and ends with the next end token.
-    Raises: DataError if the template rewrites earlier turns, or if there is no assistant text.
-    """
+    Raises: DataError if the template rewrites earlier turns, or if there is no assistant text."""
     if not prompt_format.apply_chat_template:
         expected = "true: a list of messages needs a chat template"
         raise DataError("data.apply_chat_template", False, expected, "set it to true")
@@ -226,13 +225,13 @@ def _encode_by_prefix(
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Counts the leading ids that agree; the tokenizer may merge tokens across the end of the shorter text."""
+    """Counts the ids at the start that agree. The tokenizer may merge tokens across the end of the shorter text."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((position for position, (one, other) in pairs if one != other), min(len(left), len(right)))
 
 
 def _weight(row: Row) -> float:
-    """The weight of a row's tokens, 1 unless it has one."""
+    """Reads the weight of a row's tokens; 1 if the row has none."""
     value = row.get(WEIGHT, 1.0)
     if not is_number(value) or not 0 < value < math.inf:
         raise DataError(f"field {WEIGHT!r}", f"is {value!r}", "a number above 0", "correct it, or leave the row out")

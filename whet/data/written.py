@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools and tool calls of rows for a chat template; the token that ends a turn, and text that a template leaves out."""
+"""Tools and tool calls of rows, for a chat template; the token that ends a turn; text that a template leaves out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _THINK = re.compile(r"</?think>|\[/?THINK\]")
 
 
 def row_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools in a row's field `tools`, a list or its JSON text, in the form of OpenAI's API; None without any."""
+    """Reads a row's field `tools`, a list or its JSON text, in the form of OpenAI's API; None if there are none."""
     found = row.get("tools")
     if isinstance(found, str):
         with suppress(ValueError, RecursionError):
@@ -50,7 +50,7 @@ def row_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def as_written(value: Any) -> Any:
-    """A message, or a part of one, without the nulls that a table adds for keys of other rows."""
+    """Removes nulls from a message or a part of it. Tables add them for keys of other rows."""
     if isinstance(value, Mapping):
         return {name: as_written(each) for name, each in value.items() if each is not None}
     return [as_written(each) for each in value] if isinstance(value, list) else value
@@ -58,13 +58,13 @@ def as_written(value: Any) -> Any:
 
 @cache
 def warn_once(text: str) -> None:
-    """Warns once in a process."""
+    """Warns about `text`, once per process."""
     logger.warning("%s", text)
 
 
 def end_of_turn(tokenizer: Tokenizer, options: Mapping[str, Any] | None) -> int | None:
-    """The token that ends an answer: the chat template's with these arguments, else the tokenizer's, if the template
-    writes other text there or there is no template."""
+    """Finds the token that ends an assistant turn: the chat template's with these `options`, else the tokenizer's, if
+    there is no template or it writes other text there."""
     try:
         end = None if options is None else _end(tokenizer, template_text(tokenizer, options))
     except DataError:
@@ -83,7 +83,7 @@ def _end(tokenizer: Tokenizer, template: str) -> int | None:
 
 
 def mark_ends(tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[int], ends: Collection[int | None]) -> list[int]:
-    """The mask with each run of trained tokens extended to its end token, and without blank text after it."""
+    """Extends each run of trained tokens in the mask to its end token, and unmarks blank text after that token."""
     marked = [*mask]
     starts = [at for at, trained in enumerate(mask) if trained and not (at and mask[at - 1])]
 
@@ -101,8 +101,8 @@ def mark_ends(tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[int], end
 
 
 def unwritten(text: str, messages: Sequence[Message], *, tools: bool = True) -> dict[int, str]:
-    """The fields of messages whose text is missing in `text`, their rendering, by number of the message; with `tools`
-    also the row's tools. White space does not count."""
+    """Finds fields of messages whose text is missing in `text`, the rendered conversation. The key is the number of the
+    message. With `tools` it checks the row's tools too. White space does not count."""
     squeezed, lost = "".join(text.split()), set[tuple[int, str]]()
     fields = [(at, *field) for at, each in enumerate(messages) for field in each.to_dict().items()]
     found = [(at, name, piece) for at, name, value in fields if name not in _NO_TEXT for piece in _texts(value)]
@@ -117,7 +117,7 @@ def unwritten(text: str, messages: Sequence[Message], *, tools: bool = True) -> 
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yields the texts in a nested value that a template writes, split at the tags of a thought."""
+    """Yields the texts in a nested value that a template writes. Splits them at the tags of a thought."""
     if isinstance(value, str):
         yield from _THINK.split(value)
     elif isinstance(value, list):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments: they answer the model between its turns."""
+"""Environments answer the model between its turns."""

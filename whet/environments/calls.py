@@ -4,10 +4,10 @@
 A parser yields the text in parts: a `Call` with its text, or other text. It never raises. A part that was meant as a
 call but is malformed becomes a `Call` with an `error`, which the model reads as its result: no text is dropped.
 
-Marks of the decorator let a server stream text and calls while they are sampled. Each call has one of the texts `begin`
-or a match of `begin_patterns`; all text before it is plain. After one of the texts `end`, the parts before it no longer
-change, except a final call with an error. Without `begin` all parts wait for the end of the response. With `opening`,
-the texts before and after the name of a call's tool, a server can force the model to begin with a call."""
+Marks of the decorator let a server stream text and calls during sampling. Each call begins with one of the texts
+`begin` or a match of `begin_patterns`; all text before it is plain. After one of the texts `end`, earlier parts no
+longer change, except a final call with an error. Without `begin`, all parts wait for the end of the response. `opening`
+has the texts before and after the tool's name in a call; with it a server can force the model to begin with a call."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Call:
 
 
 def parts_of(parser: str, text: str, schemas: Schemas, *, is_whole: bool = True) -> Iterator[str | Call]:
-    """The parts of a text by a registered parser, which skips thoughts: they are text. A thought without its closing
-    tag lasts to the end; with `is_whole` all text before the first closing tag is one, with or without an opening tag.
-    Tags inside a valid call belong to the call. The channels of gpt-oss are left to its parser."""
+    """Yields the parts of a text by a registered parser. Thoughts are text, which the parser skips. A thought without
+    closing tag lasts to the end. With `is_whole`, all text before the first closing tag is a thought, even without
+    opening tag. Tags inside a valid call belong to the call. The parser of gpt-oss handles channels itself."""
     load = TOOL_PARSERS[parser].load()
 
     def read(text: str) -> Iterator[str | Call]:
@@ -72,7 +72,7 @@ def parts_of(parser: str, text: str, schemas: Schemas, *, is_whole: bool = True)
 
 
 def _of_json(call: Call) -> Call:
-    """The call, with an error if it has an argument that JSON lacks, such as NaN."""
+    """Returns the call; with an error if an argument is not valid JSON, such as NaN."""
     try:
         json.dumps(dict(call.arguments), allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
@@ -81,5 +81,5 @@ def _of_json(call: Call) -> Call:
 
 
 def parser_of(template: str) -> str | None:
-    """The name of the parser for the calls of a chat template; None if the template shows no known format."""
+    """Finds the parser for the tool calls of a chat template, by name; None if the template shows no known format."""
     return next((name for sign, name in SIGNS.items() if sign in template), None)

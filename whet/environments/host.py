@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts of environments: `start`, `step` and `close` never wait; `poll` returns their results.
+"""Hosts run environments. `start`, `step` and `close` never wait; `poll` returns their results.
 
 An environment registered with `pure=True` (it only computes and cannot hang) runs in the caller. All others run in
 processes forked from one that has loaded their class: one process for each episode, or one for all episodes of an async
 environment registered with `shared=True`. An environment that hangs, dies, raises or returns an invalid observation
-fails only its own episode.
-"""
+fails only its own episode."""
 
 from __future__ import annotations
 
@@ -43,14 +42,14 @@ MAX_STARTS = 2 * (os.cpu_count() or 1)  # sessions that start at a time where ea
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds for one call of an environment, measured from the call and including the start of a process."""
+    """Time limits in seconds for one call of an environment, from the call on. They include the start of a process."""
 
     reset: float = 120.0
     step: float = 60.0
     close: float = 5.0
 
     def of(self, verb: str) -> float:
-        """The seconds for "reset", "step" or "close"."""
+        """Returns the seconds for "reset", "step" or "close"."""
         return {"reset": self.reset, "step": self.step, "close": self.close}[verb]
 
 
@@ -63,15 +62,15 @@ class EnvironmentHost(ABC):
 
     @abstractmethod
     def start(self, uid: str, prompt: Prompt, seed: int) -> None:
-        """Makes and resets the environment of a new episode, as soon as it has a place."""
+        """Creates and resets the environment of a new episode, as soon as a place is free."""
 
     @abstractmethod
     def step(self, uid: str, answer: Answer) -> None:
-        """Passes a turn to the environment of an episode. The last result of the episode must have arrived."""
+        """Passes a turn to an episode's environment. The last result of the episode must have arrived before."""
 
     @abstractmethod
     def close(self, uid: str) -> None:
-        """Ends an episode at any time; no result follows. Must be called for every started episode."""
+        """Ends an episode at any time, without a result. Must be called for every started episode."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -83,13 +82,13 @@ class EnvironmentHost(ABC):
         return results
 
     def begun(self) -> list[str]:
-        """Ids of the episodes whose reset began since the last call, in that order; a replayed one appears again."""
+        """Returns ids of episodes whose reset began since the last call, in order. Replayed ones appear again."""
         begun, self._begun = self._begun, {}
         return [*begun]
 
     def refusal(self) -> ConfigError | None:
-        """Creates an environment once.  Returns the error with which it refuses its options; None if it accepts them,
-        or fails for another reason, which may depend on the prompt."""
+        """Creates an environment once, to test its options.  Returns the error if it refuses its options. None if it
+        accepts them, or fails for another reason, which may depend on the prompt."""
         self.start(PROBE.uid, PROBE, 0)
         while not (results := self.poll(POLL_SECONDS)):
             pass
@@ -109,8 +108,8 @@ def open_host(
     deadlines: Deadlines | None = None,
     max_episodes: int | None = None,
 ) -> EnvironmentHost:
-    """Opens the host of one environment, a registered name or a path, wrapped in tools. Open it before a model is
-    loaded. At most `max_episodes` run at a time; None: `MAX_PROCESSES` if each has a process, else unlimited.
+    """Opens the host of an environment (a registered name or a path) with `tools` around it. Call it before a model is
+    loaded. At most `max_episodes` run at a time; None: `MAX_PROCESSES` if each has a process, else no limit.
 
     Raises: RegistryError, ConfigError for an option that the environment does not have, any error of the import."""
     entry = ENVIRONMENTS[environment]
@@ -137,7 +136,7 @@ def open_host(
 
 
 class InlineHost(EnvironmentHost):
-    """A host in the caller's thread: each result is ready when the call returns, or when a place is free."""
+    """Runs environments in the caller's thread. Each result is ready when the call returns, or once a place is free."""
 
     def __init__(self, spec: Loads, run: Callable[[Coroutine[Any, Any, Outcome]], Outcome], most: int | None) -> None:
         super().__init__()
@@ -192,10 +191,10 @@ class _Call:
 
 
 class ProcessHost(EnvironmentHost):
-    """A host with a process for each episode, or one for all, and at most `max_episodes` at a time, of which
-    `max_starts` may be in their reset; later ones wait. When a shared process ends, the episode whose call was running
-    fails; the others are replayed. When an episode closes, a process is forked for a later episode: on a busy machine
-    32 forks take seconds, and resets would wait for them.
+    """Runs environments in processes: one for each episode, or one shared by all. At most `max_episodes` run at a time,
+    and at most `max_starts` of them may be in their reset; later ones wait. If a shared process dies, the episode whose
+    call was running fails; the others are replayed. When an episode closes, the host forks a process for a later one,
+    because 32 forks take seconds on a busy machine, and resets would wait for them.
 
     One thread owns it. Waits: only in `poll`."""
 
@@ -260,7 +259,7 @@ class ProcessHost(EnvironmentHost):
         self._end()
 
     def _assign_processes(self) -> None:
-        """Assigns processes to waiting episodes, up to the maximum, and repeats the calls of an interrupted episode."""
+        """Assigns processes to waiting episodes, up to the limit. Repeats the calls of an interrupted episode."""
         while self._queue and len(self._taken) < self._most and len(self._starting) < self._most_starts:
             episode = self._queue.popleft()
             self._starting.add(episode.number)
@@ -314,7 +313,7 @@ class ProcessHost(EnvironmentHost):
             call.episode.failure = outcome
 
     def _handle_end(self, ended: Ended) -> None:
-        """Fails the episode whose call was running in a process that ended; queues the others for a replay."""
+        """Handles the end of a process: fails the episode that was in a call, queues the others for a replay."""
         self._spares = [child for child in self._spares if child is not ended.child]
         running, what = ended.running, f"the environment's process {ended.why}"
         if running is not None and ended.is_late:

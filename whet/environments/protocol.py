@@ -38,7 +38,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Task:
-    """A task for a sub-agent: the conversation with which it begins, in its own environment."""
+    """A task for a sub-agent: its first messages. It runs in an environment of its own."""
 
     agent: str  # of `environment.agents`
     messages: tuple[Message, ...]
@@ -83,7 +83,7 @@ class Environment(Protocol):
     """An environment of either form. An exception or an invalid observation fails only its own episode."""
 
     def step(self, answer: Any) -> Any:
-        """Takes an `Answer`, in the short form only its text.  Returns an Observation; may be async."""
+        """Takes an `Answer`; in the short form only its text.  Returns an Observation. May be async."""
         ...
 
 
@@ -92,7 +92,7 @@ class Resets(Protocol):
     """The long form of an environment."""
 
     def reset(self, prompt: Prompt, seed: int) -> Any:
-        """Starts the episode.  Returns the first Observation. The episodes of a prompt get the same seed."""
+        """Starts the episode.  Returns the first Observation. All episodes of a prompt get the same seed."""
         ...
 
 
@@ -101,13 +101,13 @@ class Closes(Protocol):
     """An environment with resources to release."""
 
     def close(self) -> Any:
-        """Releases the resources. Called exactly once, also after a failure, unless the process itself has died."""
+        """Releases the resources. Called exactly once, also after a failure, unless the process has died."""
         ...
 
 
 @register_environment("single_turn", pure=True, max_turns=1, silent=True)
 class SingleTurn:
-    """An environment whose episode ends after the first turn. It is `silent`: without a text, no host runs it."""
+    """An environment whose episode ends after the first turn. It is `silent`: it returns no text and needs no host."""
 
     def __init__(self, prompt: Prompt) -> None:
         pass
@@ -165,10 +165,10 @@ def read_observation(raw: object) -> Observation:
 
 
 def unpaid(seen: Observation, moved: Sequence[str]) -> TextError | None:
-    """Returns the error of a reward in `rewards` for an unknown player. `moved` has the player of each turn so far.
+    """Returns the error if `rewards` has a reward for an unknown player. `moved` has the player of each turn so far.
 
-    Players are known by their observations. Another name counts as a player who has not moved yet if all players who
-    have moved are paid too, or after the first turn, unless players have no names at all."""
+    Observations make players known. Any other name counts as a player who has not moved yet, if all players who have
+    moved are paid too, or after the first turn; but not if players have no names at all."""
     known = [*dict.fromkeys(moved)] if seen.done or seen.truncated else [*dict.fromkeys((*moved, seen.player))]
     unknown = [name for name, reward in seen.rewards.items() if reward and name not in known]
     paid = {*seen.rewards, moved[-1]} if moved and seen.reward else {*seen.rewards}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running environments: one method for all forms, and the main function of environment processes.
+"""Runs environments of all forms through one method. Has the main function of environment processes.
 
 Every form of environment is called through `reset`, `step` and `close` of the long form:
 
@@ -56,7 +56,7 @@ _FORMS: dict[type, Form] = {}  # by class
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """The environment of a run: a registered name, a path or the class itself, with its options."""
+    """The environment of a run (a registered name, a path or the class itself) and its options."""
 
     target: str | Callable[..., Environment]
     options: Mapping[str, object]
@@ -73,13 +73,13 @@ class EnvironmentSpec:
 
 @dataclass(frozen=True)
 class Refusal(Failure):
-    """The failure of an environment that refuses its options; only the outcome of "reset" for `PROBE`."""
+    """The failure of an environment that refuses its options. It occurs only as outcome of "reset" for `PROBE`."""
 
     error: ConfigError = field(kw_only=True)
 
 
 class FailedError(Exception):
-    """Carries the failure of an inner environment through an outer one."""
+    """Passes the failure of an inner environment through an outer one."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
@@ -124,12 +124,12 @@ class Running:
             return Failure("environment", describe(error))
 
     def take(self, environment: Environment) -> None:
-        """Continues with an environment that was reset elsewhere."""
+        """Continues with an environment that has already been reset."""
         self._environment = environment
 
     @property
     def needs_close(self) -> bool:
-        """Tells whether "close" has an effect: the environment was created, and has a method of that name."""
+        """Tells whether "close" does anything: the environment exists and has a method of that name."""
         return self._environment is not None and _form(self._environment).has_close
 
     def _reset(self, prompt: Prompt, seed: int) -> Any:
@@ -179,7 +179,7 @@ async def _converted(form: Form, result: object) -> Observation:
 
 
 def _form(environment: object) -> Form:
-    """The form of an environment, cached by class: isinstance of a protocol is slower than a step."""
+    """Finds the form of an environment. Cached by class, because isinstance of a protocol is slower than a step."""
     kind = type(environment)
     if kind not in _FORMS:
         _FORMS[kind] = Form.of(environment)
@@ -187,7 +187,7 @@ def _form(environment: object) -> Form:
 
 
 def at_once(call: Coroutine[object, None, Outcome]) -> Outcome:
-    """Runs a call that never waits, without an event loop: this costs only microseconds."""
+    """Runs a call that never waits, without an event loop. This costs only microseconds."""
     try:
         call.send(None)
     except StopIteration as ended:
@@ -200,8 +200,8 @@ def at_once(call: Coroutine[object, None, Outcome]) -> Outcome:
 def prepare(argument: bytes) -> Serve:
     """Loads the class once for all processes of a host.  Returns their main function.
 
-    `argument` pickles (pickled EnvironmentSpec, whether episodes share a process). If the class cannot be loaded, each
-    episode fails with that error."""
+    `argument` is the pickled pair (pickled EnvironmentSpec, True if episodes share a process). If the class cannot be
+    loaded, each episode fails with that error."""
     spec_bytes, is_shared = pickle.loads(argument)
     try:
         make = pickle.loads(spec_bytes).load()
@@ -255,7 +255,7 @@ def _pickled(outcome: Outcome) -> bytes:
 
 
 def _seed_generators(seed: int) -> None:
-    """Seeds the process's random generators, as forks of one template would all draw the same numbers."""
+    """Seeds the process's random generators, because all forks of a template would draw the same numbers."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
@@ -273,8 +273,8 @@ class Context:
         self._is_asked = asyncio.Event()
 
     async def run(self, task: str | Sequence[Message], agent: str, **given: Any) -> Result:
-        """Runs an episode of `agent`, one of `environment.agents`: `task` is its conversation, or the user's message in
-        it; `given` may have ground_truth and extra_info. Tasks awaited together run concurrently."""
+        """Runs an episode of the sub-agent `agent`. `task` is its conversation, or the text of a user's message.
+        `given` may have ground_truth and extra_info. Tasks that are awaited together run concurrently."""
         messages = (Message("user", task),) if isinstance(task, str) else tuple(task)
         future = asyncio.get_running_loop().create_future()
         self._asked.append((Task(agent, messages, **given), future))
@@ -282,7 +282,7 @@ class Context:
         return await future
 
     async def until_asked(self, call: asyncio.Future[Any]) -> Any:
-        """The result of a call, or an Observation with the tasks that the call waits for."""
+        """Waits for `call`. Returns its result, or an Observation with the sub-agent tasks that it is waiting for."""
         asked = asyncio.ensure_future(self._is_asked.wait())
         try:
             await asyncio.wait({call, asked}, return_when=asyncio.FIRST_COMPLETED)
@@ -296,7 +296,7 @@ class Context:
         return Observation(done=False, tasks=tuple(task for task, _ in tasks))
 
     def give(self, results: Sequence[Result]) -> None:
-        """Passes on the results of the tasks in the last observation."""
+        """Passes the results of the tasks in the last observation to the calls that wait for them."""
         for future, result in zip(self._running, results, strict=True):
             if not future.done():
                 future.set_result(result)
@@ -304,7 +304,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Form:
-    """The calling convention of an environment's class, found once, as its methods are called for every turn."""
+    """The calling convention of an environment's class. It is found once, because its methods are called every turn."""
 
     resets: Callable[..., Any] | None  # called with the environment, the prompt and the seed
     reads: Callable[[Answer], object]  # the argument of `step`
@@ -329,7 +329,7 @@ class Form:
 
 @dataclass(frozen=True)
 class StepFunction:
-    """An environment whose every step calls one function."""
+    """An environment that calls one function for each step."""
 
     function: Callable[..., Any]
     options: Mapping[str, object]
@@ -340,8 +340,8 @@ class StepFunction:
 
 
 def read_tuple(raw: object) -> Observation:
-    """Reads (text, info) of a gymnasium reset or (text, reward, terminated, truncated, info) of a step; numbers in
-    `info["metrics"]` become fields. An empty text gives no message.  Raises: TypeError."""
+    """Reads the result of a gymnasium reset, (text, info), or step, (text, reward, terminated, truncated, info).
+    Numbers in `info["metrics"]` become fields. An empty text gives no message.  Raises: TypeError."""
     match raw:
         case tuple((seen, info)):
             reward, terminated, truncated = 0.0, False, False
@@ -396,7 +396,7 @@ def _parameters(method: Callable[..., object] | None) -> Mapping[str, inspect.Pa
 
 
 def _is_gymnasium(reset: Callable[..., object]) -> bool:
-    """Tells whether `reset(seed=0)` is a valid call, and the method has no prompt parameter of the long form."""
+    """Tells whether `reset(seed=0)` is a valid call of a method that has no prompt parameter, unlike the long form."""
     try:
         signature = inspect.signature(reset)
         signature.bind(seed=0)
@@ -407,6 +407,6 @@ def _is_gymnasium(reset: Callable[..., object]) -> bool:
 
 
 async def awaited(result: Any) -> Any:
-    """The result of a method that may be async, awaited."""
+    """Returns the result of a method; awaits it if the method is async."""
     is_async = not isinstance(result, Observation) and inspect.isawaitable(result)  # the second test is the slow one
     return await result if is_async else result

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation of models: sampling, scoring, estimates with intervals, comparisons."""
+"""Evaluation of models: sampling, scoring, estimates with intervals, and comparisons."""

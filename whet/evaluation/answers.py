@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""answers.jsonl: one JSON object for each trajectory, written by `whet eval` and by validation (`readable`)."""
+"""Reads and writes answers.jsonl: one JSON object per trajectory, from `whet eval` and validations (`readable`)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FIELDS = {"index", "data_source", "prompt", "ground_truth", "reward", "accuracy"
 
 
 def read_answers(path: Path) -> list[Record]:
-    """Reads an answers.jsonl, given as the file or the folder of an evaluation.  Raises: DataError."""
+    """Reads an answers.jsonl. `path` is the file or the folder of an evaluation.  Raises: DataError."""
     if path.is_dir():
         if not (path / NAME).exists():
             change = f"run `whet eval` with output={path}, which writes it"
@@ -58,7 +58,7 @@ def read_answers(path: Path) -> list[Record]:
 
 
 def readable(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Record:
-    """The record of a trajectory for answers.jsonl: texts, reward, and the failure, if any."""
+    """Makes the record of a trajectory for answers.jsonl: texts, reward, and the failure if it failed."""
     sampled = [token for turn in trajectory.turns for token in turn.token_ids]
     log_probs = [value for turn in trajectory.turns for value in turn.log_probs]
     last = trajectory.turns[-1] if trajectory.turns else None
@@ -91,7 +91,7 @@ def readable(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Reco
 
 
 def _shown(media: Media) -> Record:
-    """The record of a media: its digest and path, or the paths of its frames; None as path for bytes in memory."""
+    """Makes the record of a media: digest and path, or the paths of its frames. The path of bytes in memory is None."""
     sources = media.source if isinstance(media.source, tuple) else (media.source,)
     paths = [each if isinstance(each, str) else None for each in sources]
     source = paths if isinstance(media.source, tuple) else paths[0]
@@ -99,7 +99,7 @@ def _shown(media: Media) -> Record:
 
 
 def _steps(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[Record]:
-    """The records of an episode's turns: observation, action, reward and state."""
+    """Makes the records of an episode's turns: observation, action, reward and state."""
     steps = []
     for turn in trajectory.turns:
         step: Record = {
@@ -116,7 +116,7 @@ def _steps(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[R
 
 
 def by_prompt(rows: Iterable[Record]) -> dict[int, list[Record]]:
-    """The records of each prompt, by the prompt's row number in the data."""
+    """Groups the records by prompt. The key is the prompt's row number in the data."""
     prompts: dict[int, list[Record]] = {}
     for row in rows:
         prompts.setdefault(row["index"], []).append(row)
@@ -126,9 +126,8 @@ def by_prompt(rows: Iterable[Record]) -> dict[int, list[Record]]:
 class Journal:
     """The records of a running evaluation, written after every chunk, so that an interrupted evaluation can resume.
 
-    With `resume`, `rows` begins with the records that an earlier evaluation with the same `settings` (config.yaml)
-    wrote for the same prompts. An older answers.jsonl stays until `finish`.
-    """
+    With `resume`, `rows` begins with records from an interrupted evaluation of the same prompts with the same
+    `settings` (config.yaml). An older answers.jsonl stays until `finish`."""
 
     def __init__(self, folder: Path, settings: str, prompts: Mapping[int, str], n: int, *, resume: bool) -> None:
         self.folder = folder
@@ -167,7 +166,7 @@ class Journal:
 
 @contextmanager
 def output_errors(path: Path) -> Iterator[None]:
-    """Converts errors on the file or folder that `output` names to StorageError."""
+    """Converts errors of the file or folder that the key `output` names to StorageError."""
     try:
         yield
     except OSError as error:
@@ -180,7 +179,7 @@ def _lines(rows: Iterable[Record]) -> str:
 
 
 def _response_ids(trajectory: Trajectory) -> tuple[int, ...]:
-    """The tokens after the prompt; where the context was rewritten, the last turn with its whole context."""
+    """Returns the tokens after the prompt. If the context was rewritten: the last turn with its whole context."""
     if not trajectory.turns:
         return ()
     last, prompt_ids = trajectory.turns[-1], trajectory.prompt.token_ids

@@ -43,7 +43,7 @@ class MeanEstimate:
 
 
 def mean_at_n(scores: Array) -> Array:
-    """The mean over the responses to each prompt.   [P, n] -> [P]"""
+    """Averages over the responses to each prompt.   [P, n] -> [P]"""
     return scores.mean(1)
 
 
@@ -79,12 +79,11 @@ def maj_at_k(scores: Array, answers: Sequence[Sequence[str | None]], k: int, *, 
 
 
 def estimate(values: Array, *, bounds: tuple[float, float] | None = None, seed: int = 0) -> MeanEstimate:
-    """The mean of one number per prompt, with the percentile interval of RESAMPLES bootstrap samples of the prompts.
+    """Averages one number per prompt; a percentile interval comes from RESAMPLES bootstrap samples of the prompts.
 
     The percentiles are widened for small P (Hesterberg 2015, arXiv:1411.5279: the expanded percentile interval). Where
     all values are equal, resampling shows no variation; with `bounds` of the possible values, the interval then allows
-    for the fraction of other prompts that P draws may miss (0 of 30 correct: up to 12 %).  Raises: DataError.
-    """
+    for the fraction of other prompts that P draws may miss (0 of 30 correct: up to 12 %).  Raises: DataError."""
     num_prompts = len(values)
     if num_prompts == 0:
         raise DataError("prompts", 0, "at least one, for a mean")
@@ -137,7 +136,7 @@ def prompts_needed(differences: Array) -> int | None:
 
 
 def _checked(scores: Array, k: int) -> int:
-    """Returns n; checks that k of n responses can be drawn."""
+    """Checks that k of n responses can be drawn.  Returns n."""
     n = scores.shape[1]
     if not 1 <= k <= n:
         raise DataError("k", k, f"1 to n={n}, the responses per prompt", f"sample {k} or more, or lower k")
@@ -145,7 +144,7 @@ def _checked(scores: Array, k: int) -> int:
 
 
 def _majority_score(scores: Array, texts: Sequence[str | None], subsets: NDArray[np.int64]) -> float:
-    """Mean over subsets of the score of the answer with most votes; the score of a text is the mean of its scores."""
+    """Averages, over subsets, the score of the answer with most votes. A text's score is the mean of its scores."""
     names = list(dict.fromkeys(text for text in texts if text is not None))
     votes = np.array([[text == name for name in names] for text in texts], dtype=np.float64)  # [n, names]
     if not names:
@@ -157,7 +156,7 @@ def _majority_score(scores: Array, texts: Sequence[str | None], subsets: NDArray
 
 
 def _widened_tail(num_prompts: int) -> float:
-    """Probability in each tail: of a normal beyond t sqrt(P / (P-1)), with t of P-1 degrees of freedom."""
+    """The probability in each tail: of a normal beyond t sqrt(P / (P-1)), with t from P-1 degrees of freedom."""
     z, freedom = NormalDist().inv_cdf((1 + LEVEL) / 2), num_prompts - 1
     # The quantile of Student's t from the normal's: Abramowitz and Stegun 26.7.5.
     t = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
@@ -166,8 +165,8 @@ def _widened_tail(num_prompts: int) -> float:
 
 @dataclass(frozen=True)
 class ScoreComparison:
-    """The comparison of model B with model A. `difference` is the mean over prompts of B's mean score minus A's, with
-    an interval by resampling prompts; `p_value` comes from random swaps of A and B within prompts."""
+    """Compares model B with model A. `difference` is the mean over prompts of B's mean score minus A's. Its interval
+    comes from resampled prompts, `p_value` from random swaps of A and B within prompts."""
 
     metric: str
     num_prompts: int
@@ -182,11 +181,11 @@ class ScoreComparison:
 
     @property
     def is_real(self) -> bool:
-        """True where chance is an unlikely explanation: p < 0.05, and the interval does not contain 0."""
+        """Tells whether chance is an unlikely explanation: p < 0.05, and the interval does not contain 0."""
         return self.p_value < 1 - LEVEL and not self.difference.low <= 0 <= self.difference.high
 
     def verdict(self) -> str:
-        """The result as a sentence for the user."""
+        """Returns the result as a sentence for the user."""
         value = self.difference.value
         unit = "points" if self.metric == "accuracy" else self.metric
         low, high = (shown(each, self.metric) for each in (self.difference.low, self.difference.high))
@@ -211,7 +210,7 @@ class ScoreComparison:
 
 
 def shown(value: float, metric: str) -> str:
-    """Formats an accuracy in percent, any other score unchanged."""
+    """Formats an accuracy in percent, and any other score unchanged."""
     return f"{100 * value:.1f}" if metric == "accuracy" else f"{value:.3g}"
 
 
@@ -226,7 +225,7 @@ def compare(
     """Compares two models over all prompts (key `all`), and over each data source if there are several.
 
     `metric` is accuracy, reward, or the name of a part of the reward; a failed trajectory scores 0. With
-    `other_prompts` the prompts' texts may differ.  Raises: DataError naming the difference of the data."""
+    `other_prompts` the prompts' texts may differ.  Raises: DataError if the data differ, with the difference."""
     one, other = by_prompt(a), by_prompt(b)
     _check_same_prompts(one, other, other_prompts)
     sources = {index: rows[0]["data_source"] for index, rows in one.items()}
@@ -289,7 +288,7 @@ def _check_same_prompts(
 
 
 def _around(text: str, other: str) -> str:
-    """The part of `text` around the first character that differs from `other`."""
+    """Returns the part of `text` around the first character that differs from `other`."""
     first = next((i for i, (x, y) in enumerate(zip(text, other, strict=False)) if x != y), min(len(text), len(other)))
     start = max(0, first - SHOWN // 3)
     part = text[start : start + SHOWN]

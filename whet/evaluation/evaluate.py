@@ -52,9 +52,8 @@ BATCHES_PER_CHUNK = 2  # more use the engine better, fewer lose less
 class Evaluation:
     """The metrics of a model; all prompts weigh the same. A failed trajectory counts as wrong.
 
-    `metrics` are `mean@n`, `best@n`, `pass@k` and, where the reward function returns the extracted answer, `maj@k`, all
-    of the accuracy, and `reward`; `by_data_source` has the same for the prompts of each source.
-    """
+    `metrics` has `mean@n`, `best@n` and `pass@k` of the accuracy, and `reward`; also `maj@k`, if the reward function
+    returns the extracted answer. `by_data_source` has the same for the prompts of each source."""
 
     num_prompts: int
     n: int  # responses per prompt
@@ -142,7 +141,7 @@ def evaluate(
 
 
 def _write_pass_rates(key: str, rows: Sequence[tuple[int, DataRow]], folder: Path, answers: Sequence[Record]) -> None:
-    """Writes numbered rows to rows.jsonl, each with the mean accuracy of its responses in the field `key`; rows without
+    """Writes numbered rows to rows.jsonl. The field `key` of a row is the mean accuracy of its responses. Rows without
     responses are left out, and counted in the log."""
     rates = {index: fmean(row["accuracy"] or 0.0 for row in found) for index, found in by_prompt(answers).items()}
     rated = [{**row, key: rates[index]} for index, row in rows if index in rates]
@@ -151,8 +150,8 @@ def _write_pass_rates(key: str, rows: Sequence[tuple[int, DataRow]], folder: Pat
 
 
 def open_engine(rollout: RolloutConfig, model: ModelConfig, model_path: str, *, version: int = 0) -> RolloutEngine:
-    """Opens an engine that samples with the model in the folder `model_path`, as `version`. An engine whose server can
-    be lost is then restarted."""
+    """Opens an engine that samples with the model in the folder `model_path`, as `version`. If the engine's server can
+    be lost, the engine restarts after a loss."""
     own, tokenizer, device = model.model_copy(update={"path": model_path}), model.tokenizer_path, devices.here()
     rollout = chosen_engine(rollout, own)
     check_sampling(rollout, {"rollout": rollout})
@@ -164,7 +163,7 @@ def open_engine(rollout: RolloutConfig, model: ModelConfig, model_path: str, *, 
 
 
 def summarise(answers: Sequence[Record], *, seed: int = 0) -> Evaluation:
-    """Computes the metrics of scored records, with the same number of records for every prompt."""
+    """Computes the metrics of scored records. Every prompt must have the same number of records."""
     prompts = list(by_prompt(answers).values())
     sources = sorted({rows[0]["data_source"] for rows in prompts})
     return Evaluation(

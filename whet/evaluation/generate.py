@@ -55,8 +55,8 @@ class Generated:
 
 
 def generate(config: GenerateConfig, *, data: Sequence[Mapping[str, Any]] | None = None) -> Generated:
-    """Samples `rollout.n` responses to every prompt, except responses that an earlier run has written. `data` stands in
-    for `input`.
+    """Samples `rollout.n` responses to every prompt. Skips responses that an earlier run has written. `data` replaces
+    `input`.
 
     Raises: ConfigError if the file was written with other settings; other WhetErrors that a user can correct."""
     config = with_dtypes(config)
@@ -93,7 +93,7 @@ def generate(config: GenerateConfig, *, data: Sequence[Mapping[str, Any]] | None
 
 
 class LineSampler(ExitStack):
-    """Samples completions as JSON lines. The model is loaded at the first prompts, and released after the block."""
+    """Samples completions as JSON lines. Loads the model at the first prompts; the end of the block releases it."""
 
     def __init__(self, config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, model_path: str) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class LineSampler(ExitStack):
 
 
 def _origin(config: GenerateConfig, prompts: Sequence[Prompt]) -> Record:
-    """The content of FILE.run.json: all inputs that the responses depend on."""
+    """Returns the content of FILE.run.json: all inputs that determine the responses."""
     values = dict(flatten(config.model_dump(mode="json")))
     deciding = {name for name in values if name.startswith(DECIDING) and name not in FREE}
     digest = hashlib.blake2b(digest_size=16)

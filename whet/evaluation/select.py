@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet select`: scores the lines of a file of `whet generate`, and keeps the best as rows for `whet sft`."""
+"""`whet select`: scores the samples of `whet generate`, and keeps the best as rows for `whet sft`."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def select(
     reward: Callable[..., Any] | None = None,
     data: Sequence[Mapping[str, Any]] | None = None,
 ) -> Selected:
-    """Keeps the best of each `best_of` samples of a prompt (by default of all), if it has at least `min_score`; of
-    equal ones the first. Equal responses to a prompt become one row, weighted by their number. The score of a sample is
-    its field `score`, else the reward function's. `data` stands in for `data.val_files`.
+    """Keeps the best of each `best_of` samples of a prompt (default: of all) if its score is at least `min_score`;
+    among equal scores the first. Equal responses to a prompt become one row, whose weight is their number. The score is
+    the sample's field `score`, else the reward function's. `data` replaces `data.val_files`.
 
     Raises: ConfigError; DataError for samples of other prompts, or of some prompts only; RewardError."""
     if config.model.path is None:
@@ -98,7 +98,7 @@ def select(
 
 
 def _best(scored: Sequence[tuple[float | None, Record]], size: int, least: float) -> list[tuple[float, str]]:
-    """The best score and its response among each `size` samples, if it is at least `least`."""
+    """Returns the best score and its response for each `size` samples, if the score is at least `least`."""
     best = list[tuple[float, str]]()
     for start in range(0, len(scored), size):
         block = [(score, each) for score, each in scored[start : start + size] if not _is_cut(each)]
@@ -108,12 +108,12 @@ def _best(scored: Sequence[tuple[float | None, Record]], size: int, least: float
 
 
 def _is_cut(sample: Record) -> bool:
-    """Tells whether the token limit ended the sample, where no model would stop."""
+    """Tells whether the token limit ended the sample at a place where no model would stop."""
     return bool(sample["finish_reason"] != "stop")
 
 
 def _read(samples: Path, prompts: Mapping[int, Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Record]:
-    """The lines of a file, in the order of the prompts.  Raises: DataError."""
+    """Reads the samples of a file, in the order of the prompts.  Raises: DataError."""
     lines = read_rows(samples)
     for number, line in enumerate(lines, start=1):
         if missing := {"index", "response", "finish_reason"} - line.keys():
@@ -137,7 +137,7 @@ def _read(samples: Path, prompts: Mapping[int, Prompt], tokenizer: PreTrainedTok
 def _scores(
     config: EvalConfig, found: Sequence[tuple[Prompt, Record]], reward: Callable[..., Any] | None
 ) -> list[float | None]:
-    """The score of each sample; None if the reward failed.  Raises: RewardError where it failed on all."""
+    """Scores each sample; None if the reward failed.  Raises: RewardError if it failed on all samples."""
     given = [each.get("score") for _, each in found]
     if all(is_number(each) and math.isfinite(each) for each in given):
         return given
@@ -152,7 +152,7 @@ def _scores(
 
 
 def _row(prompt: Prompt, config: EvalConfig, response: str, score: float, weight: int) -> DataRow:
-    """A row for `whet sft` and `whet distill`.  Raises: DataError for a prompt with media."""
+    """Makes a row for `whet sft` and `whet distill`.  Raises: DataError for a prompt with media."""
     if prompt.media:
         raise DataError(f"row {prompt.index}", "has images or videos", "text", "leave such rows out (data.filter)")
     messages = [message.to_dict() for message in prompt.messages]

@@ -35,7 +35,7 @@ ONE_OF_THESE = f"one of these forms:\n{FORMS}"
 
 
 class RewardFunction:
-    """A score function of any form, behind `score`. Made by `adapt`."""
+    """A score function of any form, with one interface: `score`. `adapt` makes it."""
 
     def __init__(
         self,
@@ -51,24 +51,24 @@ class RewardFunction:
 
     @property
     def takes_batch(self) -> bool:
-        """True if one call scores all items, which then fail together."""
+        """Tells whether one call scores all items. They then fail together."""
         return self._form.takes_batch
 
     @property
     def is_concurrent(self) -> bool:
-        """True for an async function of one response: several `score_one` calls may run at the same time."""
+        """Tells whether this is an async function of one response. Several `score_one` calls may then run at a time."""
         call = self._function if inspect.isroutine(self._function) else type(self._function).__call__
         return not self.takes_batch and any(map(inspect.iscoroutinefunction, (self._function, call)))
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        """Returns an outcome for each item, in order. An exception of the function becomes a Failure; its traceback is
-        logged once for each raising line. Awaits one call after the other."""
+        """Returns an outcome for each item, in order. Calls are awaited one after the other. An exception of the
+        function becomes a Failure; its traceback is logged once per raising line."""
         score = self._score_logged if self._form.logs else self._score
         calls = split_calls(items, takes_batch=self.takes_batch)
         return [outcome for call in calls for outcome in score(call)]
 
     def _score_logged(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        """The outcomes of a call that passes logging functions."""
+        """Calls a function that takes logging functions.  Returns the outcomes."""
         logged, numbers = [dict[str, Any]() for _ in items], defaultdict[str, list[float]](list)
         logs = {
             "log_extra": partial(_log_extra, logged),
@@ -92,7 +92,7 @@ class RewardFunction:
         return [self._read(row, item) for row, item in zip(rows, items, strict=True)]
 
     async def score_one(self, item: RewardItem) -> Outcome:
-        """Returns the outcome of one item by an `is_concurrent` function.  Raises: CancelledError."""
+        """Scores one item with an `is_concurrent` function.  Raises: CancelledError."""
         import asyncio
 
         try:
@@ -121,7 +121,7 @@ class RewardFunction:
         return failure(describe(error))
 
     def run(self, awaitable: Any) -> Any:
-        """Returns the result of `awaitable`. The event loop lives until `close`: an HTTP client may need it."""
+        """Runs `awaitable` and returns its result. The event loop lives until `close`: an HTTP client may need it."""
         import asyncio
 
         async def wait() -> Any:
@@ -144,9 +144,9 @@ def adapt(
     manager: str | None = None,
     runner: asyncio.Runner | None = None,
 ) -> RewardFunction:
-    """Returns a RewardFunction that calls `function`, of any form, with `kwargs` on every call. The manager batch
-    requires a function of all responses, others a function of one response. `runner` runs an async method for a batch
-    of one row, as in verl's newer managers.
+    """Returns a RewardFunction that calls `function`, of any form, with `kwargs` on every call. With `manager='batch'`
+    the function must take all responses at once; with any other manager, one response. `runner` runs an async method on
+    a batch of one row, as in verl's newer managers.
 
     Raises: RewardError for a signature of no known form, a parameter without a value, an option not in the signature.
     """
@@ -169,19 +169,19 @@ def adapt(
 
 
 def stand_ins() -> AbstractContextManager[None]:
-    """Makes modules of other systems importable in the block, for files of rewards, where a plugin offers `imports`."""
+    """Makes modules of other systems importable in the block, for reward files, if a plugin offers `imports`."""
     offered = PARTS.shipped.get("foreign_imports")
     return nullcontext() if offered is None else offered.load()()
 
 
 def split_calls(items: Sequence[RewardItem], *, takes_batch: bool) -> list[Sequence[RewardItem]]:
-    """The items that each call of a function scores: all of them, or one each."""
+    """Splits the items into calls of a function: one call with all items, or one call per item."""
     return [items] if takes_batch and items else [[item] for item in items]
 
 
 @dataclass(frozen=True)
 class _Form:
-    """The form of a function: the parameters that each call passes, and the values that items supply for them."""
+    """The form of a function: the parameters of each call, and the item values that they get."""
 
     values: Mapping[str, Callable[[RewardItem], Any]]  # by parameter; a list of them where the function takes a batch
     takes_batch: bool
@@ -192,7 +192,7 @@ class _Form:
     logs: Collection[str] = ()  # of _LOGS, those that it takes
 
     def arguments(self, items: Sequence[RewardItem]) -> dict[str, Any]:
-        """Returns the keyword arguments of a call for these items (one item, unless `takes_batch`)."""
+        """Returns the keyword arguments of a call for these items. Unless `takes_batch`, there is one item."""
         found = dict.fromkeys(name for item in items for name in _row(item))
         more = found if self.more_columns is None else [name for name in self.more_columns if name in found]
         if missing := [name for name in self.columns if name not in found]:
@@ -205,7 +205,7 @@ class _Form:
 
 
 def _log_extra(logged: Sequence[dict[str, Any]], column: str, values: Any) -> None:
-    """TRL's function for a column of the table of completions: `values` has a value for each completion."""
+    """Adds a column to TRL's table of completions. `values` has a value for each completion."""
     for row, found in zip(logged, split_rows({column: values}, len(logged)), strict=True):
         value = found.get(column, values)  # one for all, where it is no list
         number = as_number(value)
@@ -219,7 +219,7 @@ def _trajectory(item: RewardItem) -> dict[str, Any]:
 
 
 def _conversation(item: RewardItem) -> list[Any]:
-    """The messages of the prompt, and the messages after it."""
+    """Returns the messages of the prompt, and the messages that follow it."""
     prompt = [message.to_dict() for message in item.messages] or [{"role": "user", "content": item.prompt_str}]
     return [*prompt, *_trajectory(item)["messages"]]
 
@@ -252,8 +252,8 @@ _EASYR1: Mapping[Any, str] = {"batch": "list[dict]", "sequential": "dict"}
 def _recognise(
     parameters: Sequence[inspect.Parameter], *, takes_batch: bool, options: Collection[str], annotation: str | None
 ) -> _Form | None:
-    """The form of a signature; `takes_batch` decides if the signature fits both, as with `**kwargs`. `annotation`
-    replaces the first parameter's annotation, unless that is DataProto."""
+    """Finds the form of a signature. `takes_batch` decides if both fit, as with `**kwargs`. `annotation` replaces the
+    first parameter's annotation, unless that is DataProto."""
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     common = _COMMON_FIELDS if any(p.kind is p.VAR_KEYWORD for p in parameters) else set()
     names = {p.name for p in named}
@@ -277,7 +277,7 @@ def _recognise(
 
 
 def _recognise_whole(name: str, annotation: str, names: Collection[str]) -> _Form | None:
-    """The form of a function whose first parameter holds all values: a dict, a list of dicts, or a DataProto."""
+    """Finds the form of a function whose first parameter holds all values: dict, list of dicts, or DataProto."""
     form = next((usual for usual, pattern in _WHOLE.items() if pattern.match(annotation)), name)
     if form == "data":
         make_batch, split_batch_rows = PARTS["data_proto"].load()()
@@ -287,8 +287,8 @@ def _recognise_whole(name: str, annotation: str, names: Collection[str]) -> _For
 
 
 def _recognise_trl(named: Sequence[inspect.Parameter], *, has_keywords: bool, options: Collection[str]) -> _Form:
-    """TRL's form. Completions and prompts are lists of messages if the annotation says dicts, texts if it says str, and
-    else they follow the prompts of the data. A parameter that is not in `options` is a field of the rows."""
+    """Finds TRL's form. Completions and prompts are lists of messages if annotated as dicts, texts if annotated as str;
+    otherwise they follow the data's prompts. A parameter that is not in `options` is a field of the rows."""
     annotation = next((_annotation_text(p) for p in named if p.name == "completions"), "")
     as_chat = True if re.search("dict", annotation, re.IGNORECASE) else False if "str" in annotation else None
 
@@ -314,18 +314,18 @@ def _recognise_trl(named: Sequence[inspect.Parameter], *, has_keywords: bool, op
 
 
 def _split_scored(raw: object, count: int) -> list[object]:
-    """`split_rows`, with None for a row that the function does not score."""
+    """Splits like `split_rows`. A row that the function does not score has None."""
     return [NOT_SCORED if row is None else row for row in split_rows(raw, count)]
 
 
 def _row(item: RewardItem) -> dict[str, Any]:
-    """The fields of the row under their names in TRL, the ground truth under each of its usual names."""
+    """Returns the fields of the row under their names in TRL, and the ground truth under each of its usual names."""
     answers = {} if item.ground_truth is None else dict.fromkeys(_ANSWERS, item.ground_truth)
     return {**answers, "data_source": item.data_source, **item.extra_info}
 
 
 def _plural(name: str) -> str:
-    """The parameter name for the values of all responses, from the name for one response."""
+    """Turns the parameter name for one response into the name for all responses."""
     return f"{name[:-1]}ies" if name.endswith("y") else f"{name}s"
 
 
@@ -347,7 +347,7 @@ def check_options(
     supplied: Collection[str],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Checks that each of `kwargs` is an option, and that every parameter has a value.  Raises: RewardError."""
+    """Checks that each of `kwargs` is an option, and that each parameter gets a value.  Raises: RewardError."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     own = {p.name: p for p in parameters if p.kind not in variadic}
     options = [name for name in own if name not in supplied]

@@ -50,7 +50,7 @@ def compute_score(
 
 
 def read_truth(ground_truth: object, *_: object) -> Decimal:
-    """The number of a ground truth.  Raises: ValueError."""
+    """Reads the number of a ground truth.  Raises: ValueError."""
     truth = last_number(str(ground_truth).rpartition(_MARK)[2])
     if truth is None:
         raise truth_error(ground_truth, "a number")
@@ -64,8 +64,8 @@ def _number_after_mark(text: str) -> Decimal | None:
 
 
 def last_number(text: str, prompt: str = "") -> Decimal | None:
-    """The last number of a text; None without one, or if it is part of a fraction, power or root, or of the repeated
-    prompt."""
+    """Returns the last number of a text. None if there is none, or if it is part of a fraction, power or root, or of
+    the repeated prompt."""
     matches = list(_NUMBER.finditer(text))
     if not matches:
         return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Competition mathematics: the answer is an expression, correct if mathematically equal to the ground truth.
 
-Expressions in running text are extracted whole: from "is 2/3" comes 2/3, not 3. Other rewards here pay the verdict of
-`math` as +1 and -1 or in a sum with the format, or the verdict of math-verify alone."""
+Expressions in running text are extracted whole: from "is 2/3" comes 2/3, not 3. Other rewards in this file use the
+verdict of `math` as +1 and -1, or add the format to it, or use math-verify alone."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def compute_score(
 
 
 def _truths(ground_truth: object) -> list[str]:
-    """The texts of a list of truths, or of one in JSON; empty for a single truth."""
+    """Returns the texts of a list of truths, given as a list or as JSON; empty for a single truth."""
     if isinstance(ground_truth, str) and _LISTED.match(ground_truth):
         try:
             ground_truth = json.loads(ground_truth)
@@ -140,7 +140,7 @@ def geo3k(
 ) -> dict[str, float | str | None]:
     """(1 - format_weight) * accuracy + format_weight * format: the accuracy of `math`, the format of `format`.
 
-    The parts are `format`, and `pred` of `math`. `geo3k` wants a `\\boxed{}` after the thought, `r1v` an `<answer>`.
+    The part is `format`; `pred` is from `math`. Style `geo3k` needs a `\\boxed{}` after the thought, `r1v` `<answer>`.
     """
     found = compute_score(solution_str, ground_truth, prompt_str)
     correct, shaped = float(found["reward"] == 1.0), float(has_format(solution_str, style))
@@ -176,8 +176,8 @@ def extract_answer(text: str, truth: str = "", prompt: str = "") -> str | None:
 
 
 def _stated(text: str, end: int, truth: str) -> str:
-    """The answer in the sentence up to `end`, after "answer is": its first expression, unless the sentence goes on to
-    give the value of that expression: "The largest $n$ is 34"."""
+    """Returns the answer in the sentence up to `end`, after "answer is". It is the first expression, unless the
+    sentence continues with that expression's value: "The largest $n$ is 34"."""
     because = _BECAUSE.search(text, 0, end)
     last = because.start() if because else end
     found = list(find_expressions(text))
@@ -197,7 +197,7 @@ def _stated(text: str, end: int, truth: str) -> str:
 
 
 def _with_unit(text: str, start: int, found: str, truth: str) -> str:
-    """The expression `found`, with the unit after it if the truth has a unit."""
+    """Adds the unit after the expression `found`, if the truth has a unit."""
     return found + (unit_after(text[start + len(found) :]) if read(truth).unit and start >= 0 else "")
 
 
@@ -216,9 +216,9 @@ def extract_boxes(text: str, *, joined: bool = False) -> str | None:
 
 
 def is_equal(answer: str, truth: str) -> bool:
-    """Returns whether two answers, as LaTeX or plain text, are equal, as text or according to math-verify; if both have
-    units, these must be equal too. A sum, difference or product that is not worked out is not equal to a number, nor is
-    a list, nor an equation of other expressions.
+    """Tells whether two answers, in LaTeX or plain text, are equal as text or for math-verify. If both have units, the
+    units must be equal too. An unevaluated sum, difference or product never equals a number; nor does a list, or an
+    equation of other expressions.
 
     There is no deadline: long, deep and huge expressions are not parsed, but simplifying other ones may still never
     end."""
@@ -237,7 +237,7 @@ def is_equal(answer: str, truth: str) -> bool:
 
 
 def _is_same(answer: str, truth: str) -> bool:
-    """`is_equal` for the mathematics of two answers, without units."""
+    """Compares the mathematics of two answers as `is_equal` does, without units."""
     one, other = key_of(answer), key_of(truth)
     if one == other or (len(one) > 1 and one.isalpha() and one.casefold() == other.casefold()):
         return one != ""
@@ -284,7 +284,7 @@ def vote(answer: str) -> str:
 
 @lru_cache(maxsize=256)
 def _parse(text: str) -> Expression | None:
-    """The expression as math-verify parses it; None if it cannot parse it, misreads it, or might never finish."""
+    """Parses an expression with math-verify. None if it cannot parse it, misreads it, or might never finish."""
     text = normalise(text)
     depths = open_brackets(text)
     if len(text) > MAX_CHARS or max(depths, default=0) > MAX_DEPTH or _MISREAD.search(text):
@@ -304,7 +304,7 @@ class TwoStageParser(latex2sympy2.PSParser):  # type: ignore[misc]
     error; after an error with LL.  Source: https://www.antlr.org/papers/allstar-techreport.pdf"""
 
     def math(self) -> Any:
-        """The syntax tree of the whole text.  Raises: Exception for a syntax error."""
+        """Parses the whole text to a syntax tree.  Raises: Exception for a syntax error."""
         self._interp.predictionMode = PredictionMode.SLL
         try:
             return super().math()
@@ -320,8 +320,7 @@ latex2sympy2.PSParser = TwoStageParser  # the name that it looks up for each tex
 
 
 def _is_feasible(expression: Expression) -> bool:
-    """True if the numbers have at most `MAX_DIGITS` digits and the expression has no sum, product, integral or
-    limit."""
+    """Tells whether the numbers have at most `MAX_DIGITS` digits, and there is no sum, product, integral or limit."""
     for node in sympy.postorder_traversal(expression):
         if isinstance(node, (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)):
             return False
@@ -396,7 +395,7 @@ def open_brackets(text: str) -> list[int]:
 
 
 def _first_word(text: str, last: int) -> int | None:
-    """Start of the arithmetic in words whose last number is at `last`; None without one."""
+    """Finds the start of arithmetic in words whose last number is at `last`; None if there is none."""
     words = text[max(0, last - 24) : last].split()
     while words and words[-1] in _DETERMINERS:
         words.pop()

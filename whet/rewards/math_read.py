@@ -46,8 +46,8 @@ WHOLE = r"\in\mathbb{Z}"
 
 
 class Reading(NamedTuple):
-    """An answer in the form that is compared. `text`: its mathematics without unit and condition; `condition`: a name
-    and the condition on it; `is_remark`: it ends with a text that is no unit."""
+    """An answer in the form that is compared. `text` is its mathematics without unit and condition. `condition` is a
+    name and the condition on it. `is_remark` means that it ends with a text that is no unit."""
 
     text: str
     unit: frozenset[tuple[str, int]]
@@ -89,20 +89,20 @@ def normalise(text: str) -> str:
 
 
 def key_of(text: str) -> str:
-    """The value of a number, or any other text without its layout."""
+    """Returns the value of a number, or any other text without its layout."""
     if _NUMBER.fullmatch(text):
         return number_text(Decimal(text.replace(",", "")))
     return _LAYOUT.sub("", text)
 
 
 def number(key: str) -> Decimal | None:
-    """The number in the key of an answer, if it is short enough to read quickly; None for any other text."""
+    """Returns the number in the key of an answer; None for any other text, or if it is too long to read quickly."""
     return Decimal(key.replace(",", "")) if len(key) < 100 and _NUMBER.fullmatch(key) else None
 
 
 def renamed(one: Reading, other: Reading) -> str | None:
-    """The text of `one`, with its condition's name replaced by the name in `other`; None if the conditions differ. A
-    condition that a name is a whole number is ignored."""
+    """Renames the variable in the condition of `one` to the name in `other`, and returns the text. None if the
+    conditions differ. The condition that a name is a whole number is ignored."""
     if one.condition is None or other.condition is None:
         said = one.condition or other.condition
         return one.text if said is None or said[1] == WHOLE else None
@@ -184,7 +184,7 @@ class Amount(NamedTuple):
 
 
 def split_unit(text: str) -> Amount | None:
-    """Splits the unit off an answer that `math_tex.clean` has cleaned; None if a remark follows instead."""
+    """Splits off the unit of an answer, as `math_tex.clean` returns it; None if a remark follows instead."""
     for start in [each.start() for each in _START.finditer(text)]:
         head, tail = text[:start].rstrip(" ~\\,;-"), text[start:]
         is_whole = head.count("{") == head.count("}") and head.strip("-+ ") and r"\text" not in head
@@ -203,7 +203,7 @@ def split_unit(text: str) -> Amount | None:
 
 
 def unit_after(text: str) -> str:
-    """The unit in words at the beginning of a text that follows a number: " square feet" of " square feet, so"."""
+    """Returns the unit in words at the start of a text after a number: " square feet" of " square feet, so"."""
     text = re.sub(r"\\(?:text|mbox|math)[a-z]*\s?\{([^{}]*)\}", r" \1", text[:200])
     end = start = re.match(r"(?:[ ~$*}]|\\[,;:! ])*", text).end()  # type: ignore[union-attr]
     for found in _AFTER.finditer(text, start):
@@ -225,13 +225,13 @@ def _is_unit(word: str, words: list[str], before: str) -> bool:
 
 
 def _find(word: str) -> str | None:
-    """The unit of a word, in the singular or plural."""
+    """Finds the unit that a word names, in singular or plural."""
     tries = [word, *(word[:-cut] for cut in (1, 2) if word.endswith("s") and len(word) > cut + 1)]
     return next((UNITS[each] for each in (*tries, *map(str.lower, tries)) if each in UNITS), None)
 
 
 def _read(words: list[str]) -> tuple[frozenset[tuple[str, int]], int]:
-    """The unit in a list of words, and the power of ten of a number word among them."""
+    """Reads the unit in a list of words, and the power of ten of a number word among them."""
     found, sign, power, last, scale = Counter[str](), 1, 1, list[tuple[str, int]](), 0
     for place, word in enumerate(words):
         if word[:2] in ("平方", "立方"):
@@ -285,8 +285,8 @@ _OR = re.compile(r"\s?,?\s?(?:\\(?:text|mbox|mathrm)\s?\{\s?or\s?\}|(?<![a-zA-Z\
 
 
 def verify(truth: Expression, answer: Expression) -> bool:
-    """Returns whether math-verify finds two parsed expressions equal, with `numbers_equal` and `identical` in place of
-    its own comparisons. In both, `i` is the imaginary unit, and equal names are one symbol."""
+    """Tells whether math-verify finds two parsed expressions equal. `numbers_equal` and `identical` replace its own
+    comparisons. In both, `i` is the imaginary unit, and equal names are one symbol."""
     return bool(_grader.verify(*_united(truth, answer), timeout_seconds=None))
 
 
@@ -303,8 +303,8 @@ def _united(*expressions: Expression) -> list[Expression]:
 
 
 def identical(one: Expression, other: Expression) -> bool:
-    """Returns whether two expressions have the same value at every one of `POINTS` where both are real (at all points
-    if an imaginary unit is in them); with too few such points, whether their difference simplifies to 0."""
+    """Tells whether two expressions have the same value at all `POINTS` where both are real (at all points if they have
+    an imaginary unit). With too few such points, tests whether their difference simplifies to 0."""
     is_plain = isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)
     both = sympy.Tuple(one, other) if is_plain else sympy.Tuple()
     symbols = [] if both.has(AppliedUndef) else sorted(both.free_symbols, key=str)
@@ -324,8 +324,8 @@ def identical(one: Expression, other: Expression) -> bool:
 
 
 def numbers_equal(one: Expression, other: Expression, *_: object) -> bool:
-    """Returns whether two expressions or matrices are equal without simplification. Constants are equal if 100 digits
-    show no difference; a decimal also equals a number without a finite decimal if `_stands_for` allows it."""
+    """Tells whether two expressions or matrices are equal, without simplification. Constants are equal if 100 digits
+    show no difference. A decimal also equals a number without a finite decimal if `_stands_for` allows it."""
     if isinstance(one, sympy.MatrixBase | sympy.MatrixExpr) and isinstance(other, sympy.MatrixBase | sympy.MatrixExpr):
         one, other = one.doit(), other.doit()
         return one.shape == other.shape and all(map(numbers_equal, one.flat(), other.flat()))
@@ -366,7 +366,7 @@ _grader.sympy_numeric_eq, _grader.sympy_symbolic_eq, _grader.solve = numbers_equ
 
 
 def _exact(expression: Expression) -> Expression:
-    """The expression with its decimals as fractions."""
+    """Replaces the decimals of an expression by fractions."""
     return expression.xreplace({each: sympy.Rational(str(each)) for each in expression.atoms(sympy.Float)})
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Answers in TeX, read by its rules: pure layout is left out, and every argument is put into braces.
+r"""Answers in TeX, read by TeX's rules: pure layout is left out, and every argument is put into braces.
 
 `\left(3,\dfrac\pi2\right)` is `(3,\frac{\pi}{2})`, `{\Large\bf 42}` is `42`, `2½` is `2\frac{1}{2}`."""
 
@@ -47,7 +47,7 @@ def _fraction(sign: re.Match[str]) -> str:
 
 
 class _TexReader:
-    """Reads tokens from the left.  Raises: IndexError if a brace or an argument is missing."""
+    """Reads TeX tokens from left to right.  Raises: IndexError if a brace or an argument is missing."""
 
     def __init__(self, text: str) -> None:
         self.tokens: list[str] = _TOKEN.findall(text)
@@ -55,7 +55,7 @@ class _TexReader:
         self.has_rows = r"\begin" in text  # which `\\` ends
 
     def read(self, ends: Collection[str]) -> str:
-        """Reads text up to and including one of `ends`; without `ends`, up to the end."""
+        """Reads text up to and including one of the tokens `ends`; without `ends`, up to the end."""
         self.enter()
         found = list[str]()
         while ends or self.place < len(self.tokens):
@@ -81,13 +81,13 @@ class _TexReader:
         return self.tokens[self.place - 1]
 
     def peek(self) -> str:
-        """The next token that is not a space; "" at the end."""
+        """Returns the next token that is not a space; "" at the end."""
         while self.place < len(self.tokens) and self.tokens[self.place] == " ":
             self.place += 1
         return self.tokens[self.place] if self.place < len(self.tokens) else ""
 
     def part(self, token: str, before: str = "") -> str:
-        """Returns the meaning of a token with its arguments; `before`: the part before it."""
+        """Returns the meaning of a token with its arguments. `before` is the part before the token."""
         if token == "{":
             starts = self.place == 1
             inside = self.group()
@@ -106,12 +106,12 @@ class _TexReader:
         return self.command(token[1:], before) if re.match(r"\\[a-zA-Z]", token) else token
 
     def group(self) -> str:
-        """The content of braces whose opening brace has been read."""
+        """Reads the content of braces after the opening brace."""
         return self.read("}").strip()
 
     def argument(self, *, whole: bool = False) -> str:
-        """The next argument: a group, a command with its own arguments, a digit or letter; with `whole` a whole number,
-        or the content of parentheses, as in plain text."""
+        """Reads the next argument: a group, a command with its own arguments, a digit or a letter. With `whole` it may
+        be a whole number, or the content of parentheses, as in plain text."""
         token, self.place = self.peek(), self.place + 1
         if token == "{":
             return self.group()

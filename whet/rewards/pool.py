@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools of reward processes: `with RewardPool("gsm8k", ...) as pool: outcomes = pool.score(items)`; weighted sums of
-several score functions; rows of several domains, each scored in its own pool; and the pools of a run."""
+"""Pools of reward processes: `with RewardPool("gsm8k", ...) as pool: outcomes = pool.score(items)`. Also weighted sums
+of several score functions, a pool for each domain of the data, and the pools of a run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Domain:
 
 @dataclass(frozen=True)
 class Combined:
-    """A pending result that combines the outcomes of several pools."""
+    """A pending result. It combines the outcomes of several pools."""
 
     pending: Sequence[Outcomes]  # by pool
     combine: Callable[[Sequence[list[Outcome]]], list[Outcome]]
@@ -64,7 +64,7 @@ class DomainRewards:
         self.scores_alone = all(domain.pool.scores_alone for domain in domains.values())
 
     def submit_batch(self, items: Sequence[RewardItem]) -> Combined:
-        """Starts all domains on their items.  Raises: DataError for an item without a domain."""
+        """Sends each item to the pool of its domain.  Raises: DataError for an item without a domain."""
         own = [(self._of(item), item) for item in items]
         names = dict.fromkeys(name for name, _ in own)
 
@@ -96,8 +96,8 @@ class RewardPool:
     loaded. They are forks of a small process that has loaded neither the user's code nor torch. A replacement process
     runs the same source files, as they were when the pool was created.
 
-    Each item has `timeout_seconds` of wall-clock time: allow for a busy machine. A process that is late, dies or writes
-    into its own connection is killed with all its children, and replaced. Its item becomes a Failure with source
+    Each item has `timeout_seconds` of wall-clock time: allow for a busy machine. A process that is late, dies or
+    corrupts its connection is killed with all its children, and replaced. Its item becomes a Failure with source
     "reward", as after an exception; other items are not affected. An async function of one response scores
     `concurrency` items at a time in each process. A process is killed if it and its children use more than
     `memory_limit_mb`. A function that takes all items at once scores one `score` call in one process, with
@@ -141,7 +141,7 @@ class RewardPool:
         return self._scorer.submit(items)
 
     def close(self) -> None:
-        """Ends the processes. Results still pending raise RewardError."""
+        """Ends the processes. Pending results raise RewardError."""
         self._finalizer()
 
     def __enter__(self) -> RewardPool:
@@ -224,7 +224,7 @@ def _make_scorer(
 def _named(
     function: str | Callable[..., Any], kwargs: Mapping[str, Any]
 ) -> tuple[str | Callable[..., Any], dict[str, Any]]:
-    """The name of a function if other processes can import it, else the function; an alias adds its options."""
+    """Returns a function by name, if other processes can import it; else the function. An alias adds its options."""
     if isinstance(function, str) and ":" not in function:
         entry = REWARDS[function]
         if entry.alias_of is not None:
@@ -235,7 +235,7 @@ def _named(
 
 
 class InlineScorer:
-    """Scores in the calling thread, before `submit` returns, without a deadline."""
+    """Scores in the calling thread. `submit` returns when the scores are ready; there is no deadline."""
 
     scores_alone = False
 
@@ -253,10 +253,9 @@ class InlineScorer:
 
 
 class ThreadScorer:
-    """Scores in one thread. A late call becomes a Failure at its deadline, but its thread cannot be stopped: it is
-    abandoned and a new one takes over. A function that always hangs thus fills the process with threads, and one that
-    holds the interpreter lock blocks all of them.
-    """
+    """Scores in one thread. A late call becomes a Failure at its deadline. Its thread cannot be stopped, so a new
+    thread replaces it. A function that always hangs therefore fills the process with threads. A function that holds the
+    interpreter lock blocks all threads."""
 
     def __init__(self, load: Callable[[], RewardFunction], timeout_seconds: float) -> None:
         self._load, self._timeout_seconds = load, timeout_seconds
@@ -274,7 +273,7 @@ class ThreadScorer:
             return self._requests.submit(partial(self._score, items))
 
     def close(self) -> None:
-        """Lets the running call finish; calls that wait after it raise RewardError."""
+        """Lets the running call finish. Waiting calls raise RewardError."""
         with self._lock:
             self._closed = True
             self._requests.submit(lambda: self._thread.close())
@@ -298,13 +297,13 @@ class ThreadScorer:
 
 
 def scorer_of(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> Scorer | None:
-    """The reward pool of a run; None if no function is named, because an environment or a reward model gives the
-    rewards."""
+    """Returns the reward pool of a run. None if no function is named, because an environment or a reward model gives
+    the rewards."""
     return build_scorer(config.reward, function, config.model) if is_scored(config, function) else None
 
 
 def val_scorer_of(config: TrainConfig) -> Scorer | None:
-    """The pool of `reward.val_function`; None without one."""
+    """Returns the pool of `reward.val_function`; None if it is not set."""
     for name, options in config.reward.val_function.items():  # one at most
         changes = {"function": name, "kwargs": options, "domains": {}, "manager": None}
         return build_scorer(config.reward.model_copy(update=changes), model=config.model)
@@ -314,8 +313,8 @@ def val_scorer_of(config: TrainConfig) -> Scorer | None:
 def checked(
     loaded: Loaded[Prompt], config: RewardConfig, function: Callable[..., Any] | None = None
 ) -> tuple[Prompt, ...]:
-    """The prompts with their domains. Unless `function` scores them, the registered functions of `config` check the
-    ground truths that they will read; a function from a file is loaded only in its own process.
+    """Returns the prompts with their domains. Unless `function` scores them, the registered functions of `config` check
+    their ground truths. A function from a file is not used, as only its own process loads it.
 
     Raises: DataError naming file and row."""
     prompts = Domains.of_config(config, has_function=function is not None).assign(loaded.items)
@@ -351,8 +350,8 @@ def is_scored(config: TrainConfig | EvalConfig, function: Callable[..., Any] | N
 def build_scorer(
     config: RewardConfig, function: Callable[..., Any] | None = None, model: ModelConfig | None = None
 ) -> Scorer:
-    """The pool of one score function, or of several by weights or by domain. A manager class gets the tokenizer of
-    `model`.  Raises: RewardError, RegistryError."""
+    """Builds the pool of one score function, or of several by weights or by domain. A manager class gets the tokenizer
+    of `model`.  Raises: RewardError, RegistryError."""
     names = [config.function] if isinstance(config.function, str) else list(config.function or [])
     if function is None and not names and not config.domains:
         known = ", ".join(REWARDS.names())

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward processes, and the one thread that owns them: it sends tasks, receives outcomes, and replaces workers.
+"""Reward processes, and the thread that owns them. It sends tasks, receives outcomes, and replaces workers.
 
 Produces: outcomes, stored in their request. Consumes: tasks, from a queue that any thread may add to. Waits: for all
-workers together, at most until the nearest deadline. No other thread touches a worker, so only the queue has a lock.
-"""
+workers together, at most until the nearest deadline. No other thread touches a worker, so only the queue has a lock."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ MAX_DEATHS = 20  # in a row, of processes that were scoring, without a score in 
 
 
 class _Request:
-    """Items whose outcomes are awaited together, in order, with one future."""
+    """Items of one call of `submit`. Their outcomes complete one future, in order."""
 
     def __init__(self, count: int) -> None:
         self.future: Future[list[Outcome]] = Future()
@@ -54,7 +53,7 @@ class _Request:
             self.future.set_result([])
 
     def put(self, start: int, outcomes: Sequence[Outcome]) -> None:
-        """Stores the outcomes of the items from `start` on; the last missing ones complete the future."""
+        """Stores the outcomes of the items from number `start` on. The last missing outcomes complete the future."""
         self._outcomes[start : start + len(outcomes)] = outcomes
         self._missing -= len(outcomes)
         if not self._missing and not self.future.done():
@@ -68,7 +67,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Task:
-    """The pickled items of one call of the function: `count` items of a request, from `start` on."""
+    """The pickled items of one call of the function. They are `count` items of a request, from number `start` on."""
 
     request: _Request
     start: int
@@ -78,18 +77,18 @@ class _Task:
 
     @property
     def shown(self) -> str:
-        """The beginning of its first response, for errors."""
+        """The beginning of the task's first response, for errors."""
         return reprlib.repr(pickle.loads(self.content)[0].solution_str)
 
     def put(self, outcomes: list[Outcome] | Outcome) -> None:
-        """Stores the outcomes of the items, or one outcome for all of them."""
+        """Stores an outcome for each item, or one outcome for all."""
         self.request.put(self.start, outcomes if isinstance(outcomes, list) else [outcomes] * self.count)
 
 
 @dataclass
 class _Worker:
-    """A started process: the id of its guard, above all processes that it starts, and the number of calls that it has
-    served."""
+    """A started process: the id of its guard (the parent of all processes that it starts), and its number of finished
+    calls."""
 
     guard: int
     served: int = 0
@@ -156,7 +155,7 @@ class ProcessScorer:
         return request.future
 
     def close(self) -> None:
-        """Ends all processes; pending results raise RewardError. In a forked copy of this process it does nothing."""
+        """Ends all processes. Pending results raise RewardError. Does nothing in a forked copy of this process."""
         if os.getpid() != self._owner:
             return
         with self._lock:
@@ -198,13 +197,13 @@ class ProcessScorer:
         self._children.call(self._children.start(), None, pickle.dumps(self._sources), START_SECONDS)
 
     def _patience(self) -> float:
-        """The longest wait for events, in seconds: until the next measurement of memory, or until a limit allows the
-        next call."""
+        """The longest wait for events, in seconds. It ends at the next measurement of memory, or when a rate limit
+        allows the next call."""
         until_call = max(0.0, self._next_call - time.monotonic()) if self._waits_for_limit else math.inf
         return until_call if self._memory_limit_mb is None else min(until_call, MEMORY_CHECK_SECONDS)
 
     def _may_call(self) -> bool:
-        """Tells whether the limits allow a call now, and counts it."""
+        """Tells whether the rate limits allow a call now. If so, counts the call."""
         now = time.monotonic()
         self._waits_for_limit = now < self._next_call
         if not self._waits_for_limit:
@@ -227,7 +226,7 @@ class ProcessScorer:
                 self._children.call(worker, task, task.content, self._timeout_seconds * task.count)
 
     def _send_concurrently(self) -> None:
-        """Fills the workers evenly; a task to be scored alone waits for a worker without calls."""
+        """Distributes tasks evenly over workers. A task to be scored alone waits for a worker without calls."""
         while self._ready:
             free = [each for each in self._ready if not any(call.task.is_alone for call in each.calls.values())]
             worker = min(free, key=lambda each: len(each.calls), default=None)
@@ -272,7 +271,7 @@ class ProcessScorer:
             self._takes_batch.set_result(message.takes_batch)
 
     def _replace(self, ended: Ended) -> None:
-        """Fails the running task of an ended process, requeues its waiting tasks, and starts another process."""
+        """Fails the running task of a process that ended, requeues its waiting tasks, and starts another process."""
         why = f"the reward process {ended.why}"
         if ended.child not in self._ready:
             self._killed_starts += 1
@@ -293,7 +292,7 @@ class ProcessScorer:
         self._start()
 
     def _fail(self, task: _Task, why: str, *, is_late: bool = False) -> None:
-        """Fails a task that ended its process.  Raises: RewardError if every process is ended by its task."""
+        """Fails a task that ended its process.  Raises: RewardError after `MAX_DEATHS` such tasks in a row."""
         task.put(failure(why, timed_out=is_late))
         self._deaths += not is_late
         if self._deaths == MAX_DEATHS:
@@ -355,9 +354,9 @@ class ProcessScorer:
 
 
 def memory_below(pid: int, limit_bytes: float) -> int:
-    """Bytes of memory of the processes below `pid`: the sum of their resident memory.
+    """Sums the resident memory of the processes below `pid`, in bytes.
 
-    If the sum over several is above the limit, shared pages are counted once, which takes longer to read."""
+    If the sum is above the limit, it is computed again with shared pages counted once, which takes longer."""
     pids = [*_below(pid)]
     resident = sum(_kilobytes(each, "status", "VmRSS:") for each in pids) * 1024
     if resident <= limit_bytes or len(pids) == 1:
@@ -374,7 +373,7 @@ def _below(pid: int) -> Iterator[int]:
 
 
 def _kilobytes(pid: int, file: str, name: str) -> int:
-    """A number of a process in KiB; 0 if it has ended, or belongs to another user."""
+    """Reads a number of a process, in KiB; 0 if it has ended or belongs to another user."""
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith(name)), 0)

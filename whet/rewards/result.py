@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results of score functions, and the rule that reads them.
 
-A result is a number or a dict. Of a dict, the reward is `reward`, else `score`, else `overall`; the 0/1 metric is
-`accuracy`, else `acc`, else whether the reward reaches the threshold; `pred` is the extracted answer, for majority
-votes; all other numbers are parts. A list of numbers is one reward for each response token. An unreadable result is a
-Failure, so no row is trained on a default of 0.
-"""
+A result is a number or a dict. In a dict, the reward is `reward`, else `score`, else `overall`. The 0/1 metric is
+`accuracy`, else `acc`; without both it is 1 if the reward reaches the threshold. `pred` is the extracted answer, for
+majority votes. All other numbers are parts. A list of numbers is one reward for each response token. An unreadable
+result is a Failure, so no row is trained on a default of 0."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ RESULT = "result"
 
 @runtime_checkable
 class _Array(Protocol):
-    """A tensor of any library; `tolist` reads it without importing the library."""
+    """A tensor of any library. `tolist` reads it without an import of the library."""
 
     def tolist(self) -> Any: ...
 
@@ -45,8 +44,8 @@ def read_result(raw: object, *, correct_threshold: float, num_response_tokens: i
 
 
 def split_rows(raw: object, count: int) -> list[Any]:
-    """Splits the result of a function that scores all items into one result for each: a sequence or tensor by position,
-    a dict of columns by row (a single number is a part of every row).  Raises: RewardError where rows are missing."""
+    """Splits the result of a function that scores all items into one per item: a sequence or tensor by position, a dict
+    of columns by row; a single number is in every row.  Raises: RewardError if rows are missing."""
     if isinstance(raw, Mapping):
         found = {name: entries(value) for name, value in raw.items()}
         columns = {name: _split_column(str(name), each, count) for name, each in found.items() if each is not None}
@@ -60,7 +59,7 @@ def split_rows(raw: object, count: int) -> list[Any]:
 
 
 def as_number(value: object) -> float | None:
-    """`value` as a float if it is one number of any library (0-dimensional tensors too), else None."""
+    """Returns `value` as a float if it is a number of any library (0-dimensional tensors too); else None."""
     if type(value) is float:
         return value
     # isinstance of a protocol is a hundred times slower than a comparison of types.
@@ -73,26 +72,26 @@ def as_number(value: object) -> float | None:
 
 
 def number_text(value: Decimal) -> str:
-    """A number as the text of a `pred`, exactly: equal numbers give equal texts (72, not 72.0, 072 or 7.2e1)."""
+    """Writes a number as the text of a `pred`. Equal numbers give equal texts: 72, not 72.0, 072 or 7.2e1."""
     text = f"{value:f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def after_thought(text: str) -> str:
-    """The text after the last `</think>`, which holds the answer; the whole text without one."""
+    """Returns the text after the last `</think>`, which has the answer; without that tag the whole text."""
     return text.rpartition("</think>")[2]
 
 
 def is_repeated(text: str, start: int, prompt: str) -> bool:
-    """Tells whether the text from `start` belongs to a repetition of the prompt at the end of a text, which is no
-    answer: it follows `QUOTED` characters of the prompt, or stands in the whole prompt (of two words or more)."""
+    """Tells whether the text from `start` on repeats the prompt at the end of a response, and so is no answer. It does
+    if it follows `QUOTED` characters of the prompt, or lies within the whole prompt (of two words or more)."""
     before, prompt = text[max(0, start - QUOTED) : start + 1], prompt.strip()
     is_whole = " " in prompt and text.rstrip().endswith(prompt) and start >= len(text.rstrip()) - len(prompt)
     return is_whole or (start >= QUOTED and before in prompt)
 
 
 def failure(message: str, *, timed_out: bool = False) -> Failure:
-    """A Failure with source "reward"."""
+    """Makes a Failure with source "reward"."""
     return Failure("reward", message, timed_out)
 
 
@@ -102,7 +101,7 @@ def truth_error(truth: object, expected: str, change: str = "correct the row") -
 
 
 def closed_error() -> RewardError:
-    """Returns the error for a call of a pool after its end."""
+    """Returns the error for a call of a closed pool."""
     return RewardError("reward pool", "closed", "a pool that is open", "open another one")
 
 
@@ -129,7 +128,7 @@ def _read_mapping(raw: Mapping[Any, Any], correct_threshold: float, num_response
 
 
 def _read_reward(what: str, value: object, num_response_tokens: int) -> tuple[float, tuple[float, ...] | None]:
-    """The total reward, and the rewards of tokens if `value` is a list (which may cover the padding)."""
+    """Returns the total reward; and the token rewards, if `value` is a list (which may cover the padding)."""
     if as_number(value) is not None or (listed := entries(value)) is None:
         return finite(what, value), None
     return _read_tokens(what, listed, num_response_tokens)
@@ -148,7 +147,7 @@ def _read_tokens(what: str, listed: list[object], num_response_tokens: int) -> t
 
 
 def finite(what: str, value: object) -> float:
-    """`value` as a finite number.  Raises: RewardError if it is no number, or not finite."""
+    """Returns `value` as a finite number.  Raises: RewardError if it is not a number, or not finite."""
     number = as_number(value)
     if number is None:
         raise RewardError(what, _show(value), "a number")
@@ -158,7 +157,7 @@ def finite(what: str, value: object) -> float:
 
 
 def entries(value: object) -> list[object] | None:
-    """The entries of a sequence or tensor; None for other values."""
+    """Returns the entries of a sequence or tensor; None for other values."""
     found = value.tolist() if isinstance(value, _Array) else value
     return list(found) if isinstance(found, Sequence) and not isinstance(found, (str, bytes)) else None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of a reward model behind a server: `whet serve`, vLLM or SGLang."""
+"""Scores of a reward model on a server: `whet serve`, vLLM or SGLang."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ async def compute_score(
     request_seconds: Positive = 20.0,
     deadline_seconds: Positive = 25.0,
 ) -> dict[str, float]:
-    """The score of a reward model at `endpoint` (http://127.0.0.1:8000) for the conversation, prompt and response,
-    which is sent as text, so that the model may have any vocabulary.
+    """Asks a reward model at `endpoint` (http://127.0.0.1:8000) for the score of a conversation. Prompt and response
+    are sent as text, so that the model may have any vocabulary.
 
-    `api` is the path and its form: pooling and classify of vLLM and `whet serve`, sglang (/classify with a text), or
-    score (vLLM's /v1/score: a cross-encoder reads the last message of the prompt and the response). The server renders
-    the messages with its chat template; with `template`, a folder or hub name whose tokenizer has one, they are
-    rendered here, as sglang needs it. If the reply has a number for each token, the last one counts. `key_variable` is
-    the environment variable of the key. `deadline_seconds`, for all attempts, belongs below `reward.timeout_seconds`.
+    `api` selects path and form: `pooling` or `classify` of vLLM and `whet serve`; `sglang` (/classify with a text);
+    `score` (vLLM's /v1/score: a cross-encoder reads the prompt's last message and the response). The server renders the
+    messages with its chat template; with `template`, a folder or hub name whose tokenizer has one, they are rendered
+    here, as sglang needs it. If the reply has a number for each token, the last one counts. `key_variable` is the
+    environment variable of the key. `deadline_seconds`, for all attempts, belongs below `reward.timeout_seconds`.
     Raises: RewardError."""
     body: dict[str, Any] = {"model": model} if model else {}
     if api == "score":
@@ -79,7 +79,7 @@ async def compute_score(
 
 
 def last_number(reply: Any) -> float:
-    """The score in a reply: its single number, or the number of the last token.
+    """Reads the score in a reply: its only number, or the number of the last token.
 
     Raises: ValueError, LookupError, TypeError."""
     rows = reply["data"] if isinstance(reply, dict) and "data" in reply else reply
@@ -93,7 +93,7 @@ def last_number(reply: Any) -> float:
 
 
 def check_options(*, endpoint: str = "http://", api: Api = "pooling", template: str | None = None, **_: object) -> None:
-    """Raises: RewardError for an invalid endpoint address, and for sglang without a template."""
+    """Checks the options.  Raises: RewardError for an invalid endpoint, and for `sglang` without a template."""
     if not endpoint.startswith(("http://", "https://")):
         raise RewardError("endpoint", endpoint, "an address such as http://127.0.0.1:8000")
     if api == "sglang" and template is None:
@@ -103,13 +103,13 @@ def check_options(*, endpoint: str = "http://", api: Api = "pooling", template: 
 
 @cache
 def client() -> Http:
-    """The HTTP connections of this process."""
+    """The HTTP client of this process. It keeps connections open."""
     return Http()
 
 
 @cache
 def tokenizer_at(path: str) -> Any:
-    """The tokenizer of a folder or hub name.  Raises: ModelError; RewardError without a chat template."""
+    """Loads the tokenizer of a folder or hub name.  Raises: ModelError; RewardError if it has no chat template."""
     from whet.models.load import load_tokenizer  # and torch, for servers that read no messages
 
     tokenizer = load_tokenizer(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a reward that depend on the form of a response, to be listed beside a function that reads its answer:
+"""Reward parts for the form of a response. List them beside a function that scores the answer:
 `reward.function=[math,format,ngram_repetition]`. `algorithm.overlong` is DAPO's penalty for length."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def ngram_repetition(solution_str: str, *, n: Count = 3) -> float:
 
 @register_reward("length")
 def length(reward_input: dict[str, Any], *, shortest: Number = 0, longest: Count = 1024) -> float:
-    """0 for a response of `shortest` to `longest` tokens, else minus the relative distance to it, at least -1."""
+    """0 for a response of `shortest` to `longest` tokens, else minus the relative distance to them, at least -1."""
     tokens = int(reward_input["response_length"])
     if tokens < shortest:
         return tokens / shortest - 1
@@ -66,10 +66,9 @@ def language(
         "latin", "cyrillic", "greek", "arabic", "hebrew", "devanagari", "thai", "hangul", "han", "japanese"
     ] = "latin",
 ) -> float:
-    """Share of the letters of a response that belong to a script; 1 without letters, 0 for an empty response.
+    """The share of a response's letters that belong to `script`; 1 without letters, 0 for an empty response.
 
-    LaTeX commands and tags do not count. DeepSeek-R1's language consistency, arXiv:2501.12948, by script.
-    """
+    LaTeX commands and tags do not count. DeepSeek-R1's language consistency, arXiv:2501.12948, by script."""
     letters = Counter(each for each in _MARKUP.sub(" ", solution_str) if each.isalpha())
     if not letters:
         return float(bool(solution_str.strip()))
@@ -79,7 +78,7 @@ def language(
 
 
 def has_format(text: str, style: str) -> bool:
-    """Tells whether a text is `<think>...</think>`, then an `<answer>` (style answer) or text with a box (boxed)."""
+    """Tells whether a text is `<think>...</think>`, then `<answer>` (style "answer") or text with a box ("boxed")."""
     text = text.strip()
     rest = text.partition("</think>")[2].strip()
     if not text.startswith("<think>") or text.count("<think>") != 1 or text.count("</think>") != 1:

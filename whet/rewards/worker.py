@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward process: it loads one score function, then scores items, in order, or several at a time if it is async.
+"""A reward process loads one score function, then scores items in order; an async function scores several at a time.
 
 The first call carries source files; the reply is Started or a RewardError. Each later call carries items; the reply is
-Scored.
-"""
+Scored."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ BLOCKED_SHARE = 0.1  # of the deadline: a later cancellation means that another 
 
 @dataclass(frozen=True)
 class ScorerSpec:
-    """A score function, by name or as an object, with its options."""
+    """A score function, by name or as an object, and its options."""
 
     function: str | Callable[..., Any]
     kwargs: Mapping[str, object]
@@ -43,7 +42,7 @@ class ScorerSpec:
     tokenizer: tuple[str, bool] | None = None  # of a manager class: path, trust_remote_code
 
     def load(self) -> RewardFunction:
-        """Imports the function if it is a name.  Raises: RegistryError, RewardError, any error of the import."""
+        """Loads the function; imports it if it is given by name.  Raises: RegistryError, RewardError, import errors."""
         with stand_ins():
             return self._load()
 
@@ -76,16 +75,16 @@ class Started:
 
 @dataclass(frozen=True)
 class Scored:
-    """The outcomes of one call, or one Failure for all its items; and the time that the function took. An outcome of
-    None: the call was late, but another call blocked the process at that time."""
+    """The outcomes of one call (or one Failure for all its items), and the time that the function took. An outcome of
+    None means that the call was late, but another call blocked the process at that time."""
 
     outcomes: list[Outcome] | Outcome | None
     seconds: float
 
 
 def prepare(spec: bytes) -> Serve:
-    """Returns the main function of each worker. It loads the user's code in the worker, as the template must not have
-    threads."""
+    """Returns the main function of the workers. Each worker loads the user's code itself, because the template process
+    must not have threads."""
     return partial(_serve, spec)
 
 
@@ -115,7 +114,7 @@ def _serve(spec_bytes: bytes, caller: Caller) -> None:
 
 
 def _items(content: bytes) -> list[RewardItem] | Failure:
-    """The items of a call; a Failure for all of them if this process cannot import the class of an object."""
+    """Unpickles the items of a call; a Failure for all of them if this process cannot import the class of an object."""
     try:
         items: list[RewardItem] = pickle.loads(content)
     except Exception as error:  # the pickle of a user's object may raise anything
@@ -139,8 +138,8 @@ def _serve_concurrently(caller: Caller, function: RewardFunction, seconds: float
 
 
 async def _score_in_time(function: RewardFunction, content: bytes, seconds: float) -> Outcome | None:
-    """Scores one item and cancels it at its deadline. None: it is late, but the event loop was blocked at the deadline,
-    so another item may be the cause."""
+    """Scores one item, and cancels it at its deadline. Returns None if it is late but the event loop was blocked at the
+    deadline, so that another item may be the cause."""
     loop, items = asyncio.get_running_loop(), _items(content)
     if isinstance(items, Failure):
         return items

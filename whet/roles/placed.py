@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments and reward processes in pools of `cluster.placement`, usually on other machines, behind the interfaces
-of an environment host and a scorer."""
+"""Environments and reward processes in pools of `cluster.placement`, usually on other machines. They have the
+interfaces of an environment host and a scorer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ENVIRONMENT, REWARD = "environment", "reward"  # roles
 
 
 class EnvironmentWorker(MeasuredWorker):
-    """A rank that runs the processes of environments, at most `environment.max_episodes`."""
+    """A rank that runs environments in processes: at most `environment.max_episodes`."""
 
     is_replica = True
 
@@ -44,8 +44,8 @@ class EnvironmentWorker(MeasuredWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def serve(self, calls: Sequence[FleetTask], ended: Sequence[str], timeout_seconds: float) -> list[Done]:
-        """Ends episodes, starts calls (agent, method, arguments), and waits for the first results.  Returns these with
-        their agents; None marks an episode whose reset has begun."""
+        """Ends the episodes in `ended`, starts the `calls` (agent, method, arguments), and waits for the first
+        results.  Returns the results with their agents. Result None means that an episode's reset has begun."""
         for uid in ended:
             agent, *_ = self._open.pop(uid).what
             self._hosts[agent].close(uid)
@@ -66,16 +66,16 @@ class EnvironmentWorker(MeasuredWorker):
 
 
 def placed_hosts(group: WorkerGroup, config: EnvironmentConfig) -> dict[str, EnvironmentHost]:
-    """Opens hosts by agent, of environments on the ranks of a group. An episode is a task whose parts are its reset and
-    its turns. It stays on one rank, which had the fewest episodes; if that is lost, the episode begins again on
-    another, with the same seed and turns. The loss of the last rank ends the run."""
+    """Opens the environment hosts of all agents, by agent, on the ranks of a group. An episode is a task; its parts are
+    its reset and its turns. It runs on the rank that had the fewest episodes. If that rank is lost, the episode starts
+    again on another, with the same seed and turns. The loss of the last rank ends the run."""
     ranks, hosts, attempts = RankDriver(group, Fleet(has_parts=True)), dict[str, PlacedHost](), count()
     ranks.join(range(group.world_size))
     return {agent: PlacedHost(agent, ranks, hosts, attempts) for agent in (MAIN, *config.agents)}
 
 
 class PlacedHost(EnvironmentHost):
-    """The environments of an agent, on ranks that serve all agents of `hosts`."""
+    """The environments of one agent. Their ranks serve all agents of `hosts`."""
 
     def __init__(self, agent: str, ranks: RankDriver, hosts: dict[str, PlacedHost], attempts: Iterator[int]) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class PlacedHost(EnvironmentHost):
 
 
 class RewardWorker(MeasuredWorker):
-    """The process that owns the reward processes of its machine."""
+    """A rank that owns the reward processes on its machine."""
 
     is_replica = True
 
@@ -119,12 +119,12 @@ class RewardWorker(MeasuredWorker):
 
     @register()
     def scores_alone(self, caller: int) -> bool:
-        """True if process `caller` may submit items one by one without waiting for each."""
+        """Tells whether process `caller` may submit single items without waiting for each result."""
         return self._scorer.scores_alone and caller != os.getpid()
 
     @register(Dispatch.ONE_TO_ALL, concurrent=True)
     def serve(self, batches: Sequence[FleetTask], ended: Sequence[str], timeout_seconds: float) -> list[Done]:
-        """Returns the outcomes of all items of batches, in order."""
+        """Returns the outcomes of all items in `batches`, in order."""
         pending = [(each, self._scorer.submit_batch(each.what)) for each in batches]
         return [Done(each.uid, outcomes.result(), each.attempt) for each, outcomes in pending]
 
@@ -133,8 +133,8 @@ class RewardWorker(MeasuredWorker):
 
 
 class PlacedRewards:
-    """The scorer of a run whose reward processes belong to the ranks of a group. An item goes to the rank that has the
-    fewest, and to another if that rank is lost; the loss of the last rank ends the run."""
+    """The scorer of a run whose reward processes belong to ranks. Each item goes to the rank with the fewest items. If
+    that rank is lost, the item goes to another; the loss of the last rank ends the run."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self.ranks, self._uids = RankDriver(group, Fleet(), concurrent=True), map(str, count())
@@ -158,7 +158,7 @@ class PlacedRewards:
 
 @dataclass
 class Placed:
-    """The pending outcomes of items on the ranks of `rewards`."""
+    """The pending outcomes of items that `rewards` has sent to ranks."""
 
     rewards: PlacedRewards
     uid: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts for a reward model whose vocabulary is not the policy's: conversations by its own chat template and tokenizer.
+"""Texts for a reward model with another vocabulary: its own chat template and tokenizer encode each conversation.
 
 The model reads the text of a conversation and returns one score. Numbers of single tokens (values, log-probs) have no
 counterpart in another vocabulary."""
@@ -25,14 +25,14 @@ KEPT = 4  # tokenizers
 
 @dataclass(frozen=True)
 class TextReader:
-    """The tokenizer of the reward model at `path`, with its chat template and its context length."""
+    """Encodes conversations for the reward model at `path`: its tokenizer, chat template and context length."""
 
     path: str
     tokenizer: PreTrainedTokenizerBase
     longest: int
 
     def encode(self, trajectories: Sequence[Trajectory]) -> list[list[int]]:
-        """Encodes whole conversations.  Raises: DataError, EngineError for one with media, or with too many tokens."""
+        """Encodes whole conversations.  Raises: DataError, EngineError if one has media or too many tokens."""
         texts = []
         for each in trajectories:
             messages = (*each.prompt.messages, *each.messages)
@@ -51,7 +51,7 @@ class TextReader:
 
 @lru_cache(KEPT)
 def text_reader(path: str, trusted: bool, policy: PreTrainedTokenizerBase) -> TextReader | None:
-    """The reader of a reward model; None if the model has all tokens of the policy with the same ids, and so reads ids.
+    """Returns a reward model's text reader; None if the policy's tokens have the same ids there, so that it reads ids.
 
     Raises: ModelError."""
     tokenizer = load_tokenizer(path, path, trust_remote_code=trusted)
@@ -62,8 +62,8 @@ def text_reader(path: str, trusted: bool, policy: PreTrainedTokenizerBase) -> Te
 
 
 def text_batch(batch: Batch, trajectories: Sequence[Trajectory], reader: TextReader) -> Batch:
-    """The conversations as rows: a row of `batch` with a token in `response_mask` gets the conversation of its
-    trajectory, with the last token as its response; other rows are not read."""
+    """Encodes conversations as a batch. Each row of `batch` with a token in `response_mask` gets the conversation of
+    its trajectory; the last token is the response. Other rows are not read."""
     read = batch["response_mask"].bool().any(1).tolist()
     owners = [trajectories[number] for number in batch["trajectory_uid"].tolist()]
     encoded = iter(reader.encode([each for each, is_read in zip(owners, read, strict=True) if is_read]))
@@ -71,7 +71,7 @@ def text_batch(batch: Batch, trajectories: Sequence[Trajectory], reader: TextRea
 
 
 def rows_of(texts: Sequence[Sequence[int]]) -> Batch:
-    """A batch of texts to be scored, each with its last token as the response; an empty text is not read."""
+    """Makes a batch of texts to score. The last token of each is its response; an empty text is not read."""
     rows = [ids or [0, 0] for ids in texts]
     width = max(map(len, rows))
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])

@@ -53,8 +53,8 @@ HALF_FILLED_SECONDS = 0.05  # between two looks for weights that come again
 
 
 class Direct:
-    """The engine of a rollout worker in this process, which the loop calls without a router; the worker supplies its
-    weights. Errors name the role, like the errors of worker groups."""
+    """The engine of a rollout worker in this process. The loop calls it without a router, and the worker supplies the
+    weights. Errors name the role, as errors of worker groups do."""
 
     num_lost = 0
 
@@ -65,7 +65,7 @@ class Direct:
 
     @property
     def reads_trained_weights(self) -> bool:
-        """Tells whether the engine computes with the trainer's own tensors, without a copy or a recorded step."""
+        """Tells whether the engine computes with the trainer's own tensors: no copy, no recorded step."""
         return self._worker.is_attached and self._worker.device.type == "cpu"
 
     def submit(self, request: Request) -> bool:
@@ -74,12 +74,12 @@ class Direct:
             return self._engine.submit(request)
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """Samples, and returns the next events."""
+        """Samples until there are events.  Returns them."""
         with self._named("poll"):
             return self._engine.poll(timeout_seconds)
 
     def sync(self, version: int) -> str:
-        """Brings the weights of `version` into the engine.  Returns their digest."""
+        """Loads the weights of `version` into the engine.  Returns their digest."""
         with self._named("sync"):
             return self._worker.sync(version)
 
@@ -93,15 +93,15 @@ class Direct:
 
 
 class Modes:
-    """Switches the workers of all processes from training, in which they begin, to sampling and back."""
+    """Switches the workers of all processes between training (the initial mode) and sampling."""
 
     def __init__(self, rollout: WorkerGroup) -> None:
         self._rollout, self._samples = rollout, False
 
     @contextmanager
     def rollout_mode(self) -> Iterator[None]:
-        """Opens a block in which trained models and their optimizers are off the device; a nested block changes
-        nothing. At its end the rollout's cache and own weights leave the device."""
+        """Opens a block in which trained models and their optimizers are off the device. At its end the rollout's cache
+        and own weights leave the device. A nested block changes nothing."""
         if self._samples:
             yield
             return
@@ -122,8 +122,8 @@ class Modes:
 
 
 class Lent:
-    """The engine of a rank that lends its devices to the engine of another rank: it only takes part in gathering
-    weights. `part` is this node's part of the server, if that rank is on another node."""
+    """Stands for the engine on a rank that lends its devices to another rank's engine. It only takes part in gathering
+    weights. If that rank is on another node, `part` is the server's part on this node."""
 
     def __init__(self, options: Mapping[str, object], part: RolloutEngine | None = None) -> None:
         self._part = part
@@ -131,7 +131,7 @@ class Lent:
         self.version = 0
 
     def load(self, weights: Weights, version: int) -> None:
-        """Iterates over all weights, as the other ranks do, and keeps none."""
+        """Iterates over all weights, because all ranks must, and keeps none."""
         for _ in weights:
             pass
         self.version = version
@@ -149,8 +149,8 @@ class Lent:
 
 
 class RolloutWorker(MeasuredWorker):
-    """A rank that samples: with the module of an actor in its process if its engine can, else with weights of its own
-    that `load` brings. The first of every `num_ranks` ranks has an engine on the devices of all of them."""
+    """A rank that samples. If its engine can, it samples with the module of an actor in its process; otherwise `load`
+    brings weights of its own. Of every `num_ranks` ranks the first has an engine, on the devices of all of them."""
 
     is_replica = True
 
@@ -196,8 +196,8 @@ class RolloutWorker(MeasuredWorker):
     def serve(
         self, requests: Sequence[Request], aborted: Sequence[str], timeout_seconds: float, gathers: bool
     ) -> list[Event | Lost]:
-        """Takes requests, aborts others, samples, and returns at the first events; with `gathers` it returns all events
-        of `timeout_seconds`, or as soon as nothing is left. The last event may report that the engine is lost.
+        """Takes requests, ends `aborted` ones, samples, and returns at the first events. With `gathers` it returns all
+        events of `timeout_seconds`, or until no request is left. The last event may report the loss of the engine.
 
         Raises: EngineError, WeightSyncError."""
         events = list[Event | Lost]()
@@ -254,13 +254,13 @@ class RolloutWorker(MeasuredWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def is_beside_actor(self) -> bool:
-        """Tells whether this process also has a rank of the actor."""
+        """Tells whether this process has a rank of the actor too."""
         return "actor" in self.neighbours
 
     @register(Dispatch.ONE_TO_ALL)
     def sync(self, version: int) -> str:
-        """Takes the weights of `version` from the actor in this process. The engine samples from the actor's module
-        itself if it can, and if the module is whole on this rank, has the same dtype and no adapter that slows down
+        """Takes the weights of `version` from the actor in this process. If it can, the engine samples from the actor's
+        own module. That module must be whole on this rank, have the same dtype, and have no adapter that slows down
         every token."""
         actor = actor_beside(self)
         module, weights = actor.engine.whole_module(), actor.engine.named_weights()
@@ -278,7 +278,7 @@ class RolloutWorker(MeasuredWorker):
         return buckets.copy(self._fill, weights, version, self.dtype)
 
     def _take_module(self, module: PreTrainedModel | None) -> None:
-        """Gives an engine that samples from a module of this process a module of its own."""
+        """Creates a separate module for an engine that samples from a module of this process."""
         if isinstance(self.engine, SharesModule) and not self._owns_module:
             if module is not None:
                 self.engine.adopt(module)
@@ -288,12 +288,12 @@ class RolloutWorker(MeasuredWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def takes_adapter(self) -> bool:
-        """Tells whether this rank's engine keeps the first weights and takes only the trained adapter."""
+        """Tells whether this rank's engine keeps the base weights and receives only the trained adapter."""
         return isinstance(self.engine, LoadsAdapter) and self.engine.takes_adapter
 
     @register(Dispatch.ONE_TO_ALL)
     def takes_delta(self) -> bool:
-        """Tells whether this rank receives weights as changes."""
+        """Tells whether this rank receives only the changes of the weights."""
         return isinstance(self.engine, TakesDelta) and self.engine.takes_delta
 
     def _fill(self, weights: Weights, version: int) -> None:
@@ -310,18 +310,17 @@ class RolloutWorker(MeasuredWorker):
 
     @register(Dispatch.ALL_TO_ALL, concurrent=True)
     def open_inlet(self, route: Route, deadline_seconds: float) -> None:
-        """Opens this rank's end of the link to the trainer, replacing an earlier one."""
+        """Opens this rank's end of the link to the trainer. It replaces an earlier one."""
         self._close_link()
         self._inlet = open_inlet(route, deadline_seconds, self.device)
         self._base = DeltaBase() if self.takes_delta() else None
 
     @register(Dispatch.ONE_TO_ALL, concurrent=True)
     def receive(self, version: int) -> str | Broken:
-        """Takes the weights of `version` from the link, and returns their digest, or Broken. While requests are being
-        sampled the weights are gathered in memory, and loaded between two decode steps.
+        """Receives the weights of `version` over the link.  Returns their digest, or Broken. While requests are being
+        sampled, weights are gathered in memory, then loaded between two decode steps.
 
-        Raises: WeightSyncError.
-        """
+        Raises: WeightSyncError."""
         assert self._inlet is not None
         digest = Digest()
         try:
@@ -346,7 +345,7 @@ class RolloutWorker(MeasuredWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def rollout_mode(self) -> None:
-        """Moves trained models and optimizers of this process off the device, except weights that this rank uses."""
+        """Moves this process's trained models and optimizers off the device, except weights to sample with."""
         for role, engine in self._engines_beside().items():
             engine.offload(weights=not (self.is_attached and role == "actor"))
         self._meet()
@@ -355,7 +354,7 @@ class RolloutWorker(MeasuredWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def trainer_mode(self) -> None:
-        """Undoes `rollout_mode`, and frees the memory that only sampling needs."""
+        """Undoes `rollout_mode`. Frees the memory that only sampling needs."""
         if isinstance(self.engine, Sleeps):
             self.engine.sleep()
         self._meet()
@@ -367,13 +366,13 @@ class RolloutWorker(MeasuredWorker):
         self.engine.close()
 
     def _meet(self) -> None:
-        """Waits for the other ranks whose devices the engine uses, in a pool that also trains."""
+        """Waits for the other ranks whose devices the engine uses, if the pool also trains."""
         if self._num_ranks > 1 and self.process_group is not None:
             torch.distributed.all_reduce(torch.zeros(()), group=self.process_group)  # the hosts meet
 
     def _place(self, hosts: Sequence[Host]) -> tuple[Span | None, bool]:
-        """The engine's part on this node, if it spans several, and whether this rank starts that part: the node's first
-        rank does. On Ray the processes that it starts see the devices of all its ranks on the node."""
+        """Returns the engine's part on this node, if the engine spans several nodes, and whether this rank starts that
+        part. The first rank of a node does. On Ray its processes see the devices of all its ranks on the node."""
         first = self.dp_rank * self._num_ranks
         together = hosts[first : first + self._num_ranks]
         if not together or self._num_ranks == 1:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A teacher behind an OpenAI-compatible server: log-probs of the most probable tokens at each position of a prompt, in
-the form `prompt_logprobs` of vLLM and whet."""
+"""A teacher behind an OpenAI-compatible server. The server returns log-probs of the most probable tokens at each prompt
+position, as `prompt_logprobs` of vLLM and whet."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Place = Mapping[str, Mapping[str, Any]]  # by token id
 
 
 class ServedTeacher:
-    """A teacher on a server, named `key` in the config. The server's key, if any, is the environment variable
-    OPENAI_API_KEY."""
+    """A teacher on a server; `key` is its name in the config. The environment variable OPENAI_API_KEY has the server's
+    key, if it needs one."""
 
     def __init__(self, key: str, address: str, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises: EngineError where the server does not answer."""
@@ -36,7 +36,7 @@ class ServedTeacher:
         self._model = str(self._ask("GET", "models")["data"][0]["id"])
 
     def outcomes(self, batch: Batch, top_k: int, vocab_size: int) -> dict[str, Tensor]:
-        """`teacher_ids` [B, R, K] and `teacher_outcomes` [B, R, K + 1], 0 outside of responses.
+        """Gets `teacher_ids` [B, R, K] and `teacher_outcomes` [B, R, K + 1], K = `top_k`; 0 outside of responses.
 
         Raises: EngineError for a server with another vocabulary, or one that returns fewer tokens."""
         masks = batch["response_mask"]
@@ -67,7 +67,7 @@ class ServedTeacher:
         return found
 
     def _places(self, ids: list[int], top_k: int) -> list[Place | None]:
-        """Tokens with their log-probs at each position of a text; None at the first."""
+        """Returns tokens with their log-probs at each position of a text; None at the first position."""
         body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
         places: list[Place | None] = self._ask("POST", "completions", body)["choices"][0].get("prompt_logprobs") or []
         if len(places) != len(ids):
@@ -76,7 +76,7 @@ class ServedTeacher:
         return places
 
     def _check(self, told: Mapping[str, Any], token: int) -> None:
-        """Checks that the server's token `token` has the same text as the student's.  Raises: EngineError."""
+        """Checks that a token from the server has the same text as the student's token.  Raises: EngineError."""
         if token in self._checked or token >= len(self._tokenizer):  # behind these are rows without a token
             return
         text, own = told.get("decoded_token"), self._tokenizer.decode([token])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurement of ranks in other processes: their use of the machine, and records of their operators."""
+"""Measurements of ranks in other processes: use of the machine, and traces of their operators."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAME = "rank"
 
 
 class MeasuredWorker(Worker):
-    """A rank that measures its own process and the processes that it started, and records its operators on request."""
+    """A rank that measures its own process and its child processes, and records its operators on request."""
 
     _recorder: profile.profile  # of the step that is profiled
 
@@ -34,8 +34,8 @@ class MeasuredWorker(Worker):
 
     @register(concurrent=True)
     def system_use(self, whole: bool) -> dict[str, float]:
-        """The use of this rank's accelerator, by `accelerator_gib`, ...; with `whole` also the memory of its processes,
-        and the processor cores used since the last call."""
+        """Measures this rank's accelerator: `accelerator_gib` and so on. `whole` adds the memory of its processes, and
+        the processor cores used since the last call."""
         if not whole:
             return profile.accelerator_use(self.device)
         return {key.rpartition("/")[2]: value for key, value in self._meter.measure(self.device).items()}
@@ -60,7 +60,7 @@ class MeasuredWorker(Worker):
 
 @contextmanager
 def recorded(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig, base: Path) -> Iterator[None]:
-    """Records the ranks that train or sample in other processes during the block, in BASE.POOL_RANK.trace.json.gz."""
+    """Records the ranks in other processes that train or sample, in BASE.POOL_RANK.trace.json.gz, during the block."""
     seen = [role for role in ("rollout", *TRAINED_ROLES) if role in roles]
     found = {} if cluster.stays_here else {cluster.pool_of(role): role for role in seen}
     groups = {pool: roles[role] for pool, role in found.items()}
@@ -73,8 +73,8 @@ def recorded(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig, base: Pat
 
 
 def use_of_ranks(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig) -> dict[str, float]:
-    """The metrics `system/POOL_RANK/...` of ranks in other processes: all metrics of Ray's ranks, of ranks on this
-    machine the accelerator's only, since the loop's meter has the rest. A rank that is lost or late has none."""
+    """Returns the metrics `system/POOL_RANK/...` of ranks in other processes. Ranks on Ray report all metrics. Ranks on
+    this machine report only their accelerator's; the loop measures the rest. A lost or late rank reports nothing."""
     is_ray = cluster.backend == "ray"
     if not (is_ray or devices.count()):
         return {}
@@ -94,7 +94,7 @@ def use_of_ranks(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig) -> di
 
 
 def asked_of_trained(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig, method: str) -> dict[str, list[float]]:
-    """Replies of the ranks of trained roles to `method`, by process: a number for each role in the process."""
+    """Calls `method` on all ranks of trained roles. Returns the replies by process, one for each role in it."""
     found: dict[str, list[float]] = {}
     for role in filter(roles.__contains__, TRAINED_ROLES):
         for rank, number in enumerate(roles[role].call(method)):
@@ -104,11 +104,11 @@ def asked_of_trained(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig, m
 
 
 def _named(pool: str, rank: int) -> str:
-    """The name of a rank in metrics, which the meter of its machine uses too."""
+    """The name of a rank in metrics. The meter of its machine uses the same name."""
     return short_name(f"{pool} {rank}").replace(" ", "_")
 
 
 def shares_of_peak(flops: Mapping[str, float], peaks: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """The metrics `perf/mfu` and `system/.../mfu`, from operations in `seconds` and peaks a second by process."""
+    """Computes `perf/mfu` and `system/.../mfu`. By process: `flops` in `seconds`, and `peaks` per second."""
     each = {f"system/{name}/mfu": number / seconds / peaks[name] for name, number in flops.items()}
     return each | {"perf/mfu": sum(flops.values()) / seconds / sum(peaks.values())}

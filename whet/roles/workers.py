@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker that trains or reads a model, with the trainer's end of the link to rollout ranks in other processes."""
+"""The worker that trains or runs a model, with the trainer's end of the link to rollout ranks in other processes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from whet.weight_sync.routes import RankSite, Route, Way, open_outlets
 
 
 class EngineWorker(MeasuredWorker):
-    """Base of ranks that call a training engine."""
+    """Base class of ranks that call a training engine."""
 
     engine: TrainEngine
 
@@ -65,12 +65,12 @@ class EngineWorker(MeasuredWorker):
 
     @register(Dispatch.DP_COMPUTE)
     def forward(self, batch: Batch, needs: tuple[str, ...], temperature: float = 1.0) -> dict[str, torch.Tensor]:
-        """Model outputs [B, R] without gradient."""
+        """Computes model outputs [B, R] without gradient."""
         return self.engine.forward(batch, frozenset(needs), temperature)
 
 
 class TrainWorker(EngineWorker):
-    """A rank of the actor, the critic, the reference or any other model that is trained or computes columns."""
+    """A rank of a model that is trained or computes columns: actor, critic, reference and others."""
 
     def __init__(self, placement: Placement, settings: RoleSettings) -> None:
         super().__init__(placement)
@@ -97,7 +97,7 @@ class TrainWorker(EngineWorker):
 
     @register(Dispatch.DP_COMPUTE)
     def forward_backward(self, batch: Batch, objective: Objective, counts: Columns) -> Metrics:
-        """Accumulates the gradients of parts of a mini-batch, for `step`; `counts` count the whole mini-batch."""
+        """Accumulates the gradient of a part of a mini-batch, for `step`. `counts` are of the whole mini-batch."""
         return self.engine.forward_backward(batch, objective, counts)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -107,31 +107,30 @@ class TrainWorker(EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def digest(self) -> str:
-        """The digest of the model's weights, with an adapter merged; on every rank."""
+        """Returns the digest of the model's weights, with an adapter merged. Every rank gets it."""
         return str(Digest.of(self.engine.named_weights()))
 
     @register(concurrent=True)
     def peak_flops(self) -> float:
-        """The peak speed of this rank's accelerator in operations a second."""
+        """The peak speed of this rank's accelerator, in operations per second."""
         return profile.peak_flops()
 
     @register(concurrent=True)
     def update_flops(self) -> float:
-        """The operations of this rank's updates since the last call; 0.0 if the peak is unknown."""
+        """Returns the number of operations of this rank's updates since the last call; 0.0 if the peak is unknown."""
         found, self._flops = self._flops, 0.0
         return found
 
     @register(Dispatch.ONE_TO_ALL)
     def has_finite_weights(self) -> bool:
-        """Tells whether this rank's part of the trained weights, and a model output computed with them, is finite."""
+        """Tells whether this rank's trained weights, and a model output computed with them, are finite."""
         return self.engine.has_finite_weights()
 
     @register(Dispatch.ONE_TO_ALL)
     def save(self, path: str) -> None:
-        """Writes weights, optimizer state and step count; for an adapter also the model that it belongs to.
+        """Writes weights, optimizer state and step count; for an adapter also its base model's name (`start_of`).
 
-        Raises: CheckpointError.
-        """
+        Raises: CheckpointError."""
         try:
             self.engine.save(Path(path), self.start)
         except (OSError, SafetensorError) as error:
@@ -159,7 +158,7 @@ class TrainWorker(EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def open_outlets(self, routes: Sequence[Route], deadline_seconds: float) -> dict[Way, str]:
-        """Opens this rank's ends of links, replacing earlier ones.  Returns their addresses."""
+        """Opens this rank's ends of links, and closes earlier ones.  Returns their addresses."""
         self.close()
         self._base = DeltaBase()
         self._outlets = open_outlets(routes, self.rank, self.address, deadline_seconds, self.device)
@@ -167,9 +166,9 @@ class TrainWorker(EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def publish(self, version: int, dtype: str, only_adapter: bool, as_delta: bool = False) -> str | Broken | None:
-        """Sends the weights of `version`, or only the adapter's, in the rollout's dtype: whole or, with `as_delta`, as
-        changes since the last version. Every rank must call this, as gathering the weights may need it.  Returns their
-        digest; None on a rank without a link; Broken."""
+        """Sends the weights of `version`, or only the adapter's, in the rollout's dtype; with `as_delta` only the
+        changes since the last version. Every rank must call this, because gathering the weights may need all.  Returns
+        their digest; None on a rank without a link; Broken."""
         try:
             weights = with_adapter(self.engine).adapter_weights() if only_adapter else self.engine.named_weights()
             with span("weight sync"):
@@ -187,7 +186,7 @@ class TrainWorker(EngineWorker):
 
 
 class AdapterOffWorker(EngineWorker):
-    """The reference of a run that trains an adapter: the actor's own module, with the adapter off."""
+    """The reference of a run that trains an adapter: it is the actor's own module, with the adapter off."""
 
     def __init__(self, placement: Placement) -> None:
         super().__init__(placement)
@@ -199,7 +198,7 @@ class AdapterOffWorker(EngineWorker):
 
 
 def start_of(settings: RoleSettings, lora: LoraSettings) -> dict[str, Any]:
-    """The model that an adapter belongs to, for the checkpoint, with absolute paths."""
+    """Describes the base model of an adapter, for the checkpoint, with absolute paths."""
 
     def whole(path: str | None) -> str | None:
         return str(Path(path).resolve()) if path is not None and Path(path).is_dir() else path
@@ -214,7 +213,7 @@ def start_of(settings: RoleSettings, lora: LoraSettings) -> dict[str, Any]:
 
 
 def actor_beside(worker: Worker) -> TrainWorker:
-    """The actor's worker in the process of another worker.  Raises: WorkerError."""
+    """Returns the actor's worker in the same process as `worker`.  Raises: WorkerError."""
     actor = worker.neighbours["actor"]
     if not isinstance(actor, TrainWorker) or actor.settings.is_value_model:
         found, expected = "has no actor with a language model in its process", "both roles in one pool"
@@ -240,7 +239,7 @@ def path_of(model: ModelConfig) -> str:
 def settings_of(
     model: ModelConfig, role: ActorConfig | RefConfig | RewardModelConfig | ExamplesConfig, path: str | None = None
 ) -> RoleSettings:
-    """The settings of a role that only reads the model at `path`, by default the policy's model."""
+    """The settings of a role that only runs the model at `path`, by default the policy's model."""
     assert model.dtype != "auto", "`with_dtypes` comes first, in the driver"
     return RoleSettings(
         model_path=path or path_of(model),
@@ -271,7 +270,7 @@ def settings_trained(
 
 
 def tokenizer_of(config: RunConfig, *others: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of the policy, after a check that the models at `others` share it.
+    """Returns the policy's tokenizer. Checks that the other models of the config share it.
 
     Raises: ModelError; ConfigError where the model's context is too short."""
     path, trusted = path_of(config.model), config.model.trust_remote_code
@@ -282,8 +281,8 @@ def tokenizer_of(config: RunConfig, *others: str | None) -> PreTrainedTokenizerB
 
 
 def check_media(config: RunConfig, media: Mapping[str, Sequence[Media]]) -> None:
-    """Checks that the training engines support rows with images or videos, if there are such rows; `media` maps the
-    name of a row to its media.  Raises: ConfigError."""
+    """Checks that the training engines support images and videos, if any row has them. `media` maps the name of a row
+    to its media.  Raises: ConfigError."""
     row = next((name for name, own in media.items() if own), None)
     keys = [f"{name}.engine" for name in ("actor", "critic", "ref", "reward_model") if name in config] or ["engine"]
     for key in keys if row is not None else ():
@@ -292,7 +291,7 @@ def check_media(config: RunConfig, media: Mapping[str, Sequence[Media]]) -> None
 
 
 def check_vocabularies(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Checks that models which compute numbers of single tokens have the vocabulary of the policy.
+    """Checks that every model that computes values per token has the policy's vocabulary.
 
     Raises: ConfigError."""
     teachers = {f"teacher.model_paths.{source}": path for source, path in config.teacher.model_paths.items()}
@@ -304,8 +303,8 @@ def check_vocabularies(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) 
 def check_vocabulary(
     paths: Mapping[str, str | None], policy: ModelConfig, tokenizer: PreTrainedTokenizerBase, change: str
 ) -> None:
-    """Checks that the models at `paths`, by key, have the vocabulary of the policy; a model without a tokenizer in its
-    folder is skipped.  Raises: ConfigError."""
+    """Checks that the models at `paths`, by config key, have the policy's vocabulary. A model whose folder has no
+    tokenizer is skipped.  Raises: ConfigError."""
     expected = "a model with the policy's vocabulary: its numbers of single tokens have none in another"
     for key, path in paths.items():
         with suppress(ModelError):  # without a tokenizer it is taken to be the policy's
@@ -314,8 +313,8 @@ def check_vocabulary(
 
 
 def check_reward_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Checks that the reward model is a classifier with one label that reads the policy's token ids or, with another
-    vocabulary, texts by its own chat template.  Raises: ModelError."""
+    """Checks that the reward model is a classifier with one label. It must read the policy's token ids or, if its
+    vocabulary differs, have its own chat template.  Raises: ModelError."""
     path, trusted = config.reward_model.model_path, config.model.trust_remote_code
     if path is None or config.reward_model.rubric is not None:
         return

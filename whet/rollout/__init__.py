@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling of responses."""
+"""Sampling of responses: engines, episodes, groups and the batch that they become."""

@@ -25,7 +25,7 @@ NOT_SAMPLED = -1  # turn id of text that the policy did not write
 
 @dataclass
 class Row:
-    """An append-only token sequence: a prompt, then sampled tokens and observation tokens in turn."""
+    """An append-only token sequence: a prompt, then alternately sampled tokens and observation tokens."""
 
     prompt_ids: tuple[int, ...]
     response_ids: list[int] = field(default_factory=list)
@@ -38,12 +38,12 @@ class Row:
     routed: list[bytes] = field(default_factory=list, compare=False)  # experts of each token, as `Turn.routed`
 
     def read(self, token_ids: Sequence[int]) -> None:
-        """Appends text that the policy only reads."""
+        """Appends text that the policy reads but does not sample."""
         self._append(token_ids, [0.0] * len(token_ids), [0] * len(token_ids), NOT_SAMPLED)
         self.routed += [b""] * len(token_ids)
 
     def write(self, turn: Turn, turn_id: int) -> None:
-        """Appends the tokens that the policy sampled in a turn."""
+        """Appends the tokens that the policy sampled in `turn`."""
         versions = [version for version, tokens in turn.versions for _ in range(tokens)]
         self._append(turn.token_ids, turn.log_probs, versions, turn_id)
         self.routed += turn.routed or [b""] * len(turn.token_ids)
@@ -58,8 +58,8 @@ class Row:
 
 
 def rows_of(trajectory: Trajectory) -> list[Row]:
-    """A trajectory's rows, in the order of their last turns: a turn whose context continues the last row of the same
-    player and sub-agent is appended to it, any other turn starts a row. Untrained turns count as text that was read."""
+    """Returns a trajectory's rows, in the order of their last turns. A turn whose context continues the last row of the
+    same player and sub-agent extends that row. Any other turn starts a row. Untrained turns count as observation."""
     rows: list[Row] = []
     open_rows: dict[tuple[str, str], tuple[Row, tuple[int, ...]]] = {}  # with all tokens of the row
     for turn_id, turn in enumerate(trajectory.turns):
@@ -81,14 +81,14 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
 
 
 def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[str] = ()) -> Batch:
-    """Returns the batch of scored groups: `unscored` with the columns of `with_scores`."""
+    """Builds the batch of scored groups: `unscored`, then `with_scores`."""
     return with_scores(unscored(groups, pad_token_id=pad_token_id), groups, columns=columns)
 
 
 def unscored(groups: Sequence[Group], *, pad_token_id: int) -> Batch:
-    """Returns a row for each append-only token sequence of each trajectory, groups together, in order.
+    """Builds the batch without scores: a row for each append-only token sequence of each trajectory, group after group.
 
-    A trajectory that failed before its first token gives one row: its prompt and a masked padding token."""
+    A trajectory that failed before its first token has one row: its prompt and a masked padding token."""
     rows, owners = _rows_and_owners(groups, pad_token_id)
     real_prompts = _real([row.prompt_ids for row in rows]).flip(1)  # padded on the left
     real = _real([row.response_ids for row in rows])
@@ -126,7 +126,7 @@ def unscored(groups: Sequence[Group], *, pad_token_id: int) -> Batch:
 
 
 def _positions(rows: Sequence[Row]) -> list[torch.Tensor | None] | None:
-    """Positions of rows on three axes, computed once for equal prompts; None if no row needs them."""
+    """Rotary positions of rows on three axes, computed once for equal prompts; None if no row needs them."""
     prompts: dict[tuple[object, ...], torch.Tensor | None] = {}
     found: list[torch.Tensor | None] = []
     for row in rows:
@@ -141,10 +141,10 @@ def _positions(rows: Sequence[Row]) -> list[torch.Tensor | None] | None:
 
 
 def with_scores(batch: B, groups: Sequence[Group], *, columns: Sequence[str] = (), is_dropped: bool = False) -> B:
-    """Adds the columns that follow from rewards and failures to the unscored batch of the same groups; with
-    `is_dropped` no token of it is trained on.
+    """Adds scores, accuracy and failures of `groups` to their unscored batch, as columns. With `is_dropped` no token of
+    the batch is trained on.
 
-    `columns` names numbers of the reward or of the environment that become columns [B]; 0 where a trajectory has none.
+    `columns` names numbers that the reward or the environment reports. They become columns [B]; 0 if not reported.
     Raises: DataError for a name in `columns` that no trajectory reports."""
     by_uid = {each.uid: each for group in by_player(groups) for each in group.trajectories}
     owners = [by_uid[uid] for uid in batch["trajectory_uid_name"]]
@@ -163,8 +163,8 @@ def with_scores(batch: B, groups: Sequence[Group], *, columns: Sequence[str] = (
 
 
 def with_failures(batch: B, failures: Mapping[str, Failure]) -> B:
-    """Masks the rows of failed trajectories, and sets their scores and the columns of providers to 0. `failures` has
-    new failures by uid."""
+    """Masks the rows of failed trajectories. Sets their scores and the columns of providers to 0. `failures` has new
+    failures by uid."""
     errors = [failures.get(uid, own) for uid, own in zip(batch["trajectory_uid_name"], batch["error"], strict=True)]
     failed = torch.tensor([error is not None for error in errors])
     given = [name for name in batch.columns() if name in COLUMNS and COLUMNS[name].has_provider]
@@ -174,7 +174,7 @@ def with_failures(batch: B, failures: Mapping[str, Failure]) -> B:
 
 
 def _rows_and_owners(groups: Sequence[Group], pad_token_id: int) -> tuple[list[Row], list[Trajectory]]:
-    """Returns all rows, and the trajectory of each."""
+    """Returns all rows, and the trajectory that each row belongs to."""
     rows: list[Row] = []
     owners: list[Trajectory] = []
     for trajectory in (each for group in by_player(groups) for each in group.trajectories):
@@ -188,9 +188,9 @@ def _rows_and_owners(groups: Sequence[Group], pad_token_id: int) -> tuple[list[R
 
 
 def _scores(batch: Batch, owners: Sequence[Trajectory]) -> torch.Tensor:
-    """[B, R]: the environment's reward of a turn on the turn's last token, the reward of a trajectory on the last
-    sampled token of its last row. Token rewards belong to this row; the reward of an unsampled token moves to the
-    sampled token before it."""
+    """Places scores on tokens, [B, R]. A turn's reward from the environment is on its last token. A trajectory's reward
+    is on the last sampled token of its last row, and its token rewards are in that row. The reward of an unsampled
+    token moves to the sampled token before it."""
     turn_ids, owner_of = batch["turn_ids"], dict(enumerate(owners))
     sampled, scores = turn_ids != NOT_SAMPLED, torch.zeros(turn_ids.shape, dtype=torch.float64)
     is_end = sampled & (turn_ids != torch.nn.functional.pad(turn_ids[:, 1:], (0, 1), value=NOT_SAMPLED))
@@ -214,13 +214,13 @@ def _real(rows: Sequence[Sequence[float]]) -> torch.Tensor:
 def _filled(
     real: torch.Tensor, rows: Sequence[Sequence[float]], padding: float, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """The numbers of each row where `real` is True, `padding` elsewhere.   [B, W]"""
+    """A matrix with each row's numbers where `real` is True, `padding` elsewhere.   [B, W]"""
     column = torch.full(real.shape, padding, dtype=dtype)
     return column.masked_scatter_(real, torch.tensor(list(chain.from_iterable(rows)), dtype=dtype))
 
 
 def _numbered(names: Sequence[str]) -> torch.Tensor:
-    """[B] int64: the number of each name, in the order of first appearance."""
+    """Numbers the names in the order of their first appearance.   [B] int64"""
     numbers: dict[str, int] = {}
     return torch.tensor([numbers.setdefault(name, len(numbers)) for name in names])
 

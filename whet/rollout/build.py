@@ -60,9 +60,9 @@ def rollout_engine(
     cache_room: CacheRoom | None = None,
     span: Span | None = None,
 ) -> RolloutEngine:
-    """Builds the configured engine. An engine that shares the trainer's module starts without weights; any other engine
-    loads `model.path`. The tokenizer is loaded only for stop strings. `device` is the first of its `num_devices`.
-    `cache_room` is the memory left beside training; `span` is this node's part of a server."""
+    """Builds the configured engine. An engine that shares the trainer's module starts without weights; any other loads
+    `model.path`. The tokenizer is loaded only for stop strings. `device` is the first of `num_devices` devices.
+    `cache_room` is the memory that training leaves free; `span` is this node's part of a server."""
     entry = ROLLOUT_ENGINES[config.engine.name]
     keep_prepared(model.media_cache_gib)
     given = {
@@ -80,7 +80,7 @@ def rollout_engine(
 
 
 def with_engine(config: C) -> C:
-    """The config with a rollout engine that can sample from its model (`chosen_engine`); a change is logged.
+    """Returns the config with a rollout engine that supports the model (`chosen_engine`). Logs a change.
 
     Raises: ConfigError for a setting that is impossible with transformers' own forward; ModelError."""
     lacks = lack_at(config.model)
@@ -106,7 +106,7 @@ def with_engine(config: C) -> C:
 
 
 def chosen_engine(rollout: RolloutConfig, model: ModelConfig) -> RolloutConfig:
-    """The config with `hf` in place of the default engine if that cannot sample from the model.
+    """Replaces the default engine by `hf` if the default does not support the model.
 
     Raises: ConfigError if the user chose the engine; ModelError."""
     engine = rollout.engine
@@ -121,7 +121,7 @@ def chosen_engine(rollout: RolloutConfig, model: ModelConfig) -> RolloutConfig:
 
 
 def lack_at(model: ModelConfig) -> str:
-    """Names the part of a model that whet's own forward lacks; "" if it lacks nothing.
+    """Names the part of a model that whet's own forward does not support; "" if it supports all parts.
 
     Raises: ModelError."""
     assert model.path is not None
@@ -147,7 +147,7 @@ def check_engine(config: TrainConfig) -> None:
 
 
 def check_sampling(rollout: RolloutConfig, sections: Mapping[str, SamplingConfig]) -> None:
-    """Checks that the engine supports the sampling parameters in sections of the config.  Raises: ConfigError."""
+    """Checks that the engine supports the sampling parameters in these sections of the config.  Raises: ConfigError."""
     entry = ROLLOUT_ENGINES[rollout.engine.name]
     kind, options = entry.load(), entry.resolve_options(rollout.engine.options, "rollout.engine.options")
     for section, sampling in sections.items():
@@ -156,7 +156,7 @@ def check_sampling(rollout: RolloutConfig, sections: Mapping[str, SamplingConfig
 
 
 def check_media(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt]) -> None:
-    """Checks that the engine supports the images of the prompts.  Raises: EngineError with the row number."""
+    """Checks that the engine supports the prompts' images.  Raises: EngineError with the row number."""
     engine, encoders = ROLLOUT_ENGINES[rollout.engine.name].load(), encoders_of(tokenizer)
     for prompt in prompts:
         if prompt.media and isinstance(engine, ChecksMedia):
@@ -164,7 +164,7 @@ def check_media(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, prom
 
 
 def check_stages(config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Checks the environments of the config and their tools without a full start.  Raises: the errors of `stage_of`."""
+    """Checks the config's environments and tools without a full start.  Raises: the errors of `stage_of`."""
     for stage in (config.environment, *config.environment.agents.values()):
         _stage(stage, config, tokenizer)
 
@@ -172,8 +172,8 @@ def check_stages(config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenize
 def load_model(
     engine: RolloutEngine, model: ModelConfig, device: torch.device, dtype: torch.dtype, *, version: int = 0
 ) -> None:
-    """Loads the model, with its adapter, as `version`, into an engine with a module of its own. A server engine has
-    already loaded version 0 of a model without adapter.  Raises: ModelError."""
+    """Loads the model and its adapter into an engine, as `version`. The engine has a module of its own. A server engine
+    has already loaded version 0 of a model without adapter.  Raises: ModelError."""
     assert model.path is not None
     _, adapters = split_adapters(model.path)
     if not isinstance(engine, SharesModule) and not adapters and model.lora.path is None and version == 0:
@@ -201,8 +201,8 @@ def build_collector(
     hosts: Mapping[str, EnvironmentHost] | None = None,
     media_folder: Path | None = None,
 ) -> Collector:
-    """Builds the collector of the config's environment and tools on an engine. `hosts` run its environments, by
-    sub-agent; by default this process does. `media_folder` stores the images and videos of observations.
+    """Builds the collector that runs the config's environment and tools on an engine. `hosts`, by sub-agent, run the
+    environments; by default this process runs them. `media_folder` stores the images and videos of observations.
 
     Raises: ConfigError, ToolError."""
     environment, encoders = config.environment, getattr(tokenizer, "encoders", None)
@@ -237,7 +237,7 @@ def open_environments(environment: EnvironmentConfig, undo: ExitStack) -> dict[s
 
 
 def stage_of(stage: StageConfig) -> Stage:
-    """The stage of an environment, without limits on its episodes.  Raises: ConfigError, ToolError."""
+    """Returns the stage of an environment, without limits on its episodes.  Raises: ConfigError, ToolError."""
     return Stage(
         stage.name,
         stage.options,
@@ -271,7 +271,7 @@ def _stage(stage: StageConfig, config: TrainConfig | EvalConfig, tokenizer: PreT
 def sampling_params(
     config: SamplingConfig, max_new_tokens: int, stop_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase
 ) -> SamplingParams:
-    """The sampling parameters of a config; tokens of images and videos are never sampled."""
+    """Returns the sampling parameters of a config. They exclude the special tokens of images and videos."""
     allowed, encoders = config.allowed_token_ids, encoders_of(tokenizer)
     patches = () if encoders is None else tuple((token_id,) for token_id in encoders.forbidden)
     return SamplingParams(
@@ -291,7 +291,7 @@ def sampling_params(
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], ...]:
-    """Returns each word as tokens, at the start of a text and after a space.
+    """Encodes each word twice: at the start of a text, and after a space.
 
     Raises: DataError for a word without tokens."""
     found: dict[tuple[int, ...], None] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Episodes of a stage: its environment, their text and tokens, and the driver that runs them concurrently."""
+"""Collects the episodes of a stage: an environment, text and tokens, and a driver that runs episodes concurrently."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Stage:
 
     @property
     def is_silent(self) -> bool:
-        """Tells whether the environment ends each episode after its first turn without a text, and so needs no host."""
+        """Tells whether the environment needs no host: each episode ends after its first turn, with no text."""
         is_plain = self.tools is None and self.max_episodes is None
         return is_plain and bool(ENVIRONMENTS[self.environment].marks.get("silent"))
 
@@ -57,7 +57,7 @@ class Stage:
 
 
 class Collector:
-    """Runs episodes of one environment on one engine. A failure of an environment or a request ends its own episode."""
+    """Runs episodes of one environment on one engine. If an environment or a request fails, only its episode ends."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class Collector:
         reader: MediaReader | None = None,
         driver: type[Driver] = Driver,
     ) -> None:
-        """`agents` are the stages of sub-agents; `hosts`, by agent, replace the hosts of this process; `reader`
-        reads images and videos of observations; `driver` is the class that runs the episodes."""
+        """`agents` are the stages of sub-agents. `hosts`, by agent, replace the hosts of this process. `reader` reads
+        images and videos of observations. `driver` is the class that runs the episodes."""
         self.seed, self.stage, self.agents = seed, stage or Stage(), dict(agents or {})
         self.reader, stages = reader, {MAIN: self.stage, **self.agents}
         self.silent = {name for name, each in stages.items() if each.is_silent}
@@ -97,7 +97,7 @@ class Collector:
     def episodes(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str = "rollout"
     ) -> list[Episode]:
-        """n episodes of each prompt, in order; `step` and `purpose` name their random draws."""
+        """Makes `n` episodes of each prompt, in order. `step` and `purpose` are in the keys of random draws."""
         rules = Rules(self.codecs[MAIN], params, self.seed, step, purpose, self.stage.limits, MAIN in self.silent)
         agents = {
             name: replace(rules, codec=self.codecs[name], limits=each.limits, is_silent=name in self.silent)
@@ -114,7 +114,7 @@ class Collector:
     def collect(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str = "rollout"
     ) -> list[list[Trajectory]]:
-        """n unscored trajectories of each prompt, in order.  Raises: DeadlineError; errors of the engine."""
+        """Samples `n` unscored trajectories of each prompt, in order.  Raises: DeadlineError; errors of the engine."""
         episodes, done = self.episodes(prompts, n, params, step=step, purpose=purpose), dict[str, Trajectory]()
         whole, total = self.driver.promise(), len(episodes)
 
@@ -130,14 +130,14 @@ class Collector:
         return [found[start : start + n] for start in range(0, len(found), n)]
 
     def close(self) -> None:
-        """Ends the driver, and the environments' processes."""
+        """Ends the driver and the environments' processes."""
         self.driver.close()
         for host in self.environments.values():
             host.shutdown()
 
 
 class TemplateCodec:
-    """The tokenizer with its chat template; without a template, texts are joined."""
+    """A tokenizer with its chat template. Without a template it joins the texts of messages."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class TemplateCodec:
         tools: Tools | None = None,
         reader: MediaReader | None = None,
     ) -> None:
-        """`tools` bring their parser, and `chat_template_kwargs` describe them to the model. `reader` reads images and
+        """`tools` contain their parser; `chat_template_kwargs` describe them to the model. `reader` reads images and
         videos, None for a text model."""
         self.tools, self.reader = tools, reader
         self.tokenizer, self.apply_chat_template = tokenizer, apply_chat_template
@@ -161,7 +161,7 @@ class TemplateCodec:
         return () if self.tools is None else self.tools.calls(self.tokenizer, token_ids, turn)
 
     def read(self, observation: Observation) -> Observation:
-        """The observation with its images and videos measured, and a content part for each.  Raises: DataError."""
+        """Returns the observation with its images and videos measured, a content part for each.  Raises: DataError."""
         if any(has_parts(task.messages) for task in observation.tasks):
             raise DataError("task for a sub-agent", "has images or videos", "text", "describe them")
         if observation.media or has_parts(observation.messages):
@@ -204,7 +204,7 @@ class TemplateCodec:
 
 
 def _as_text(message: Message) -> Message:
-    """The message with `[image]` in place of each image, for text models with tools that return images."""
+    """Replaces each image of the message by `[image]`, for text models whose tools return images."""
     parts = [message.content] if isinstance(message.content, str) else message.content
     told = [part if isinstance(part, str) else str(part.get("text", f"[{part['type']}]")) for part in parts]
     return replace(message, content="".join(told))

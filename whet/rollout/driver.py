@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver of episodes, which runs them concurrently: in turns while a caller waits, or in a thread, so that sampling
+"""The driver of episodes runs them concurrently: in turns while a caller waits, or in a thread, so that sampling
 continues while models train."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Open:
 
 
 class Driver:
-    """Carries out the commands of episodes, in turns that run while a caller waits; episodes may be added at any time.
+    """Carries out the commands of episodes, in turns that run while a caller waits. Episodes may be added at any time.
     One thread owns it."""
 
     blocks = True  # who waits makes the turns, and has nothing else to do
@@ -91,11 +91,11 @@ class Driver:
     # ---- for its callers
 
     def promise(self) -> Future[Any]:
-        """A future that a later turn fulfils."""
+        """Returns a future that a later turn completes."""
         return Future()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Calls a function between two turns.  Returns the future of its result."""
+        """Calls a function between two turns.  Returns a future of its result."""
         future = self.promise()
         try:
             future.set_result(function())
@@ -110,8 +110,8 @@ class Driver:
     def wait(
         self, future: Future[T], progress: Callable[[], tuple[int, int]], between: Callable[[], None] | None = None
     ) -> T:
-        """The result of a future, at most `deadline_seconds` from now; `progress` returns the numbers of finished and
-        of all awaited items, `between` is called between turns and may raise.
+        """Makes turns until the future has a result, at most `deadline_seconds`; returns the result. `progress` returns
+        the numbers of finished and of all items. `between` is called between turns and may raise.
 
         Raises: DeadlineError; errors of a turn."""
         began, before, self._num_waiting = self._clock(), self._num_tokens, self._num_waiting + 1
@@ -132,7 +132,7 @@ class Driver:
             self._num_waiting, self.does = self._num_waiting - 1, self.does or "training"
 
     def pass_time(self, future: Future[Any], began: float | None = None) -> None:
-        """Makes a turn, and adds the seconds since `began` (None: now) to the part that limits the run."""
+        """Makes a turn. Adds the seconds since `began` (None: now) to the part of the run that the others wait for."""
         began, was_sampling, limit = began or time.monotonic(), self.is_sampling, self._limit()
         self.turn(self.turn_seconds)
         seconds = time.monotonic() - began
@@ -140,7 +140,7 @@ class Driver:
         self.limit_seconds[limit] += seconds
 
     def leave(self) -> None:
-        """Ends all episodes silently, after an error."""
+        """Ends all episodes after an error, without results."""
         drop(self.engine, list(self._sampling))
         self._sampling, self._to_score, self._scoring = {}, [], []
         self._abandon(list(self._open))
@@ -151,7 +151,7 @@ class Driver:
     # ---- between two turns
 
     def add(self, episodes: Sequence[Episode], on_done: Callable[[Trajectory], None]) -> None:
-        """Starts episodes; `on_done` gets the trajectory of each."""
+        """Starts episodes. `on_done` is called with the trajectory of each."""
         for episode in episodes:
             self._open[episode.id] = _Open(episode, on_done)
             if episode.rules.is_silent:
@@ -159,17 +159,17 @@ class Driver:
             self._carry_out(episode, episode.start())
 
     def abandon_prompts(self, uids: Sequence[str]) -> None:
-        """Ends the training episodes of prompts silently."""
+        """Ends the training episodes of these prompts, without results."""
         gone = {*uids}
         found = [each.id for each in self.episodes if each.prompt.uid in gone and each.rules.purpose == "rollout"]
         self._abandon(found)
 
     def score(self, submit: Callable[[], Sequence[Outcomes]], on_scored: OnScored) -> None:
-        """Submits trajectories to one or several scoring functions in the next turn; `on_scored` gets all outcomes."""
+        """Submits trajectories to scoring functions in the next turn. `on_scored` is called with all outcomes."""
         self._to_score.append((submit, on_scored))
 
     def note_partials(self) -> None:
-        """Makes every episode record the tokens that its running request has so far, for a checkpoint."""
+        """Makes each episode record the tokens that its running request has sampled so far, for a checkpoint."""
         self.engine.pause()
         events = self.engine.poll(0.0)
         self.engine.resume()
@@ -191,7 +191,7 @@ class Driver:
         self._take_scores(waits)
 
     def _limit(self) -> str | None:
-        """The component that the others wait for: sampling, rewards or environments; else the loop itself."""
+        """The part that the loop waits for: sampling, rewards or environments; if none, the loop itself."""
         if not self._num_waiting:
             return None if self.is_sampling else self.does or None
         if self.is_sampling:
@@ -221,7 +221,7 @@ class Driver:
                     self.environments[episode.agent].start(episode.id, episode.prompt, episode.seed)
 
     def _let_go(self, episode: Episode) -> None:
-        """Ends the environment of an episode, and drops its deadline."""
+        """Closes the environment of an episode, and drops its deadline."""
         if not episode.rules.is_silent:
             self.environments[episode.agent].close(episode.id)
         self._late_at[episode.agent].pop(episode.id, None)
@@ -230,7 +230,7 @@ class Driver:
         self._carry_out(parent, parent.on_delegated(trajectory))
 
     def _abandon(self, ids: Sequence[str]) -> None:
-        """Ends episodes silently."""
+        """Ends episodes without results."""
         self._stop_calls(ids)
         for uid in ids:
             opened = self._open.pop(uid, None)
@@ -276,7 +276,7 @@ class Driver:
             self._carry_out(episode, commands)
 
     def _take_scores(self, waits: bool) -> None:
-        """Submits trajectories for scoring, and passes outcomes on; with `waits`, waits for the first ones."""
+        """Submits trajectories for scoring, and passes on outcomes. With `waits`, waits for the first ones."""
         self._scoring += [(submit(), on_scored) for submit, on_scored in self._to_score]
         self._to_score.clear()
         looked_at = self._scoring[:LOOKED_AT]
@@ -287,7 +287,7 @@ class Driver:
             on_scored([each.result() for each in outcomes])
 
     def _fail_late_episodes(self) -> None:
-        """Fails the episodes over their time limit, which counts from the reset; before it they wait for a place."""
+        """Fails episodes over their time limit. Time counts from the reset; before it an episode waits for a place."""
         now, late = self._clock(), list[str]()
         for agent, host in self.environments.items():
             for uid in host.begun():
@@ -305,7 +305,7 @@ class Driver:
                 self._carry_out(episode, episode.on_failure(Failure("environment", why, timed_out=True)))
 
     def _stop_calls(self, ids: Sequence[str]) -> None:
-        """Aborts the requests of episodes, and ignores later results of their environments."""
+        """Aborts the requests of episodes. Later results of their environments are ignored."""
         gone = {*ids}
         requests = [uid for uid, episode in self._sampling.items() if episode.id in gone]
         if requests:
@@ -317,7 +317,7 @@ class Driver:
 
 
 def _read(episode: Episode, result: Observation | Failure) -> Observation | Failure:
-    """The observation in the form that the episode's model reads; a failure if this is impossible."""
+    """Converts the observation to the form that the episode's model reads; a failure if this is impossible."""
     if isinstance(result, Failure) or not (result.messages or result.media or result.tasks):
         return result
     try:
@@ -327,7 +327,7 @@ def _read(episode: Episode, result: Observation | Failure) -> Observation | Fail
 
 
 class BackgroundDriver(Driver):
-    """Makes turns in a thread all the time, from the first call on. Its errors are raised in waiting callers."""
+    """Makes turns in a thread all the time, starting at the first call. Waiting callers get its errors."""
 
     blocks = False
     turn_seconds = TURN_SECONDS
@@ -340,11 +340,11 @@ class BackgroundDriver(Driver):
         self._switch_seconds = sys.getswitchinterval()
 
     def promise(self) -> Future[Any]:
-        """A future that the thread fulfils, or that fails with the thread."""
+        """Returns a future that the thread completes. It fails if the thread fails."""
         return self._calls.promise()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Calls a function in the thread, between two turns.  Returns the future of its result."""
+        """Calls a function in the thread, between two turns.  Returns a future of its result."""
         future = self._calls.submit(function)
         if self._thread is None and not future.done():
             sys.setswitchinterval(SWITCH_SECONDS)
@@ -353,11 +353,11 @@ class BackgroundDriver(Driver):
         return future
 
     def pass_time(self, future: Future[Any], began: float | None = None) -> None:
-        """Waits for the thread."""
+        """Waits for `future`, at most the time of one turn; the thread makes the turns."""
         wait([future], TURN_SECONDS)
 
     def leave(self) -> None:
-        """Lets the thread continue after an error of a caller."""
+        """Does nothing, so that the thread continues after an error of a caller."""
 
     def close(self) -> None:
         """Ends the thread."""

@@ -25,28 +25,28 @@ class Codec(Protocol):
     """Converts between tokens and text."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a response, without special tokens."""
+        """Decodes a response, without special tokens."""
         ...
 
     def calls(self, token_ids: Sequence[int], turn: int) -> Sequence[Mapping[str, Any]]:
-        """The tool calls in turn number `turn`: id, name, arguments, and an error for a malformed call.
+        """Parses the tool calls of turn number `turn`: id, name, arguments, and an error if malformed.
 
         Raises: ToolError if the parser raises."""
         ...
 
     def read(self, observation: Observation) -> Observation:
-        """The observation as the model reads it: tags as content parts, media measured.  Raises: DataError."""
+        """Converts the observation for the model: tags become content parts, media are measured.  Raises: DataError."""
         ...
 
     def opening(self, messages: Sequence[Message], media: Sequence[Media]) -> list[int]:
-        """The ids of a conversation up to the beginning of the model's next turn.  Raises: DataError."""
+        """Encodes a conversation up to the beginning of the model's next turn.  Raises: DataError."""
         ...
 
     def continuation(
         self, before: Sequence[Message], new: Sequence[Message], turn: Turn, media: Sequence[Media]
     ) -> list[int]:
-        """The ids between a sampled turn and the next: the end of the turn, the new messages with their media, the
-        generation prompt.
+        """Encodes the text between a sampled turn and the next: the end of the turn, the new messages with their media,
+        and the generation prompt.
 
         Raises: DataError where the chat template rewrites the conversation so far."""
         ...
@@ -67,9 +67,8 @@ class EpisodeLimits:
 class Rules:
     """The settings that the episodes of one rollout share.
 
-    `params.max_new_tokens` bounds the whole response: all turns and the text of the environment between them.
-    `purpose` and `step` name the random draws, so that validation never disturbs training.
-    """
+    `params.max_new_tokens` bounds the whole response: all turns and the text of the environment between them. `purpose`
+    and `step` are part of the key of random draws, so that validation never changes training."""
 
     codec: Codec
     params: SamplingParams
@@ -109,7 +108,7 @@ class Delegate:
 
 @dataclass(frozen=True)
 class End:
-    """Command: end the episode's environment, and score its trajectory unless it has a failure."""
+    """Command: close the episode's environment. Score its trajectory unless it failed."""
 
     trajectory: Trajectory
 
@@ -156,11 +155,11 @@ class Episode:
         self.id = f"{self.rules.purpose}:{self.rules.step}:{self.uid}"  # names the episode among all that run
 
     def start(self) -> list[Command]:
-        """Starts the episode; a silent environment needs no reset."""
+        """Starts the episode. A silent environment needs no reset."""
         return self._next_turn(GOES_ON) if self.rules.is_silent else [Reset()]
 
     def on_observation(self, observation: Observation) -> list[Command]:
-        """Reads an observation of the environment's reset or step, then continues or ends."""
+        """Reads the observation from the environment's reset or step. Then continues or ends the episode."""
         if self.over:
             return []
         try:
@@ -192,7 +191,7 @@ class Episode:
         return self._check_length() or [Sample(self._request())]
 
     def on_completion(self, completion: Completion) -> list[Command]:
-        """Reads a completion of the engine; after an aborted one the next attempt samples the rest."""
+        """Reads a completion of the engine. After an aborted one, the next attempt samples the rest."""
         if self.over:
             return []
         whole = completion if self._partial is None else joined(self._partial, completion)
@@ -229,39 +228,39 @@ class Episode:
         return [Step(Answer(text, calls, whole.token_ids, whole.finish_reason, media=turn.media))]
 
     def on_partial(self, partial: Partial) -> None:
-        """Records tokens of the running attempt."""
+        """Records tokens that the running attempt has sampled so far."""
         if partial.attempt == self._attempt:
             tokens, log_probs, versions = partial.token_ids, partial.log_probs, partial.versions
             self._noted = Completion(tokens, log_probs, "abort", versions, routed=partial.routed)
 
     def go_on_from(self, sampled: Completion, context_digest: int | None = None) -> None:
-        """Makes the first turn start with tokens that an earlier run sampled, unless its context has changed."""
+        """Starts the first turn with tokens that an earlier run sampled, unless its context has changed."""
         self._partial, self._behind, self._attempt = sampled, context_digest, self._attempt + 1
 
     @property
     def context_digest(self) -> int | None:
-        """A hash of the context after which `sampled` was sampled; None if it is unknown."""
+        """A hash of the context that `sampled` continues; None if it is unknown."""
         if (context := self._contexts.get(self._read.player)) is None:
             return self._behind
         return key(0, "context", *context.token_ids, *(media.digest for media in context.media))
 
     @property
     def sampled(self) -> Completion | None:
-        """The tokens sampled so far in the current turn, as far as known; None without any."""
+        """The tokens sampled so far in the current turn; None if none are known."""
         if self._noted is None or self._partial is None:
             return self._noted or self._partial
         return joined(self._partial, self._noted)
 
     def on_failure(self, failure: Failure) -> list[Command]:
-        """Ends the episode with a failure of its environment or of the engine; at a deadline that is not in `fails_at`,
-        ends it with its turns so far."""
+        """Ends the episode with a failure of its environment or engine. At a deadline that is not in `fails_at`, the
+        episode ends with its turns so far instead."""
         if self.over:
             return []
         return self._stop("time", failure) if failure.timed_out else self._end(failure)
 
     def on_delegated(self, trajectory: Trajectory) -> list[Command]:
-        """Adds the turns of a sub-agent's trajectory to this episode. The environment gets the results of all tasks
-        together."""
+        """Adds the turns of a sub-agent's trajectory to this episode. When all tasks are done, the environment gets
+        their results together."""
         if self.over or trajectory.uid not in self._tasks:
             return []
         written = [str(message.content) for message in trajectory.messages if message.role == "assistant"]
@@ -310,7 +309,7 @@ class Episode:
         return [Delegate(child) for child in children]
 
     def _to_context(self, observation: Observation) -> None:
-        """Adds an observation to its player's context, or replaces the context by it."""
+        """Adds an observation to its player's context, or replaces the context."""
         codec, new, player = self.rules.codec, observation.messages, observation.player
         self.messages += new
         self._read = observation
@@ -337,12 +336,12 @@ class Episode:
 
     @property
     def _turn_limit(self) -> int | None:
-        """The number of tokens that the environment or the config allows for the turn."""
+        """The limit of the turn's tokens, set by the environment or the config."""
         return self._read.max_tokens or self.rules.limits.max_turn_tokens
 
     @property
     def _row_left(self) -> int:
-        """The number of tokens that the row's response may still grow."""
+        """The number of tokens that may still be added to the row's response."""
         return self.rules.params.max_new_tokens - (len(self._context.token_ids) - self._context.row_start)
 
     @property
@@ -353,8 +352,8 @@ class Episode:
         return most if whole is None else min(most, whole - sum(len(turn.token_ids) for turn in self.turns))
 
     def _check_length(self) -> list[Command]:
-        """Ends the episode if no room is left for a turn, or if a conversation begins with too many tokens. The data
-        has already limited a prompt without additions."""
+        """Ends the episode if no room is left for a turn, or if a conversation begins with too many tokens. For a
+        prompt without additions the data loader has checked this."""
         length, most = len(self._context.token_ids), self.rules.limits.max_context_tokens
         is_given = not self.agent and self._context.token_ids == self.prompt.token_ids
         is_long = most is not None and length == self._context.row_start > most and not is_given
@@ -440,8 +439,8 @@ def joined(first: Completion, rest: Completion) -> Completion:
 
 
 def unfinished(sampled: Completion, request: Request) -> Completion | None:
-    """The sampled tokens that the next attempt at a request keeps; None without any. If the last token may have ended
-    the response, it is sampled again, because the lost engine did not report the end."""
+    """Returns the sampled tokens that the next attempt at a request keeps; None if there are none. If the last token
+    may have ended the response, it is sampled again, because the lost engine did not report the end."""
     params, tokens = request.params, sampled.token_ids
     may_be_whole = bool(tokens) and (bool(params.stop) or tokens[-1] in params.stop_token_ids)
     count = min(len(tokens) - may_be_whole, params.max_new_tokens - len(request.sampled_ids) - 1)
@@ -449,7 +448,7 @@ def unfinished(sampled: Completion, request: Request) -> Completion | None:
 
 
 def part(completion: Completion, start: int, end: int) -> Completion | None:
-    """The tokens from `start` up to `end`; None if there are none."""
+    """Returns the tokens from `start` up to `end`; None if there are none."""
     if start >= end:
         return None
     runs, first = list[tuple[int, int]](), 0  # number of the run's first token

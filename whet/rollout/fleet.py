@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that share tasks, as a state machine: it takes tasks, events and news of ranks, and returns tasks for ranks and
-events for the caller.
+"""A state machine that distributes tasks over ranks. It takes tasks, events, and changes of ranks; it returns tasks for
+ranks and events for the caller.
 
 It has no clock, thread or socket: a driver sends tasks to ranks, and gives up late ranks. Each task has a record
 (`Flight`), from which another rank continues if its rank is lost, so the choice of a rank changes no result.
@@ -30,7 +30,7 @@ AnyEvent = Any  # what a rank says of them: Done or rollout.protocol.Event
 
 @dataclass(frozen=True)
 class Give:
-    """Tasks for one connection of a rank, and the uids of tasks that it shall end first."""
+    """Tasks to send over one connection of a rank, and the uids of tasks that the rank must end first."""
 
     rank: int
     generation: int
@@ -40,7 +40,7 @@ class Give:
 
 @dataclass(frozen=True)
 class FleetTask:
-    """A task that is not a Request, or a later part of such a task."""
+    """A task other than a Request, or a later part of such a task."""
 
     uid: str
     what: Any
@@ -50,7 +50,7 @@ class FleetTask:
 
 @dataclass(frozen=True)
 class Done:
-    """The result of a Task, or of one of its parts."""
+    """The result of a task, or of one part of it."""
 
     uid: str
     what: Any
@@ -60,8 +60,8 @@ class Done:
 
 @dataclass
 class Flight:
-    """An unfinished task, with all data that another rank needs to continue it. A rank gets this task part after part,
-    each after the result of the one before; a new rank gets all parts again, but the caller gets no result twice."""
+    """An unfinished task, with all data that another rank needs to continue it. A rank gets one part at a time, after
+    the result of the part before. A new rank gets all parts again, but the caller gets no result twice."""
 
     task: AnyTask  # of the caller
     rank: int | None = None  # that has it; None while it waits
@@ -75,7 +75,7 @@ class Flight:
 
     @property
     def is_due(self) -> bool:
-        """Tells whether its rank may get the next part."""
+        """Tells whether the task's rank may get the next part."""
         return not self.is_awaited and self.num_given <= len(self.parts)
 
     @property
@@ -84,24 +84,24 @@ class Flight:
         return int(self.task.attempt) * RETRIES + self.retries + self.num_given
 
     def given(self) -> AnyTask:
-        """Returns the next part for its rank."""
+        """Returns the next part of the task."""
         part, self.is_awaited = [self.task, *self.parts][self.num_given], True
         self.num_given += 1
         return replace(part, attempt=self.attempt)
 
     def hear(self, event: AnyEvent) -> list[AnyEvent]:
-        """Records an event of the running attempt.  Returns the events for the caller."""
+        """Records an event of the current attempt.  Returns the events to pass to the caller."""
         self.is_awaited &= not event.is_last
         is_new = not event.is_last or self.num_given > self.num_told
         self.num_told += event.is_last and is_new
         return [event] if is_new else []
 
     def retry(self) -> None:
-        """Puts the task back into the queue, after the loss of its rank."""
+        """Puts the task back into the queue, because its rank is lost."""
         self.rank, self.retries, self.num_given, self.is_awaited = None, self.retries + 1, 0, False
 
     def last(self) -> list[AnyEvent]:
-        """Returns the final events for the caller, for a task without a rank that was aborted or lost too often."""
+        """Returns the final events for the caller, if the task was aborted without a rank or lost too often."""
         return []
 
 
@@ -126,8 +126,8 @@ class Rank:
 class Fleet:
     """Distributes tasks over several ranks, at most `most` tasks a rank.
 
-    A rank gets tasks once it has the newest weights; version 0 means no weights. Tasks of a lost rank go to the others,
-    ahead of waiting tasks, with the records of their flights. Methods that end tasks return the events for the caller,
+    A rank gets tasks once it has the newest weights; version 0 means no weights. Tasks of a lost rank go to other
+    ranks, ahead of waiting tasks, with their `Flight` records. Methods that end tasks return the events for the caller,
     with the attempt of the caller's task."""
 
     most: int = sys.maxsize  # unfinished tasks of a rank
@@ -146,8 +146,8 @@ class Fleet:
     # ---- tasks
 
     def submit(self, task: AnyTask) -> None:
-        """Takes a task. A task that is already there, by uid and attempt, is not taken twice, unless it is a part; a
-        later attempt replaces an earlier one.  Raises: as `on_death`, once that has."""
+        """Takes a task. A task with the uid and attempt of a present one is ignored, unless it is a part. A later
+        attempt replaces an earlier one.  Raises: the error that `on_death` has raised, if any."""
         if self.end is not None:
             raise self.end
         flight = self.flights.get(task.uid)
@@ -158,7 +158,7 @@ class Fleet:
             flight.parts.append(task)
 
     def abort(self, uids: Collection[str], *, silently: bool = False) -> list[AnyEvent]:
-        """Ends tasks: a task on a rank ends with the rank's event, or with `silently` all end at once."""
+        """Ends tasks. A task on a rank ends with an event of the rank; `silently`, all end at once without one."""
         told = list[AnyEvent]()
         for flight in [self.flights[uid] for uid in uids if uid in self.flights]:
             flight.is_aborted = True
@@ -171,7 +171,7 @@ class Fleet:
         return told
 
     def give(self, reachable: Collection[int] | None = None) -> list[Give]:
-        """Gives waiting tasks to the `reachable` ranks, by default to all; the share of the others keeps waiting."""
+        """Gives waiting tasks to the `reachable` ranks, by default all. Tasks assigned to other ranks keep waiting."""
         ready = [rank for rank, each in self.ranks.items() if each.is_ready]
         shares = self.shares(ready) if self.waiting and ready and not self.is_paused else {}
         gives = list[Give]()
@@ -186,7 +186,7 @@ class Fleet:
         return gives
 
     def shares(self, ready: Sequence[int]) -> Mapping[int, Sequence[Flight]]:
-        """Assigns each waiting task in turn to the rank with the fewest."""
+        """Assigns each waiting task to the rank that has the fewest."""
         loads = {rank: sum(each.task.size for each in self.ranks[rank].given.values()) for rank in ready}
         found: dict[int, list[Flight]] = {rank: [] for rank in ready}
         for flight in self.waiting.values():
@@ -196,7 +196,7 @@ class Fleet:
         return found
 
     def on_events(self, rank: int, generation: int, events: Iterable[AnyEvent]) -> list[AnyEvent]:
-        """Records events of a rank's tasks.  Returns the events for the caller."""
+        """Records events of a rank's tasks.  Returns the events to pass to the caller."""
         told = list[AnyEvent]()
         for event in events if self._is_current(rank, generation) else ():
             flight = self.flights.get(event.uid)
@@ -207,14 +207,14 @@ class Fleet:
         return told
 
     def is_asked(self, rank: int) -> bool:
-        """Tells whether a task of the rank awaits an event."""
+        """Tells whether any task on the rank still awaits an event."""
         return any(each.is_awaited for each in self.ranks[rank].given.values())
 
     # ---- ranks
 
     def on_join(self, rank: int, version: int | None = None) -> list[AnyEvent]:
-        """Records that a rank has connected, perhaps again, with weights of a `version`. It gets tasks once it has the
-        newest weights."""
+        """Records that a rank has connected, for the first time or again, with weights of a `version`. It gets tasks
+        once it has the newest weights."""
         told = self.on_lost(rank, self.ranks[rank].generation) if rank in self.ranks else []
         self.generations += 1
         loading = None if version == self.version else self.version
@@ -222,7 +222,7 @@ class Fleet:
         return told
 
     def on_lost(self, rank: int, generation: int) -> list[AnyEvent]:
-        """Records that a rank is lost, or was given up."""
+        """Records that the connection to a rank is lost or was given up."""
         if not self._is_current(rank, generation):
             return []
         lost, told = self.ranks.pop(rank), list[AnyEvent]()
@@ -235,9 +235,9 @@ class Fleet:
         return told
 
     def on_death(self, rank: int, cause: Exception, *, is_last: bool) -> int:
-        """Records that the process of a lost rank has ended; `is_last` if no other rank will join by itself.  Returns
-        the number of the process to start in its place, or 0.  Raises: `cause` if no process may replace it, or no rank
-        is left."""
+        """Records that the process of a lost rank has ended. `is_last`: no other rank will join by itself.  Returns the
+        number of the replacement process to start, or 0.  Raises: `cause` if no replacement is allowed or no rank is
+        left."""
         starts = self.starts.get(rank, 0)
         if (is_last and not self.ranks) or starts == self.restarts:
             self.end = cause
@@ -248,14 +248,14 @@ class Fleet:
     # ---- weights
 
     def on_weights(self, version: int) -> None:
-        """Records new weights, which every rank loads before it gets more tasks."""
+        """Records a new weight version. Each rank must load it before it gets more tasks."""
         self.version = version
         for each in self.ranks.values():
             each.loading = version if each.loading is None else each.loading
             each.prefixes = set()
 
     def on_loaded(self, rank: int, generation: int, version: int) -> None:
-        """Records that a rank has loaded these weights."""
+        """Records that a rank has loaded the weights of `version`."""
         if self._is_current(rank, generation) and self.ranks[rank].loading == version:
             self.ranks[rank].version = version
             self.ranks[rank].loading = self.version if version < self.version else None
@@ -276,7 +276,7 @@ class Fleet:
 
 @dataclass
 class PartlySampled(Flight):
-    """An unfinished request. Another rank continues after the tokens that were received."""
+    """An unfinished request. If its rank is lost, another continues after the tokens received so far."""
 
     task: Request
     so_far: Completion | None = None  # tokens that are known, behind those of `task`
@@ -284,7 +284,7 @@ class PartlySampled(Flight):
     most_retries: ClassVar[int] = 16  # it may be what ends replicas
 
     def given(self) -> Request:
-        """Returns the request of the attempt."""
+        """Returns the request of the current attempt."""
         self.is_awaited = True
         if self.attempt == self.task.attempt:
             return self.task
@@ -292,8 +292,8 @@ class PartlySampled(Flight):
         return replace(self.task, attempt=self.attempt, sampled_ids=self.task.sampled_ids + kept)
 
     def note(self, partial: Partial) -> Completion | None:
-        """Records tokens of the running attempt; tokens after a gap come again later, or with the end.  Returns the new
-        tokens; None without any."""
+        """Records tokens of the current attempt. Tokens after a gap are ignored: they come again, or with the
+        end.  Returns the new tokens; None if there are none."""
         held = len(self.task.sampled_ids) + (0 if self.so_far is None else len(self.so_far.token_ids))
         tokens, log_probs, versions = partial.token_ids, partial.log_probs, partial.versions
         chunk = Completion(tokens, log_probs, "abort", versions, None, partial.likeliest, partial.routed)
@@ -303,8 +303,8 @@ class PartlySampled(Flight):
         return new
 
     def hear(self, event: Event) -> list[Event]:
-        """Converts an event for the caller: with the request's tokens of all attempts; while it streams, only with the
-        new tokens."""
+        """Converts an event for the caller, so that it has the request's tokens of all attempts. For a streaming
+        request it has only the new tokens."""
         uid, attempt, offset = self.task.uid, self.task.attempt, len(self.task.sampled_ids)
         if isinstance(event, Partial):
             new = self.note(event)
@@ -325,7 +325,7 @@ class PartlySampled(Flight):
         self.kept = 0 if self.so_far is None else len(self.so_far.token_ids)
 
     def last(self) -> list[Event]:
-        """Returns a failure if it was lost too often, else the known tokens."""
+        """Returns a failure if the request was lost too often; otherwise its tokens so far."""
         uid, attempt = self.task.uid, self.task.attempt
         if self.retries <= self.most_retries:
             known = self.so_far or Completion((), (), "abort", ())
@@ -339,7 +339,7 @@ class PartlySampled(Flight):
 
 @dataclass
 class Router(Fleet):
-    """Distributes requests over the ranks of a rollout."""
+    """Distributes requests over the rollout ranks."""
 
     flight: Callable[[AnyTask], Flight] = PartlySampled
 
@@ -353,7 +353,7 @@ class Router(Fleet):
         return {rank: [self.flights[each.uid] for each in found[rank]] for rank in ready if rank in found}
 
     def give(self, reachable: Collection[int] | None = None) -> list[Give]:
-        """Gives requests like `Fleet.give`, and records their prompts by rank, for requests with the same prefix."""
+        """Gives requests like `Fleet.give`. Records which rank read a prompt, for requests with the same prefix."""
         gives = super().give(reachable)
         for each in gives if len(self.ranks) > 1 else ():
             known = self.ranks[each.rank].prefixes
@@ -376,12 +376,12 @@ def assign(
     most: int,
     home: Callable[[Request], int | None] = lambda request: None,
 ) -> dict[int, list[Request]]:
-    """Requests to give to each rank, by rank: blocks of equal prompts, each to the rank with the fewest `unfinished`.
+    """Assigns requests to ranks. A block of requests with equal prompts goes to the rank with the fewest `unfinished`.
 
-    No rank has more than `most`, nor more than an even share of all unfinished requests: if all fit, all start at once,
-    as a decode step costs little more for more rows. Otherwise a rank that long responses keep busy takes fewer.
-    Requests with the longest limits come first. A block goes to its `home`, the rank that has read its prefix, while
-    this rank has at most its even share."""
+    No rank gets more than `most`, nor more than an even share of all unfinished requests. If all fit, all start at
+    once, because more rows make a decode step little slower. Otherwise a rank that long responses keep busy gets fewer.
+    Requests with the highest limits come first. `home` is the rank that has read a block's prefix: it gets the block
+    while it has at most its even share."""
     loads = dict(unfinished)
     if len(loads) == 1:
         return {rank: list(waiting) for rank in loads}
@@ -399,7 +399,7 @@ def assign(
 
 
 def blocks_of(requests: Sequence[Request], ranks: int) -> list[list[Request]]:
-    """Requests that one rank takes together: they have one prompt, and every rank still gets some blocks."""
+    """Groups requests with one prompt into blocks for one rank. There are enough blocks for every rank."""
     most = max(1, len(requests) // (BLOCKS_A_RANK * ranks))
     blocks = []
     for _, same in groupby(requests, lambda request: request.identity):
@@ -409,7 +409,7 @@ def blocks_of(requests: Sequence[Request], ranks: int) -> list[list[Request]]:
 
 
 def _prefixes(token_ids: tuple[int, ...]) -> list[int]:
-    """Hashes of the ids and of their beginnings of 16, 32, 64, ... ids, the longest first. Media are left out: if only
-    they differ, any replica is as good as another."""
+    """Hashes of the ids and of their first 16, 32, 64, ... ids, the longest first. Media are ignored: if only they
+    differ, any rank is equally good."""
     lengths = [SHORTEST_PREFIX << n for n in range(32) if SHORTEST_PREFIX << n < len(token_ids)]
     return [hash(token_ids[:length]) for length in (len(token_ids), *reversed(lengths))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flow of groups as a state machine: it takes trajectories, scores and weight versions, and returns episodes to
+"""A state machine for the flow of groups. It takes trajectories, scores and weight versions; it returns episodes to
 run, trajectories to score and groups to train on.
 
 It has no clock, thread or socket. Groups are handed out in the order of their admission, in whatever order trajectories
@@ -28,15 +28,15 @@ class PromptSource(Protocol):
     """A source of prompts, such as the data loader."""
 
     def take(self, n: int) -> list[Prompt]:
-        """The next n prompts."""
+        """Returns the next `n` prompts."""
         ...
 
     def find(self, uid: str) -> Prompt:
-        """The prompt that `take` returned with this uid.  Raises: DataError."""
+        """Returns the prompt with this `uid`, as `take` returned it.  Raises: DataError."""
         ...
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Reads all sampled groups, including groups that a filter drops."""
+        """Reads all sampled groups. They include groups that a filter drops."""
         ...
 
     def state(self) -> Mapping[str, Any]:
@@ -49,13 +49,13 @@ class PromptSource(Protocol):
 
 
 class ReturnedFirst:
-    """A source that first returns prompts that were put back, then its source's; without a source, only these."""
+    """A source that first returns the prompts that were put back, then the prompts of its own source, if it has one."""
 
     def __init__(self, source: PromptSource | None, first: Sequence[Prompt] = ()) -> None:
         self.source, self._returned = source, list(first)
 
     def put_back(self, uids: Sequence[str]) -> None:
-        """Puts prompts back, so that they come first, and logs it.  Raises: DataError for a uid not in the data."""
+        """Puts prompts back so that they come first, and logs this.  Raises: DataError for a uid not in the data."""
         if uids:
             log.warning("%d prompts that were sampled ahead begin again, as the next that are sampled", len(uids))
         self._returned = [*map(self.find, uids), *self._returned]
@@ -74,7 +74,7 @@ class ReturnedFirst:
             self.source.observe(groups)
 
     def state(self) -> dict[str, Any]:
-        """The position of the source; under `first` the uids that were put back, if any."""
+        """The position of the source. Key `first` has the uids of prompts that were put back, if any."""
         state = {} if self.source is None else {**self.source.state()}
         return {**state, **({"first": [each.uid for each in self._returned]} if self._returned else {})}
 
@@ -86,8 +86,8 @@ class ReturnedFirst:
 
 @dataclass(frozen=True)
 class Filter:
-    """The choice of groups to train on: `keeps` reads the `metric` of a group's trajectories that did not fail. Domains
-    may have a filter of their own. A step starts a share of `extra` groups more."""
+    """Chooses the groups to train on. `keeps` decides by the `metric` of a group's trajectories that did not fail.
+    Domains may have their own filter. A step starts a share of `extra` additional groups."""
 
     keeps: Callable[..., bool]
     options: Mapping[str, Any]
@@ -110,14 +110,14 @@ class Filter:
 
 @dataclass(frozen=True)
 class RunEpisodes:
-    """Command: run episodes, and pass the trajectory of each to `on_sampled`."""
+    """Command: run episodes, and pass each trajectory to `on_sampled`."""
 
     episodes: list[Episode]
 
 
 @dataclass(frozen=True)
 class Abort:
-    """Command: end the episodes of prompts silently."""
+    """Command: end the episodes of these prompts, without results."""
 
     prompts: list[str]  # uids
 
@@ -131,14 +131,14 @@ class Score:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The groups of the step, which are sampled but not scored yet; no filter reads their scores."""
+    """The groups of the step, sampled but not yet scored. No filter reads their scores."""
 
     groups: list[Group]
 
 
 @dataclass(frozen=True)
 class HandOut:
-    """The groups of a step: the kept ones and, in the order of admission, all `dropped` ones."""
+    """The groups of a step: all kept ones, and all `dropped` ones in the order of admission."""
 
     step: int
     wanted: int
@@ -148,7 +148,7 @@ class HandOut:
 
     @property
     def groups(self) -> list[Group]:
-        """Groups for a batch: the kept ones or, if there are none, dropped groups, so that the run continues."""
+        """The groups for a batch. If no group was kept, these are the dropped groups, so that the run continues."""
         return self.kept or self.dropped[: self.wanted]
 
 
@@ -167,7 +167,7 @@ class Admitted:
     place: float = math.inf  # among the groups of its step, in the order in which they ended
 
     def group(self, samples: Mapping[int, Trajectory]) -> Group:
-        """The group of its samples, scored or unscored."""
+        """Makes the group of these samples, scored or unscored."""
         return Group(self.prompt, tuple(samples[number] for number in sorted(samples)))
 
 
@@ -176,7 +176,7 @@ SAMPLED, SCORED = attrgetter("sampled"), attrgetter("scored")
 
 @dataclass
 class Flow:
-    """Collects the groups of one step after the other, sampled ahead as far as `max_staleness` allows.
+    """Collects the groups of each step. Samples ahead as far as `max_staleness` allows.
 
     With k = `max_staleness` at most B + floor(k B) groups (B = `batch_size`) are outstanding: admitted, not dropped,
     and not yet part of the weights that sample. Then no token is more than ceil(k) versions older than the weights that
@@ -207,12 +207,12 @@ class Flow:
 
     @property
     def is_ahead(self) -> bool:
-        """Tells whether groups are sampled before a step asks for them; with k = 0 a step starts with none."""
+        """Tells whether groups are sampled before a step asks for them. With k = 0 they are not."""
         return self.max_staleness > 0
 
     @property
     def next_step(self) -> int:
-        """The next step for which groups are handed out."""
+        """The step that the next groups are handed out for."""
         return self.version + 1 + (self.training is not None)
 
     @property
@@ -232,13 +232,13 @@ class Flow:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The number of the next step's trajectories that have ended, and the number of all its trajectories."""
+        """Returns how many of the next step's trajectories have ended, and how many it has."""
         first = islice(list(self.queue.values()), self.batch_size)
         ended = sum(self.n if each.is_kept is not None else len(each.sampled) for each in first)
         return ended, self.batch_size * self.n
 
     def ask(self, step: int) -> list[Command]:
-        """Asks for the groups of a step; a HandOut follows now or later."""
+        """Asks for the groups of a step. A HandOut follows, now or later."""
         if not self.is_ahead:
             self._before = copy.deepcopy(dict(self.source.state()))
             self.restart(step - 1, [])
@@ -260,26 +260,26 @@ class Flow:
         return [*([Score(ended)] if ended else []), *(self._choose() if together else [])]
 
     def on_scored(self, trajectories: Sequence[Trajectory]) -> list[Command]:
-        """Records trajectories that were scored, or whose scoring failed; repeated ones change nothing."""
+        """Records trajectories that were scored or could not be scored. A repeated one changes nothing."""
         return [command for each in trajectories for command in self._on_scored(each)]
 
     def on_version(self, version: int) -> list[Command]:
-        """Records that every replica samples with weights of `version`."""
+        """Records that every replica samples with the weights of `version`."""
         self.version, self.training, self._before = version, None, None
         return self._advance()
 
     def restart(self, version: int, queue: Sequence[Admitted]) -> None:
-        """Starts again after `version`, with the groups of a checkpoint in the order of their admission."""
+        """Resumes after `version`, with the groups of a checkpoint in the order of their admission."""
         self.version, self.training, self._waits_for = version, None, None
         self.queue = {each.prompt.uid: each for each in queue}
 
     def place(self) -> Mapping[str, Any]:
-        """Returns the position of the next prompt; with k = 0, before groups are trained on, of their step."""
+        """Returns the position of the next prompt. With k = 0 and groups not yet trained on: of their step's start."""
         return self._before or dict(self.source.state())
 
     def most_age(self, place: int) -> int:
-        """The largest age in versions of tokens at a place of the queue: each batch trained before them adds one. A
-        filter may leave a step fewer groups, so that later groups wait longer."""
+        """The largest age, in versions, of tokens at a place of the queue: each batch that is trained before them adds
+        one. A filter may leave a step fewer groups; then later groups wait longer."""
         most = self.batch_size * (1 + math.ceil(self.max_staleness)) if self.group_filter else self.most_outstanding
         return (most - 1 - place) // self.batch_size
 
@@ -300,20 +300,20 @@ class Flow:
 
     @property
     def _most_read(self) -> float:
-        """The largest number of groups that a step reads from the queue, dropped ones included; no limit with k = 0."""
+        """The largest number of groups, dropped ones included, that a step reads. With k = 0 it has no limit."""
         if self.group_filter is None or not self.is_ahead:
             return math.inf
         return (1 + self.group_filter.max_refills) * self.batch_size
 
     def _together(self, admitted: Admitted, ended: Callable[[Admitted], Sized]) -> list[Admitted]:
-        """The groups that are scored and filtered together, with k = 0 a round; empty until all have ended."""
+        """The groups to score and filter together: with k = 0, all groups of a round. Empty until all have ended."""
         if len(ended(admitted)) < self.n:
             return []
         together = [admitted] if self.is_ahead or self._extra else self._undecided
         return together if all(len(ended(each)) == self.n for each in together) else []
 
     def _choose(self) -> list[Command]:
-        """Names the requested groups once all are sampled, if no filter reads scores."""
+        """Returns the requested groups in a Chosen once all are sampled, if no filter reads scores."""
         first = list(islice(self.queue.values(), self.batch_size)) if self._waits_for is Chosen else []
         if len(first) < self.batch_size or any(len(each.sampled) < self.n for each in first):
             return []
@@ -337,7 +337,7 @@ class Flow:
         return [*self._hand_out(), *self._start()]
 
     def _start(self) -> list[Command]:
-        """Fills the room with new prompts, and names their random draws by the step that will use them."""
+        """Fills the free room with new prompts. The keys of their random draws contain the step that will use them."""
         live, wanted, most, commands = self._live, self.batch_size, self._most_read, list[Command]()
         taken = 0 if self.training is None else wanted  # a step takes its place even with fewer groups
         most_live = self.most_outstanding + self._extra - taken
@@ -356,7 +356,7 @@ class Flow:
         return commands
 
     def _hand_out(self) -> list[Command]:
-        """Hands out the requested groups as soon as all groups before them are decided; aborts `extra` ones."""
+        """Hands out the requested groups as soon as all groups before them are decided. Aborts `extra` groups."""
         if self._waits_for is None:
             return []
         read, kept = list[Admitted](), 0
@@ -378,7 +378,7 @@ class Flow:
         return [*([Abort(left)] if left else []), self.training]
 
     def _is_exhausted(self, read: Sequence[Admitted]) -> bool:
-        """Tells whether a step continues with fewer groups than it wants."""
+        """Tells whether the step must continue with fewer groups than it asked for."""
         if self.is_ahead or self.group_filter is None or len(read) < max(1, len(self.queue)):
             return len(read) == self._most_read
         last_round = [trajectory for each in read[-self._rounds[-1] :] for trajectory in each.scored.values()]
@@ -386,7 +386,7 @@ class Flow:
 
 
 def by_player(groups: Sequence[Group]) -> list[Group]:
-    """Splits episodes of several players: each trained player gets a group of its own turns. Other groups stay
+    """Splits groups with several players: each trained player gets a group of its own turns. Other groups stay
     unchanged."""
     split = list[Group]()
     for group in groups:
@@ -410,7 +410,7 @@ def keep_all(values: Sequence[float]) -> bool:
 
 
 def _metric(trajectory: Trajectory, name: str) -> float:
-    """A number of a trajectory by name; the name of a part may omit its domain."""
+    """Finds a number of a trajectory by name. The name of a reward part may omit its domain."""
     numbers = {**trajectory.parts, "accuracy": trajectory.accuracy or 0.0, "reward": trajectory.score}
     found = numbers.get(name, numbers.get(f"{trajectory.prompt.domain}/{name}"))
     if found is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slow, simple rollout engine: transformers' own forward and cache, left padding, every row until all are done."""
+"""The simple, slow rollout engine: transformers' forward and cache, left padding; a batch runs until all rows end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from whet.types import FinishReason
 
 @dataclass
 class PaddedRows:
-    """Rows that are sampled together, padded on the left; tokens after a row's end are ignored."""
+    """Rows that are sampled together, padded on the left. Tokens after the end of a row are ignored."""
 
     rows: list[LiveRequest]
     sampling: SamplingState
@@ -42,7 +42,7 @@ class PaddedRows:
 
     @classmethod
     def of(cls, rows: list[LiveRequest], module: PreTrainedModel) -> PaddedRows:
-        """A batch of rows that start, or continue after their tokens."""
+        """Makes a batch of rows. Each starts, or continues after the tokens that it has."""
         device, requests = module.device, [each.request for each in rows]
         fed = [[*each.request.prompt_ids, *each.tokens] for each in rows]
         width, media = max(map(len, fed)), [each for request in requests for each in request.media]
@@ -71,7 +71,7 @@ class PaddedRows:
         )
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
-        """Appends the next token of every row.  Returns [S] bool, True for a stop token."""
+        """Samples the next token of every row.  Returns [S] bool, True for a stop token."""
         rows = torch.arange(len(self.rows), device=logits.device)
         generated = self.tokens[:, : max(1, int(self.counts.max()))]
         chosen, log_probs = sample(logits, self.sampling, self.counts, generated)
@@ -124,7 +124,7 @@ class HFEngine(InProcessEngine[LiveRequest]):
 
     @classmethod
     def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
-        """Bytes of the cache: a tensor a layer, which is copied to grow."""
+        """Bytes of the cache. It has one tensor per layer, which is copied to grow."""
         rows, lengths = decoding.rows, decoding.lengths
         longest = max(lengths.prompts) + lengths.response
         used = rows * (longest * decoding.token_bytes + decoding.sequence_bytes)
@@ -143,7 +143,7 @@ class HFEngine(InProcessEngine[LiveRequest]):
         return LiveRequest(request, earlier, [0.0] * len(earlier))
 
     def _step(self, module: PreTrainedModel) -> list[Done[LiveRequest]]:
-        """Samples a token of the batch, or starts a new batch with the oldest requests."""
+        """Samples a token for each row of the batch. Without a batch, starts one with the oldest requests."""
         batch = self._batch = self._batch or PaddedRows.of(self._next(module), module)
         text = module.config.get_text_config()
         if text._attn_implementation == NAME:  # which works with whet's cache alone
@@ -178,7 +178,7 @@ class HFEngine(InProcessEngine[LiveRequest]):
         return [(batch.rows[row], reasons[row], batch.found.get(row)) for row in ended.nonzero().squeeze(1).tolist()]
 
     def _next(self, module: PreTrainedModel) -> list[LiveRequest]:
-        """The oldest requests; if left padding would change results, only requests as long as the oldest."""
+        """Returns the oldest requests. If left padding would change results, all have the length of the oldest."""
         oldest = list(self.unfinished.values())
         if not support_of(module).pads_left:
             lengths = [len(each.request.prompt_ids) + len(each.tokens) for each in oldest]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout engines that compute in this process: requests, events and weights; a subclass adds the sampling."""
+"""Base of rollout engines that compute in this process. It handles requests, events and weights; a subclass samples."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from whet.types import FinishReason, Versions, last_versions
 
 @dataclass(eq=False)
 class LiveRequest:
-    """An unfinished request. While it is being sampled, its newest tokens are on the device until they are read."""
+    """An unfinished request. While it is being sampled, its newest tokens stay on the device until they are read."""
 
     request: Request
     tokens: list[int]  # of the response
@@ -44,7 +44,7 @@ class LiveRequest:
 
     @property
     def late_at(self) -> float:
-        """The time.monotonic() after which the request fails."""
+        """The value of time.monotonic() at which the request fails."""
         seconds = self.request.deadline_seconds
         return float("inf") if seconds is None else self.submitted_at + seconds
 
@@ -57,7 +57,7 @@ class LiveRequest:
             self.versions = (*self.versions, (version, new))
 
     def completion(self, version: int, reason: FinishReason, stop: str | None = None) -> Completion:
-        """The completion of the request if it ended now, with its newest tokens stamped with `version`."""
+        """Returns the completion of the request, as if it ended now. Its newest tokens get the stamp `version`."""
         self.stamp(version)
         new = slice(len(self.request.sampled_ids), None)
         tokens, log_probs = tuple(self.tokens[new]), tuple(self.log_probs[new])
@@ -65,7 +65,7 @@ class LiveRequest:
         return Completion(tokens, log_probs, reason, self.versions, stop, *told, self.preemptions)
 
     def partial(self, version: int) -> Partial:
-        """The tokens that no Partial has had yet, with the newest stamped with `version`."""
+        """Returns the tokens that no earlier Partial has. The newest get the stamp `version`."""
         self.stamp(version)
         first, self.num_streamed = self.num_streamed, len(self.tokens)
         tokens, log_probs = tuple(self.tokens[first:]), tuple(self.log_probs[first:])
@@ -75,7 +75,7 @@ class LiveRequest:
         return Partial(self.request.uid, self.request.attempt, first, tokens, log_probs, versions, *told)
 
     def tell(self, likeliest: Likeliest) -> None:
-        """Stores the most probable tokens at the position of the token just sampled."""
+        """Stores the most probable tokens at the position that was just sampled."""
         if count := self.request.params.num_likeliest:
             self.likeliest.append(likeliest[:count])
 
@@ -85,7 +85,7 @@ Done = tuple[L, FinishReason, str | None]  # a request that ended, why, and at w
 
 
 class Policy:
-    """The module to sample from: none yet, another component's, or the engine's own, which it fills and may offload."""
+    """The module to sample from: none yet, another component's, or the engine's own, which it may fill and offload."""
 
     def __init__(self) -> None:
         self.module: PreTrainedModel | None = None
@@ -95,7 +95,7 @@ class Policy:
         self._device: torch.device | None = None  # where it belongs, while it is away
 
     def set(self, module: PreTrainedModel, version: int, *, is_own: bool) -> None:
-        """Samples from `module` from now on."""
+        """Makes `module` the module to sample from."""
         self.module, self.version, self._is_own = module, version, is_own
         self._coming = self._device = None
 
@@ -107,13 +107,13 @@ class Policy:
         self.version, self._coming = version, None
 
     def require(self) -> PreTrainedModel:
-        """The module.  Raises: EngineError if there is none."""
+        """Returns the module.  Raises: EngineError if there is none."""
         if self.module is None:
             raise EngineError("module of the rollout", None, change="attach a module, or adopt one and load weights")
         return self.module
 
     def require_whole(self) -> PreTrainedModel:
-        """The module, checked for sampling.  Raises: also WeightSyncError if its weights are of two versions."""
+        """Returns the module for sampling.  Raises: EngineError without one; WeightSyncError for mixed versions."""
         check_whole(self._coming, self.version)
         return self.require()
 
@@ -131,8 +131,8 @@ class Policy:
 
 
 class InProcessEngine(ABC, Generic[L]):
-    """Decodes while it is polled. With `keep_cache` running requests keep their keys and values when weights change;
-    otherwise these are recomputed, so that each log-prob belongs to exactly one version."""
+    """Decodes while the caller polls. With `keep_cache`, running requests keep their keys and values when weights
+    change. Otherwise they are recomputed, so that each log-prob belongs to exactly one version."""
 
     def __init__(
         self, dtype: torch.dtype, max_batch_size: int, load_tokenizer: LoadTokenizer | None, keep_cache: bool
@@ -149,7 +149,7 @@ class InProcessEngine(ABC, Generic[L]):
         self._first_late_at = float("inf")
 
     def submit(self, request: Request) -> bool:
-        """Takes a request; False at MAX_UNFINISHED requests.  Raises: EngineError for one that can never fit."""
+        """Accepts a request; False at MAX_UNFINISHED requests.  Raises: EngineError for one that can never fit."""
         if (answer := self.unfinished.answer(request)) is not None:
             return answer
         self._end([self.unfinished[request.uid]] if request.uid in self.unfinished else [])
@@ -165,7 +165,7 @@ class InProcessEngine(ABC, Generic[L]):
         return True
 
     def _readable(self, request: Request) -> Encoders:
-        """The encoders of the model.  Raises: EngineError if they cannot read a media of the request."""
+        """Returns the model's encoders.  Raises: EngineError if they cannot read a media of the request."""
         encoders = encoders_of(self.policy.require())
         for each in request.media:
             if encoders is None or each.kind not in encoders.kinds or each.tokens is None:
@@ -245,7 +245,7 @@ class InProcessEngine(ABC, Generic[L]):
         self.policy.fill(weights, version)
 
     def prompt_log_probs(self, prompt: Sequence[int], count: int) -> PromptLogProbs:
-        """Log-probs of all prompt tokens except the first, and the `count` most probable tokens at each position."""
+        """Returns log-probs of all prompt tokens but the first, and the `count` most probable at each position."""
         module = self.policy.require_whole()
         settings = ForwardSettings(packing=support_of(module).is_own, dtype=self.dtype)
         return prompt_log_probs(module, prompt, count, settings)
@@ -258,7 +258,7 @@ class InProcessEngine(ABC, Generic[L]):
         self.policy.leave_device()
 
     def wake(self) -> None:
-        """Moves the engine's own module back; the cache is rebuilt when needed."""
+        """Moves the engine's own module back to the device. The cache is rebuilt when it is needed."""
         self.policy.return_to_device()
 
     def status(self) -> Status:
@@ -270,7 +270,7 @@ class InProcessEngine(ABC, Generic[L]):
         self.sleep()
 
     def stops_of(self, request: Request) -> StopStrings | None:
-        """The stop strings of a request.  Raises: EngineError for stop strings without a tokenizer."""
+        """Returns the stop strings of a request.  Raises: EngineError if it has some and there is no tokenizer."""
         strings = request.params.stop
         if not strings:
             return None
@@ -285,7 +285,7 @@ class InProcessEngine(ABC, Generic[L]):
 
     @abstractmethod
     def _use(self, module: PreTrainedModel) -> None:
-        """Prepares for another module.  Raises: EngineError for a module that the engine cannot sample from."""
+        """Prepares for another module.  Raises: EngineError for a module that the engine does not support."""
 
     @abstractmethod
     def _take(self, request: Request) -> L:
@@ -300,16 +300,16 @@ class InProcessEngine(ABC, Generic[L]):
         """Copies the tokens and log-probs so far into every request."""
 
     def _read_streaming(self, live: Sequence[L]) -> None:
-        """Copies at least the tokens and log-probs so far of these requests, which may be waiting, into them."""
+        """Copies at least the tokens and log-probs so far into these requests. Some may be waiting."""
         self._read()
 
     @abstractmethod
     def _drop(self, live: Sequence[L]) -> None:
-        """Removes requests, running or waiting, whose tokens have been read."""
+        """Removes requests, running or waiting. Their tokens have been read."""
 
     @abstractmethod
     def _forget(self) -> None:
-        """Puts running requests back into the queue, with their tokens read and without a cache."""
+        """Puts running requests back into the queue. Reads their tokens and drops their cache."""
 
     def _forget_finished(self) -> None:
         """Frees the cached blocks of finished requests."""
@@ -326,13 +326,13 @@ class InProcessEngine(ABC, Generic[L]):
             self._restore.close()
 
     def _give_new_tokens(self) -> None:
-        """Adds a Partial for each streaming request with tokens that were read but not sent."""
+        """Adds a Partial for each streaming request that has unsent tokens."""
         for each in self._streaming.values():
             if len(each.tokens) > each.num_streamed:
                 self._events.append(each.partial(self.policy.version))
 
     def _before_new_weights(self, *, forget: bool) -> None:
-        """Stamps the tokens so far with the version that sampled them, and drops the cache unless it is kept."""
+        """Stamps the tokens so far with the version that sampled them. Drops the cache unless it is kept."""
         self._forget_finished()
         if not self.unfinished:
             return

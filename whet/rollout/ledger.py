@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The unfinished requests of an engine, and the rules for all of them, wherever they are sampled."""
+"""The unfinished requests of an engine, and the rules that hold for requests of all engines."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Ledger(dict[str, L]):
     """Unfinished requests by uid, the oldest first."""
 
     def answer(self, request: Request) -> bool | None:
-        """Returns the result of `submit` if no work is needed: True for an attempt that is already there or was
-        replaced by a later one, False at MAX_UNFINISHED requests; else None."""
+        """Returns the result of `submit` if the engine need not act: True for an attempt that is present or was
+        replaced by a later one, False at MAX_UNFINISHED requests. Otherwise None."""
         if (earlier := self.get(request.uid)) is not None:
             return True if request.attempt <= earlier.request.attempt else None
         return None if len(self) < MAX_UNFINISHED else False
@@ -41,7 +41,7 @@ class Ledger(dict[str, L]):
 
 
 def check_request(request: Request, vocab_size: int) -> None:
-    """Raises: EngineError for a request that no engine can sample."""
+    """Checks a request against limits of all engines.  Raises: EngineError if no engine can sample it."""
     params = request.params
     if not request.prompt_ids or params.max_new_tokens <= len(request.sampled_ids):
         found = f"{len(request.prompt_ids)} prompt tokens, {len(request.sampled_ids)} tokens sampled earlier and "
@@ -52,13 +52,13 @@ def check_request(request: Request, vocab_size: int) -> None:
 
 
 def check_whole(coming: int | None, version: int) -> None:
-    """Raises: WeightSyncError if `coming`, a version being loaded, has replaced a part of `version`."""
+    """Checks that no newer version has replaced a part of `version`.  Raises: WeightSyncError if `coming` has."""
     if coming is not None:
         found = f"did not arrive whole, and may be mixed with version {version}"
         raise WeightSyncError(f"version {coming} of the weights", found, change="send all weights of a version")
 
 
 def too_late(request: Request, after: str = "") -> Failed:
-    """Returns the event of a request whose deadline has passed."""
+    """Returns the event for a request whose deadline has passed."""
     why = f"its deadline of {request.deadline_seconds:g} s was over{after}"
     return Failed(request.uid, request.attempt, Failure("engine", why, timed_out=True))

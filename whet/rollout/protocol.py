@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of rollout engines: they take a stream of requests, return events, and load weights in between."""
+"""The contract of rollout engines: they accept requests, return events, and load weights in between."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Request:
-    """A response to sample. Equal `key`s draw equal random numbers, independent of other requests.
+    """A response to sample. Requests with equal `key` draw equal random numbers, whatever other requests run.
 
     `sampled_ids` are tokens of the response that an earlier attempt sampled. Draws, penalties, stops and
-    `params.max_new_tokens` count from the start of the response, so the tokens are those of an undisturbed attempt.
-    """
+    `params.max_new_tokens` count from the start of the response, so the tokens are those of an undisturbed attempt."""
 
     uid: str  # names the request among those of the engine
     prompt_ids: tuple[int, ...]
@@ -56,7 +55,7 @@ class Request:
 
     @cached_property
     def identity(self) -> Identity:
-        """Token ids and media digests of the prompt: requests share the computation of common prefixes.
+        """Prompt token ids, with a digest for each media. Requests with equal beginnings share their computation.
 
         Raises: DataError where ids and media do not agree."""
         if not self.media:
@@ -69,7 +68,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """The tokens that one request sampled, the stop token included, and all tokens of a stop string.
+    """The tokens that one request sampled. They include the stop token, or all tokens of the stop string.
 
     The text of a response includes all its tokens (vLLM's include_stop_str_in_output): rewards and environments read
     the trained text, with the stop string and the rest of its last token."""
@@ -91,7 +90,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Partial:
-    """Tokens of a running request, from `offset` (counted in the response) on."""
+    """New tokens of a running request. `offset` is the position of the first one in the response."""
 
     uid: str
     attempt: int
@@ -126,7 +125,7 @@ Event = Partial | Finished | Failed
 
 @dataclass(frozen=True)
 class Lost:
-    """The loss of a whole replica with all of its requests; it can be started again."""
+    """The loss of a whole replica with all of its requests. The replica can be restarted."""
 
     why: str
 
@@ -143,28 +142,27 @@ class Status:
 
 
 class RolloutEngine(Protocol):
-    """A replica that samples with a policy whose weights come from outside."""
+    """A replica that samples from a policy. The trainer supplies the weights."""
 
     def submit(self, request: Request) -> bool:
-        """Takes a request without waiting; False if the engine is full. A request that is already there, by uid and
-        attempt, is not taken twice; a later attempt replaces an earlier one.
+        """Takes a request without waiting; False if the engine is full. A request with the uid and attempt of an
+        unfinished one is ignored; a later attempt replaces an earlier one.
 
-        Raises: EngineError for a request that can never fit.
-        """
+        Raises: EngineError for a request that can never fit."""
         ...
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """Returns the events since the last call as soon as there are any, at the latest after `timeout_seconds`.
+        """Waits up to `timeout_seconds` for events.  Returns all events since the last call.
 
         Raises: EngineError; WeightSyncError if the last weights did not arrive completely."""
         ...
 
     def abort(self, uids: Collection[str]) -> None:
-        """Ends requests: each is returned as Finished with finish_reason "abort" and the tokens so far."""
+        """Ends requests. Each returns Finished with finish_reason "abort" and the tokens so far."""
         ...
 
     def pause(self) -> None:
-        """Stops sampling: every running request returns its tokens so far as Partial, then nothing until `resume`."""
+        """Stops sampling until `resume`. Each running request returns its tokens so far as Partial."""
         ...
 
     def resume(self) -> None:
@@ -172,8 +170,8 @@ class RolloutEngine(Protocol):
         ...
 
     def load(self, weights: Weights, version: int) -> None:
-        """Fills the engine's own module between two decode steps. Running requests continue with the new weights; their
-        cached keys and values are recomputed, or kept if the engine was built so.
+        """Fills the engine's own module between two decode steps. Running requests continue with the new weights;
+        cached keys and values are recomputed or, if the engine is configured so, kept.
 
         Raises: WeightSyncError for weights that do not fit; errors of `weights`. After an error nothing is sampled
         until all weights of a version have come."""
@@ -193,12 +191,12 @@ class SharesModule(Protocol):
     """An engine that can sample with a module of this process."""
 
     def attach(self, module: PreTrainedModel, version: int, *, is_own: bool = False) -> None:
-        """Samples with `module` itself, without a copy, from now on, and calls its present weights `version`. With
-        `is_own` the module may be filled by `load`, and leaves the device while the engine sleeps."""
+        """Samples from `module` itself, without a copy; its present weights count as `version`. With `is_own`, `load`
+        may fill the module, and it leaves the device while the engine sleeps."""
         ...
 
     def adopt(self, module: PreTrainedModel) -> None:
-        """Creates a module of its own like `module`, without adapters and in the rollout dtype, for `load`."""
+        """Creates the engine's own module for `load`: like `module`, but without adapters, in the rollout dtype."""
         ...
 
 
@@ -209,8 +207,8 @@ class LoadsAdapter(Protocol):
     takes_adapter: bool  # built for it
 
     def load_adapter(self, weights: Weights, version: int) -> None:
-        """Replaces the adapter between two decode steps; `weights` have the names in an adapter's folder, and the
-        settings are `model.lora` of the engine's model.
+        """Replaces the adapter between two decode steps; `weights` are named as in an adapter's folder; `model.lora`
+        has the settings.
 
         Raises: the errors of `load`."""
         ...
@@ -218,17 +216,17 @@ class LoadsAdapter(Protocol):
 
 @runtime_checkable
 class TakesDelta(Protocol):
-    """An engine that may receive weights as changes since the last version."""
+    """An engine that may receive only the weights that changed since the last version."""
 
     takes_delta: bool
 
 
 @runtime_checkable
 class Sleeps(Protocol):
-    """An engine that can leave the device to others between rollouts."""
+    """An engine that can free the device for training between rollouts."""
 
     def sleep(self) -> None:
-        """Frees the memory that only sampling needs: the key and value cache, and an own module on the device."""
+        """Frees the memory that only sampling needs: the key and value cache, and the engine's own module."""
         ...
 
     def wake(self) -> None:
@@ -241,8 +239,8 @@ class TellsPrompts(Protocol):
     """An engine that can return log-probs of prompt tokens."""
 
     def prompt_log_probs(self, prompt: Sequence[int], count: int) -> PromptLogProbs:
-        """Log-probs of all prompt tokens but the first, at temperature 1, and the `count` most probable tokens at
-        each."""
+        """Returns log-probs, at temperature 1, of all prompt tokens but the first; and the `count` most probable tokens
+        at each position."""
         ...
 
 
@@ -250,7 +248,7 @@ class TellsPrompts(Protocol):
 class Restarts(Protocol):
     """An engine that can start again after a LostReplicaError of `submit`, `poll` or `abort`.
 
-    Until then its other methods do nothing, except `load`, which stores the weights."""
+    Until `restart` its other methods do nothing, except that `load` stores the weights."""
 
     def check(self, request: Request) -> None:
         """Raises: EngineError for a request that the engine can never sample, like `submit`."""
@@ -271,7 +269,7 @@ POLL_SECONDS = 1.0
 
 
 def generate(engine: RolloutEngine, requests: Sequence[Request], deadline_seconds: float = 3600.0) -> list[Completion]:
-    """Samples all requests and returns one completion a request, in their order.
+    """Samples all requests. Returns their completions in the same order.
 
     Raises: DeadlineError; EngineError for a failed request and for equal uids; errors of the engine."""
     if len(uids := Counter(request.uid for request in requests)) < len(requests):
@@ -297,14 +295,14 @@ def generate(engine: RolloutEngine, requests: Sequence[Request], deadline_second
 
 
 def drop(engine: RolloutEngine, uids: Collection[str]) -> None:
-    """Aborts requests whose completions nobody will read, after an error."""
+    """Aborts requests after an error, because nobody will read their completions."""
     with suppress(WhetError):  # of an engine that the error came from
         engine.abort(uids)
         engine.poll(0.0)
 
 
 def late(engine: RolloutEngine, deadline_seconds: float, unfinished: int, total: int) -> DeadlineError:
-    """The error of a rollout that did not finish in time."""
+    """Returns the error for a rollout that did not finish in time."""
     status = engine.status()
     found = f"waited {deadline_seconds:g} s for {unfinished} of {total} responses ({status.running} running, "
     found += f"{status.waiting} waiting, the oldest {status.oldest})"

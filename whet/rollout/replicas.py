@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drivers of fleets: they carry out commands on the ranks of a worker group, and wait for their events.
+"""Drivers of fleets carry out commands on the ranks of a worker group, and wait for the ranks' events.
 
 The ranks of a rollout form one engine. If a rank is lost, other ranks continue its requests. If only its engine is
 lost, the rank restarts it; a process that died or hangs is replaced by a new one, which samples after the next weight
@@ -28,9 +28,9 @@ GATHER_SECONDS = 0.02  # a rank in another process gathers results for this time
 
 
 class RankDriver:
-    """The driver of a fleet of ranks whose worker has the method `serve(tasks, ended, timeout_seconds, ...) -> events`:
-    it takes tasks, ends others by uid, and waits for the first events. A rank serves one such call at a time, or
-    several with `concurrent`."""
+    """The driver of a fleet of ranks. The worker has the method `serve(tasks, ended, timeout_seconds, ...) -> events`:
+    it takes tasks, ends tasks by uid, and waits for the first events. A rank serves one such call at a time; with
+    `concurrent` several."""
 
     def __init__(self, group: WorkerGroup, fleet: Fleet, *options: bool, concurrent: bool = False) -> None:
         """`options` are further arguments of `serve`."""
@@ -44,23 +44,23 @@ class RankDriver:
         self._is_syncing = False
 
     def submit(self, task: AnyTask) -> bool:
-        """Takes a task; the next turn gives it to a rank."""
+        """Accepts a task. The next turn gives it to a rank."""
         with self._turn:
             self.fleet.submit(task)
         return True
 
     def abort(self, uids: Collection[str], *, silently: bool = False) -> None:
-        """Ends tasks; the end of a task on a rank is an event of a later turn, unless they end `silently`."""
+        """Ends tasks. The end of a task on a rank is an event of a later turn; with `silently` there is none."""
         with self._turn:
             self._events += self.fleet.abort(uids, silently=silently)
 
     def join(self, ranks: Iterable[int], version: int | None = 0) -> None:
-        """Connects ranks that already have weights of a version."""
+        """Connects ranks that already have the weights of `version`."""
         for rank in ranks:
             self._events += self.fleet.on_join(rank, version)
 
     def turn(self, timeout_seconds: float, rank_seconds: float = GATHER_SECONDS) -> list[AnyEvent]:
-        """Gives tasks to free ranks, which wait at most `rank_seconds`, and returns the first events.
+        """Gives tasks to free ranks, and returns the first events. A rank waits at most `rank_seconds` for events.
 
         Raises: errors of workers; the error of a lost rank that the others need."""
         with self._turn:
@@ -82,7 +82,7 @@ class RankDriver:
         return events
 
     def _call(self, seconds: float) -> None:
-        """Calls every rank that has work and no open call."""
+        """Calls each rank that has work and no running call."""
         busy = () if self._concurrent else [*self._calls.values()]
         free = [rank for rank in self.fleet.ranks if rank not in busy]
         given = {each.rank: (each.tasks, each.ended) for each in self.fleet.give(free)}
@@ -94,7 +94,7 @@ class RankDriver:
         self._calls[self._group.start_on(rank, method, *arguments)] = rank
 
     def _take(self, call: PendingCall) -> None:
-        """Waits for a call, and takes its result."""
+        """Waits for a call, and processes its result."""
         rank = self._calls.pop(call)
         try:
             found = call.result()
@@ -110,14 +110,14 @@ class RankDriver:
         self._events += self.fleet.on_events(rank, self.fleet.ranks[rank].generation, found)
 
     def _lose(self, rank: int) -> None:
-        """Moves the tasks of a rank to the others."""
+        """Moves the tasks of a lost rank to other ranks."""
         self.num_lost += 1
         self._calls = {call: each for call, each in self._calls.items() if each != rank}
         if rank in self.fleet.ranks:
             self._events += self.fleet.on_lost(rank, self.fleet.ranks[rank].generation)
 
     def _replace(self, rank: int, error: LostWorkerError | DeadlineError) -> None:
-        """Continues without a lost process, or starts another in its place.  Raises: `error` if neither is possible."""
+        """Continues without a lost process, or starts a replacement.  Raises: `error` if neither is possible."""
         tasks = len(self.fleet.ranks[rank].given) if rank in self.fleet.ranks else 0
         self._lose(rank)
         is_last = "restart" not in [call.method for call in self._calls]
@@ -136,10 +136,10 @@ class RankDriver:
 
 
 class Replicas(RankDriver):
-    """The ranks of a rollout, driven through the methods of RolloutWorker.
+    """The rollout's ranks as one engine. It calls the methods of RolloutWorker.
 
-    A rank in this process returns at its first event; a rank in another process `gathers` several, as a call costs
-    time. Weights come by `sync`, which another thread may call; without `weight_sync` the ranks have weights from the
+    A rank in this process returns at its first event. A rank in another process `gathers` several, because a call takes
+    time. `sync` brings weights; another thread may call it. Without `weight_sync` the ranks have weights from the
     start."""
 
     reads_trained_weights = False  # each has a copy, or a process of its own
@@ -161,7 +161,7 @@ class Replicas(RankDriver):
         return self.turn(timeout_seconds + GATHER_SECONDS, seconds)
 
     def pause(self) -> None:
-        """Stops sampling on all ranks; the next `poll` returns the tokens so far of all requests."""
+        """Stops sampling on all ranks. The next `poll` returns the tokens so far of all requests."""
         with self._turn:
             self._take_events()
             self.fleet.is_paused = True
@@ -181,12 +181,12 @@ class Replicas(RankDriver):
                 self._group.start_on(rank, "resume")
 
     def load(self, weights: Weights, version: int) -> None:
-        """Raises: EngineError, as only the weight sync fills the ranks."""
+        """Raises: EngineError always, because only the weight sync may load weights into the ranks."""
         raise EngineError("weights of a rollout's ranks", "given to one object", "a weight sync", "call the run's sync")
 
     def sync(self, version: int) -> str:
-        """Sends the weights of a version to all ranks, new ones included, waits until all sampling ranks have them, and
-        returns their digest.
+        """Sends the weights of `version` to all ranks, including new ones. Waits until all sampling ranks have them,
+        then returns the digest of the weights.
 
         Raises: WeightSyncError, DeadlineError, WorkerError."""
         assert self._weight_sync is not None
@@ -216,7 +216,7 @@ class Replicas(RankDriver):
         return [rank for rank, each in self.fleet.ranks.items() if each.loading is not None]
 
     def status(self) -> Status:
-        """The version with which all ranks sample, all running and waiting requests, and the oldest of them."""
+        """The version that all ranks sample with, all running and waiting requests, and the oldest request."""
         with self._turn:
             calls = [self._group.start_on(rank, "status") for rank in self.fleet.ranks]
         ranks: list[Status] = [call.result() for call in calls]
@@ -233,7 +233,7 @@ class Replicas(RankDriver):
         self._group.close()
 
     def _hear(self, rank: int, method: str, found: list[Event | Lost]) -> None:
-        """Processes a rank's events; a restarted engine samples at once, a new process after the next weights."""
+        """Processes a rank's events. A restarted engine samples at once; a new process after the next weight sync."""
         if method == "start":
             log.warning("rank %d of the rollout runs again, and samples after the next weight sync", rank)
         elif method == "restart":
@@ -252,7 +252,7 @@ class RestartingEngine(RolloutEngine, Restarts, Protocol):
 
 
 class Restarted:
-    """A single engine whose loss only delays requests: their tokens equal the tokens of an engine that was never lost.
+    """A single engine that restarts after a loss. The loss delays requests, but does not change their tokens.
 
     Methods of `RolloutEngine` that are missing here are the engine's own."""
 
@@ -265,18 +265,18 @@ class Restarted:
         return getattr(self.engine, name)
 
     def submit(self, request: Request) -> bool:
-        """Implements `RolloutEngine.submit`."""
+        """Submits a request as `RolloutEngine.submit` does."""
         self.engine.check(request)
         if is_taken := len(self._fleet.flights) < MAX_UNFINISHED:
             self._fleet.submit(request)
         return is_taken
 
     def abort(self, uids: Collection[str]) -> None:
-        """Implements `RolloutEngine.abort`."""
+        """Ends requests as `RolloutEngine.abort` does."""
         self._events += self._fleet.abort(uids)
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """Polls the engine; may take the time in which a lost engine restarts."""
+        """Polls the engine. After a loss this may take as long as the restart."""
         generation, events = self._fleet.ranks[0].generation, self._events
         self._events = []
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of sampled groups: failures, filter, staleness; and the end of a run in which too many trajectories fail."""
+"""Metrics of sampled groups: failures, filter, staleness. Ends a run if too many trajectories fail."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ERRORS: dict[FailureSource, type[WhetError]] = {"reward": RewardError, "sandbox"
 
 
 def count_failures(groups: Sequence[Group], metrics: Metrics, spent: dict[str, float]) -> None:
-    """Counts failures by source, deadlines and preemptions; adds tokens and cost of judges, including failed calls, to
-    `spent`, and reports their sums."""
+    """Counts failures by source, deadlines and preemptions. Adds tokens and cost of judges, including failed calls, to
+    `spent`, and reports the sums."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if preemptions := sum(turn.preemptions for trajectory in trajectories for turn in trajectory.turns):
         metrics.sum("rollout/preemptions", preemptions)
@@ -42,8 +42,8 @@ def count_failures(groups: Sequence[Group], metrics: Metrics, spent: dict[str, f
 
 
 def measure_filter(found: HandOut, metrics: Metrics, *, warns: bool) -> None:
-    """Records the groups that the filter read, and the share that it dropped; may warn of a step that trains on no
-    group."""
+    """Records the groups that the filter read, and the share that it dropped. With `warns`, warns of a step without a
+    group to train on."""
     kept, dropped = found.kept, found.dropped
     metrics.sum("filter/dropped_groups", len(dropped))
     if found.num_aborted:
@@ -62,7 +62,7 @@ def measure_filter(found: HandOut, metrics: Metrics, *, warns: bool) -> None:
 
 
 def measure_staleness(found: HandOut, metrics: Metrics) -> None:
-    """Records the age of tokens in versions, and the share that is not trained on."""
+    """Records the age of tokens in versions, and the share of tokens that is not trained on."""
     lags = Counter[int]()  # tokens by the number of versions that they are behind
     for version, count in _versions(each for group in found.kept for each in group.trajectories):
         lags[found.step - 1 - version] += count
@@ -77,7 +77,7 @@ def measure_staleness(found: HandOut, metrics: Metrics) -> None:
 
 
 def _versions(trajectories: Iterable[Trajectory]) -> Iterable[tuple[int, int]]:
-    """The runs of (version, number of tokens) of all turns."""
+    """Yields the runs of equal versions in all turns, as (version, number of tokens)."""
     return (run for trajectory in trajectories for turn in trajectory.turns for run in turn.versions)
 
 
@@ -94,7 +94,7 @@ class FailureWatch:
         self._warned: set[FailureSource] = set()
 
     def record(self, groups: Sequence[Group]) -> None:
-        """Raises: RewardError, SandboxError, ToolError or EngineError, depending on the source of the first failure."""
+        """Reads a step's groups.  Raises: RewardError, SandboxError, ToolError or EngineError by the first failure."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         failures = [(each.uid, each.failure) for each in trajectories if each.failure is not None]
         of_environment = [(uid, failure) for uid, failure in failures if failure.source in OF_ENVIRONMENT]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requirements of a rollout engine before it is built: its memory, and a check that this machine can run it."""
+"""Requirements of a rollout engine that is not built yet: its memory, and a check that it runs on this machine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Sampling = SamplingParams | SamplingConfig  # of a request, or of a section of t
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths of a step's sequences in tokens: prompts (of some of the data, or the limit) and the longest
-    response; for runs on examples whole examples."""
+    """The lengths of a step's sequences in tokens: `prompts` (a sample of the data, or the limit) and the longest
+    `response`. For runs on examples the lengths are of whole examples."""
 
     prompts: tuple[int, ...]
     response: int
@@ -60,24 +60,24 @@ class RolloutBytes:
 
 @dataclass(frozen=True)
 class CacheRoom:
-    """The room for the key and value cache with `kv_cache_bytes=auto`, beside all other memory on the accelerator."""
+    """The room for the key and value cache if `kv_cache_bytes=auto`, beside all other memory on the accelerator."""
 
     beside: int = 0  # most bytes of other tensors of the process while there is a cache
     most: float = math.inf  # bytes that the sequences of a step fill
 
     def bytes(self, device_bytes: int, allocated: int = 0) -> int:
-        """Returns the size of the cache in a process that may use `device_bytes` of the accelerator, of which its
-        tensors have `allocated` now: the bytes that remain beside the largest use of its tensors."""
+        """Returns the size of the cache: the bytes that remain beside the largest use of the process's tensors. The
+        process may use `device_bytes` of the accelerator; its tensors have `allocated` now."""
         left = room_for_tensors(device_bytes) - max(self.beside, allocated)
         return max(KV_CACHE_BYTES, int(min(self.most, left)))
 
 
 @runtime_checkable
 class PlansMemory(Protocol):
-    """A class of rollout engines that can report their memory in advance."""
+    """A class of rollout engines that can compute their memory in advance."""
 
     def planned_bytes(self, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
-        """The memory of an engine with these options; a class method."""
+        """Returns the memory of an engine with these options. This is a class method."""
         ...
 
 
@@ -86,19 +86,19 @@ class ChecksAhead(Protocol):
     """A class of rollout engines that can check in advance whether an engine would start on this machine."""
 
     def check_ahead(self, model: ModelConfig, longest: int, options: Mapping[str, Any]) -> None:
-        """Raises: ConfigError if no engine with these options could sample sequences of `longest` tokens; a class
-        method that starts no process."""
+        """Checks that an engine with these options can sample sequences of `longest` tokens. A class method that starts
+        no process.  Raises: ConfigError."""
         ...
 
     def refused(self, sampling: Sampling, options: Mapping[str, Any]) -> ConfigError | None:
-        """Returns the error of a sampling parameter that an engine with these options lacks; a class method."""
+        """Returns the error for a sampling parameter that the engine does not support. This is a class method."""
         ...
 
 
 @runtime_checkable
 class ChecksMedia(Protocol):
-    """A class of rollout engines that support the images of some models only."""
+    """A class of rollout engines that support images only for some models."""
 
     def check_media(self, encoders: Encoders | None, media: Sequence[Media], whose: str) -> None:
-        """Raises: EngineError if the engine cannot read the media of `whose` prompt; a class method."""
+        """Checks that the engine supports the media of `whose` prompt. A class method.  Raises: EngineError."""
         ...

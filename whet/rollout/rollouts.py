@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups for the loop: sampled, scored, filtered; in parallel with training if `rollout.max_staleness` allows it."""
+"""Samples, scores and filters groups for the loop; in parallel with training if `rollout.max_staleness` allows it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Taken:
-    """The groups that `take` returns, and their metrics."""
+    """The result of `take`: groups and their metrics."""
 
     groups: list[Group]
     metrics: Metrics
@@ -64,7 +64,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class SampledTrajectories(Generic[T]):
-    """Sampled trajectories whose scores may still be pending."""
+    """Sampled trajectories. Their scores may still be pending."""
 
     groups: list[Group]  # without rewards, unless they are known
     result: Callable[[], T]  # waits for the scores and returns the same trajectories with them; to be called once
@@ -72,7 +72,7 @@ class SampledTrajectories(Generic[T]):
 
 @dataclass
 class Asked:
-    """A flow, and the futures of its waiting caller."""
+    """A flow, and the futures that its caller waits for."""
 
     flow: Flow
     purpose: str = "rollout"
@@ -83,11 +83,11 @@ class Asked:
 class Rollouts:
     """Samples, scores and filters groups for the loop.
 
-    Produces: `take(n)`, n groups in the order of their admission, or fewer if the filter keeps no more within its limit
-    of refills; if it keeps none at all, dropped groups, which are not trained on but keep the run going. With
-    `max_staleness` above 0 they were sampled ahead, by a driver in a thread (`Background`). Consumes: prompts, an
-    engine through the collector, a scorer.  Waits: on each of them, within their deadlines. Without a scorer the score
-    is the environment's reward, which counts as correct from `correct_threshold` on."""
+    Produces: `take(n)`, n groups in the order of their admission; fewer if the filter drops too many within its limit
+    of refills. If it drops all, the dropped groups are returned, not trained on, so that the run continues. With
+    `max_staleness` above 0, groups are sampled ahead, by a driver in a thread. Consumes: prompts, an engine through the
+    collector, a scorer.  Waits: on each of them, within their deadlines. Without a scorer the score is the
+    environment's reward, which counts as correct from `correct_threshold` on."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Rollouts:
         length_stages: Mapping[int, int] | None = None,
         sampling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`batch_size` groups a step are sampled ahead; without staleness a step takes the number it asks for."""
+        """`batch_size` groups per step are sampled ahead. Without staleness, each step asks for its own number."""
         self.length_stages = dict(length_stages or {})
         self.collector, self.driver, self.scorer, self.tokenizer = collector, collector.driver, scorer, tokenizer
         self.n, self.params, self.correct_threshold = n, params, correct_threshold
@@ -135,11 +135,11 @@ class Rollouts:
         self._training = Asked(self.flow)
 
     def take(self, n: int, *, step: int) -> Taken:
-        """n groups to train on; `step` names their random draws."""
+        """Returns `n` groups to train on. `step` is in the keys of their random draws."""
         return self.start(n, step=step).result()
 
     def start(self, n: int, *, step: int) -> SampledTrajectories[Taken]:
-        """Starts `take`, and returns once all trajectories are sampled; a filter also waits for their scores."""
+        """Starts `take`. Returns once all trajectories are sampled and, if there is a filter, scored."""
         if self.prompts.source is None:
             raise DataError("source of prompts", None, "one to take from", "pass prompts to Rollouts, or call sample")
         metrics, flow = Metrics(), self.flow
@@ -163,8 +163,8 @@ class Rollouts:
         metrics: Metrics,
         purpose: str = "rollout",
     ) -> list[Group]:
-        """n scored trajectories of each prompt; failures are counted in `failures/<source>`, also in
-        `failures/timed_out` if a deadline ended them: only there may a run differ from its repeat."""
+        """Returns `n` scored trajectories of each prompt. Counts failures in `failures/<source>`; also in
+        `failures/timed_out` if a deadline was the cause. Only such a failure may make a repeated run differ."""
 
         def episodes(prompts: Sequence[Prompt], step: int) -> list[Episode]:
             return self.collector.episodes(prompts, n, params, step=step, purpose=purpose)
@@ -176,7 +176,7 @@ class Rollouts:
         return groups
 
     def on_weights(self, version: int) -> None:
-        """Records that the engine has the weights of a step, and lets sampling go as far ahead as they allow."""
+        """Records that the engine has a step's weights. Sampling may then continue as far ahead as they allow."""
         if self._restored is not None:
             if self.flow.is_ahead:
                 self._watched.enter_context(watching(self._watch))
@@ -187,19 +187,19 @@ class Rollouts:
         self._noted = self.driver.call(lambda: self._carry_out(self._training, self.flow.on_version(version)))
 
     def state(self) -> Mapping[str, Any]:
-        """Returns the position from which the next step takes its prompts, and under `stream` every group that was
-        sampled ahead; without staleness, before groups are trained on, the position of their step."""
+        """Returns the position in the prompts for the next step, and under `stream` every group that was sampled ahead.
+        Without staleness, while groups are not trained on yet, it is the position of their step."""
         if self._restored:
             return {**self.prompts.state(), "stream": list(self._restored)}
         return self.driver.finish(self._snapshot)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from a saved state once the first weights come."""
+        """Resumes from a saved state when the first weights come."""
         self.prompts.load_state(state)
         self._restored = state.get("stream", ())
 
     def close(self) -> None:
-        """Ends the driver, and the processes of environments and rewards; logs which part the others waited for."""
+        """Ends the driver, and the processes of environments and rewards. Logs the part that the others waited for."""
         self._watched.close()
         self.collector.close()
         for scorer in filter(None, (self.scorer, self.val_scorer)):
@@ -213,7 +213,7 @@ class Rollouts:
             log.info("%s limited the run (others waited for %s); what would help: %s", slowest, shown, HELP[slowest])
 
     def params_at(self, step: int) -> SamplingParams:
-        """Returns the sampling parameters of a step, with the length limit of its stage."""
+        """Returns the sampling parameters of a step. The stage of the step sets the length limit."""
         begun = [start for start in self.length_stages if start <= step]
         if not begun:
             return self.params
@@ -222,7 +222,7 @@ class Rollouts:
     def _begin(
         self, asked: Asked, step: int, metrics: Metrics, between: Callable[[], None] | None = None
     ) -> SampledTrajectories[HandOut]:
-        """Asks a flow for the groups of a step, and waits until they are sampled or, with a filter, scored."""
+        """Asks a flow for the groups of a step. Waits until they are sampled and, with a filter, scored."""
         asked.chosen, asked.handed_out = self.driver.promise(), self.driver.promise()
 
         def wait(name: str, future: Future[T]) -> T:
@@ -260,18 +260,18 @@ class Rollouts:
                     asked.handed_out.set_result(command)
 
     def _on_scored(self, asked: Asked, trajectories: Sequence[Trajectory], found: Sequence[Sequence[Outcome]]) -> None:
-        """Passes the outcomes of the reward to the flow, with the accuracy of a separate function if there is one."""
+        """Passes the reward's outcomes to the flow. A separate accuracy function, if any, sets the accuracy."""
         outcomes = found[0] if len(found) == 1 else list(map(_with_accuracy, *found))
         self._carry_out(asked, asked.flow.on_scored(with_outcomes(trajectories, outcomes)))
 
     def _scorers(self, purpose: str) -> list[Scorer]:
-        """The scorers for a purpose: the reward, and after it the accuracy's function."""
+        """The scorers for a purpose: the reward, then the function of the accuracy, if any."""
         strict = self.val_scorer if purpose == "validation" else None
         return [each for each in (self.scorer, strict) if each is not None]
 
     def _submit(self, trajectories: Sequence[Trajectory], purpose: str) -> list[Outcomes]:
-        """Starts scoring the trajectories that did not fail, by each function; without a function their outcomes, from
-        the environment's rewards, are there at once."""
+        """Starts to score the trajectories that did not fail, with each scorer. Without a scorer the outcomes come from
+        the environment's rewards, immediately."""
         alive = [trajectory for trajectory in trajectories if trajectory.failure is None]
         if alive and (scorers := self._scorers(purpose)):
             items = [self._item(trajectory) for trajectory in alive]
@@ -301,7 +301,7 @@ class Rollouts:
             self.driver.does = before
 
     def _taken(self, found: HandOut, metrics: Metrics) -> Taken:
-        """The groups to train on, measured; if the filter kept none, dropped groups keep the run going."""
+        """Measures the groups to train on. If the filter kept none, dropped groups keep the run going."""
         count_failures((*found.kept, *found.dropped), metrics, self.spent)
         if self.flow.is_ahead:
             measure_staleness(found, metrics)
@@ -323,7 +323,7 @@ class Rollouts:
 
 
 def reward_item(prompt: Prompt, text: str, response_ids: Sequence[int], trajectory: Mapping[str, Any]) -> RewardItem:
-    """The input of reward functions for a response."""
+    """Makes the input of reward functions for a response."""
     return RewardItem(
         data_source=prompt.data_source,
         solution_str=text,
@@ -338,18 +338,18 @@ def reward_item(prompt: Prompt, text: str, response_ids: Sequence[int], trajecto
 
 
 def with_outcomes(trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome]) -> list[Trajectory]:
-    """The trajectories with scores; `outcomes` are for trajectories that did not fail."""
+    """Adds scores to the trajectories. `outcomes` has one for each trajectory that did not fail."""
     left = iter(outcomes)
     return [_with(next(left), each) if each.failure is None else each for each in trajectories]
 
 
 def _with_accuracy(outcome: Outcome, strict: Outcome) -> Outcome:
-    """The outcome, with the accuracy of another function; if either failed, the failure."""
+    """Replaces the accuracy of the outcome by the accuracy in `strict`; a failure if either failed."""
     if isinstance(outcome, Failure) or isinstance(strict, Failure):
         return outcome if isinstance(outcome, Failure) else strict
     return replace(outcome, accuracy=strict.accuracy)
 
 
 def _with(outcome: Outcome, trajectory: Trajectory) -> Trajectory:
-    """The trajectory with all fields of a RewardResult, or with a failure."""
+    """Adds all fields of a RewardResult, or a failure, to the trajectory."""
     return replace(trajectory, **({"failure": outcome} if isinstance(outcome, Failure) else vars(outcome)))

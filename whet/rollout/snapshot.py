@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves the groups of a flow: all groups admitted and not trained on, with their tokens and versions."""
+"""Saves and restores the groups of a flow: all that are admitted and not trained on, with their tokens and versions."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PURPOSE = "rollout"  # of the episodes that are trained on
 
 
 def snapshot(flow: Flow, running: Iterable[Episode]) -> list[dict[str, Any]]:
-    """Returns every group that is not trained on as JSON values, in the order of admission, including the tokens so far
-    of `running` episodes."""
+    """Returns every group that is not trained on as JSON values, in the order of admission. Includes the tokens that
+    `running` episodes have so far."""
     waiting = [each for each in flow.queue.values() if each.is_kept is not False]
     if (training := flow.training) is not None:
         scored = [(group.prompt, {each.sample: each for each in group.trajectories}) for group in training.kept]
@@ -39,10 +39,10 @@ def snapshot(flow: Flow, running: Iterable[Episode]) -> list[dict[str, Any]]:
 
 
 def restore(flow: Flow, source: ReturnedFirst, version: int, entries: Sequence[Mapping[str, Any]]) -> list[Command]:
-    """Restores the groups of a snapshot: scored ones into the queue, others continue where they were.
+    """Restores the groups of a snapshot. Scored groups go into the queue; the others continue to be sampled or scored.
 
-    A group whose row has changed in the data, or whose tokens are too old for this run, starts again from its prompt;
-    prompts without room return to the source and come next."""
+    A group starts again from its prompt if its row has changed in the data, or if its tokens are too old for this run.
+    Prompts without room return to the source, and come first."""
     queue, sampled, episodes = list[Admitted](), list[Trajectory](), list[Episode]()
     room, again = flow.most_outstanding if flow.is_ahead else 0, Counter[str]()
     for place, entry in enumerate(entries[:room]):
@@ -77,13 +77,13 @@ def restore(flow: Flow, source: ReturnedFirst, version: int, entries: Sequence[M
 
 
 def _digest(prompt: Prompt) -> int:
-    """A hash of the fields that are read of a row; an object without a form in JSON counts by its type only."""
+    """A hash of the fields of a row that are read. Of an object that JSON cannot hold only the type counts."""
     read = (prompt.token_ids, prompt.ground_truth, [media.digest for media in prompt.media])
     return key(0, "prompt", json.dumps(read, default=lambda value: type(value).__name__, skipkeys=True))
 
 
 def _misfit(entry: Mapping[str, Any], prompt: Prompt, oldest: int) -> str:
-    """The reason why a saved group's tokens cannot be used, "" if they can; `oldest` is the first valid version."""
+    """The reason why a saved group's tokens cannot be used; "" if they can. `oldest` is the first valid version."""
     if entry.get("prompt") not in (None, _digest(prompt)):  # older checkpoints have none
         return "the data has other rows now under their numbers"
     turns = chain(*(each["turns"] for each in entry["samples"]), entry["partial"].values())
@@ -92,14 +92,14 @@ def _misfit(entry: Mapping[str, Any], prompt: Prompt, oldest: int) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The Python number of a numpy scalar, for JSON.  Raises: TypeError for other objects."""
+    """Converts a numpy scalar to a Python number, for JSON.  Raises: TypeError for other objects."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
 def _entry(admitted: Admitted, running: Sequence[Episode]) -> dict[str, Any]:
-    """A group as JSON values. Trajectories that JSON cannot hold, such as environment objects, are sampled again."""
+    """Converts a group to JSON values. Trajectories that JSON cannot hold (environment objects) are sampled again."""
     is_scored = admitted.is_kept is True
     samples = []
     for trajectory in (admitted.scored if is_scored else admitted.sampled).values():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stop strings: a response ends with the token after which its text contains one of them.
 
-The text is what environments and rewards read: all tokens decoded, special ones left out."""
+The text is the decoded response without special tokens, as environments and rewards read it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEPT = 64  # different stop strings whose tables are kept
 
 
 class StopStrings:
-    """Some stop strings, and the tokenizer that finds where they end.
+    """A set of stop strings, and the tokenizer that decodes the text to search.
 
     Only the last tokens are decoded, and only if the newest one can end a string. Every token with text stands for at
     least one byte, so a string of b bytes lies in the last b of them; one more is read, because many tokenizers leave
@@ -32,7 +32,7 @@ class StopStrings:
         self._can_end: dict[int, bool] = {}
 
     def found(self, newest: int, response: torch.Tensor | Sequence[int]) -> str | None:
-        """The string that `newest`, the last token of `response` [T], completes; of several, the first in the text."""
+        """Returns the string that `newest`, the last token of `response` [T], completes; of several, the first."""
         if newest not in self._can_end:
             # Twice, because many tokenizers leave out the space before the first word.
             text = self._decode([newest, newest])
@@ -56,13 +56,13 @@ class StopStrings:
 
 
 class LastStops:
-    """The stop strings of recent requests; older ones are dropped, as a server's clients may send new ones forever."""
+    """The stop strings of recent requests. Older ones are dropped, as a server's clients may always send new ones."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, ...], StopStrings] = {}  # the oldest first
 
     def of(self, strings: tuple[str, ...], load_tokenizer: LoadTokenizer) -> StopStrings | None:
-        """Returns the stop strings of a request, or None; loads the tokenizer only for new ones."""
+        """Returns the stop strings of a request, or None if it has none. Loads the tokenizer only for new strings."""
         if not strings:
             return None
         found = self._kept.pop(strings, None) or StopStrings(strings, load_tokenizer())

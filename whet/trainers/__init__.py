@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops, and how a config becomes a run."""
+"""Training loops, and the construction of a run from its config."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a step's batch, under verl's names where the meaning is the same."""
+"""Metrics of a step's batch. They have verl's names where they mean the same."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ OWN = {"accuracy", "groups_all_equal", "overlong_penalty", "truncated", "judge_t
 
 
 def measure_groups(metrics: Metrics, groups: Sequence[Group], environment: str = "") -> None:
-    """Records scores, accuracy, reward parts and environment numbers of the trajectories that did not fail, and the
-    number of groups with equal rewards. `environment` names the environment in metrics."""
+    """Records scores, accuracy, reward parts and the environment's metrics over the trajectories that did not fail.
+    Counts the groups with equal rewards. `environment` is the environment's name in metrics."""
     measure_environment(metrics, groups, f"env/{environment}")
     groups = by_player(groups)
     valid = [[each for each in group.trajectories if each.failure is None] for group in groups]
@@ -43,14 +43,14 @@ def measure_groups(metrics: Metrics, groups: Sequence[Group], environment: str =
 
 
 def measure_part(metrics: Metrics, groups: Sequence[Group], name: str, area: str) -> None:
-    """Records the mean of a part of the reward over the trajectories that have it, as `<area>/<name>`."""
+    """Records the mean of reward part `name` over the trajectories that have it, as metric `<area>/<name>`."""
     trajectories = [each for group in groups for each in group.trajectories]
     _average(metrics, f"{area}/{name}", [each.parts[name] for each in trajectories if name in each.parts])
 
 
 def measure_environment(metrics: Metrics, groups: Sequence[Group], area: str) -> None:
-    """Records the mean of each number that the environment reports, over the trajectories that have it, and the share
-    of trajectories that ended at each limit. Names begin with `area`."""
+    """Records the mean of each number that the environment reports, over the trajectories that have it. Also records
+    the share of trajectories that ended at each limit. Metric names begin with `area`."""
     trajectories = [each for group in groups for each in group.trajectories if each.failure is None]
     reported: dict[str, list[float]] = {}
     for field, value in chain.from_iterable(each.fields.items() for each in trajectories):
@@ -63,7 +63,7 @@ def measure_environment(metrics: Metrics, groups: Sequence[Group], area: str) ->
 
 
 def measure_batch(metrics: Metrics, batch: Batch, max_response_length: int) -> None:
-    """Records lengths in tokens, rewards after the KL term, advantages and returns over sampled tokens."""
+    """Records lengths in tokens, rewards after the KL term, and advantages and returns over sampled tokens."""
     mask = batch["response_mask"].bool()
     counted = mask.any(1)
     width = batch["prompts"].shape[1]

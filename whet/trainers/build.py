@@ -98,9 +98,9 @@ def train(
     """Builds the run, trains it to the end and returns it.
 
     `reward`, `data` and `val_data` stand in for `reward.function`, `data.train_files` and `data.val_files`. With
-    `dry_run` everything is built, one batch of prompts is loaded and shown, and nothing is trained or written.
-    `trainer.max_restarts` says how often it starts again after a worker was lost. Raises: WhetError for everything that
-    a user can mend; Stopped, a KeyboardInterrupt, where a signal ended it."""
+    `dry_run` everything is built, one batch of prompts is loaded and shown, and nothing is trained or written. After
+    the loss of a worker the run restarts, at most `trainer.max_restarts` times. Raises: WhetError for everything that a
+    user can mend; Stopped, a KeyboardInterrupt, where a signal ended it."""
     restarts = config.trainer.max_restarts  # the rows may be read again
     rows, val_rows = (list(each) if each is not None and restarts else each for each in (data, val_data))
     return with_restarts(config, lambda once: _train(once, rows, val_rows, dry_run=dry_run, reward=reward))
@@ -131,8 +131,8 @@ def _train(config: TrainConfig, data: Rows, val_data: Rows, *, dry_run: bool, re
 
 @contextmanager
 def _frozen_objects() -> Iterator[None]:
-    """Hides the present objects from the garbage collector: it would search the objects of torch and transformers again
-    and again, which takes a tenth of a small model's step."""
+    """Hides the existing objects from the garbage collector. Otherwise it searches the objects of torch and
+    transformers again and again, which takes a tenth of a small model's step."""
     gc.collect()
     gc.freeze()
     try:
@@ -150,7 +150,7 @@ def build(
     dry_run: bool = False,
     reward: Callable[..., Any] | None = None,
 ) -> Run:
-    """The run of a config, resumed where `trainer.resume` finds a checkpoint."""
+    """Builds the run of a config. It resumes if `trainer.resume` finds a checkpoint."""
     config = with_engine(with_named_dtypes(config))
     media_folder = None if dry_run else run_folder(config.trainer) / MEDIA
     begun = begin(config, data, val_data, reward, media_folder)
@@ -262,7 +262,7 @@ def _prompts(
 
 
 def setup(config: TrainConfig, prompt_lengths: Sequence[int] = ()) -> Setup:
-    """The setup that the memory plan starts from; without `prompt_lengths` each prompt counts as the longest."""
+    """Returns the setup for the memory plan. Without `prompt_lengths`, each prompt counts as the longest."""
     columns = plan(config)
     roles = {spec.role: spec.args[0] for spec in worker_specs(config, columns, 1) if spec.cls is TrainWorker}
     if (judge := config.reward_model.judge) is not None:
@@ -275,7 +275,7 @@ def setup(config: TrainConfig, prompt_lengths: Sequence[int] = ()) -> Setup:
 
 
 def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> list[WorkerSpec]:
-    """Returns the workers of one process; a worker stands after the workers it reads, as `ref` may read `actor`."""
+    """Returns the workers of one process. A worker comes after the workers that it reads, as `ref` may read `actor`."""
     model, ref, critic, cluster = config.model, config.ref, config.critic, config.cluster
 
     def trained(role: ActorConfig, path: str | None, steps: int) -> RoleSettings:
@@ -319,7 +319,7 @@ def judge_worker(config: TrainConfig) -> WorkerSpec:
 
 
 def _with_room(specs: Iterable[WorkerSpec], plan: Setup) -> Iterator[WorkerSpec]:
-    """Yields the workers with sizes that fit their accelerators: tokens of a micro-batch, the rollout's cache."""
+    """Yields the workers with sizes that fit their accelerators: micro-batch tokens, bytes of the rollout's cache."""
     plan, planned = replace(plan, device=free_accelerator(plan.config.cluster)), planner()
     for spec in specs:
         if spec.cls is RolloutWorker:
@@ -331,7 +331,7 @@ def _with_room(specs: Iterable[WorkerSpec], plan: Setup) -> Iterator[WorkerSpec]
 
 
 def _helpers(config: TrainConfig, reward: Callable[..., Any] | None, has_reward: bool) -> Iterator[WorkerSpec]:
-    """Yields the workers without a model (environments, reward processes), for the pools that list them."""
+    """Yields the workers that have no model (environments, reward processes), for pools that list them."""
     if has_reward and config.cluster.lists(REWARD):
         yield WorkerSpec(REWARD, RewardWorker, (config.reward, reward, config.model))
     if config.cluster.lists(ENVIRONMENT):
@@ -371,7 +371,7 @@ def _rollouts(
 
 
 def judge_of(group: WorkerGroup, config: TrainConfig) -> Rollouts:
-    """The `Rollouts` through which the judge's ranks sample verdicts."""
+    """Returns the `Rollouts` that sample the judge's verdicts on its ranks."""
     path, trusted = str(config.reward_model.judge), config.model.trust_remote_code
     tokenizer = load_tokenizer(path, trust_remote_code=trusted)
     engine = Replicas(group, config.rollout.max_batch_size, gathers=group.here is None)
@@ -382,7 +382,7 @@ def judge_of(group: WorkerGroup, config: TrainConfig) -> Rollouts:
 
 
 def _engine(config: TrainConfig, roles: Mapping[str, WorkerGroup]) -> Replicas | Direct:
-    """The engine of this process itself, unless it can be restarted; else the ranks of the rollout as one engine."""
+    """Returns this process's engine, if it cannot be restarted; otherwise all rollout ranks as one engine."""
     ranks = roles["rollout"]
     if ranks.here is not None:
         worker = ranks.here.by_role["rollout"]
@@ -394,7 +394,7 @@ def _engine(config: TrainConfig, roles: Mapping[str, WorkerGroup]) -> Replicas |
 
 
 def _entropy_controller(algorithm: AlgorithmConfig) -> Fixed | AdaptiveEntropy:
-    """The weight of the entropy bonus from step to step."""
+    """Returns the controller that sets the weight of the entropy bonus at each step."""
     entropy, coef = algorithm.entropy, algorithm.entropy_coef
     if entropy.target is None:
         return Fixed(coef)
@@ -402,7 +402,7 @@ def _entropy_controller(algorithm: AlgorithmConfig) -> Fixed | AdaptiveEntropy:
 
 
 def _group_filter(config: TrainConfig) -> Filter | None:
-    """The filter of groups, with the filters of domains that set their own."""
+    """Returns the group filter, including the filters of domains that set their own."""
 
     def made(chosen: GroupFilterConfig, key: str) -> Filter | None:
         if chosen.name is None:
@@ -422,7 +422,7 @@ def _group_filter(config: TrainConfig) -> Filter | None:
 def show_batch(
     config: TrainConfig, tokenizer: PreTrainedTokenizerBase, source: PromptSource, total_steps: int, roles: list[str]
 ) -> list[Prompt]:
-    """Logs the sizes of a dry run, and the first prompt as text of the chat template.  Returns the first batch."""
+    """Logs the sizes of a dry run, and the first prompt rendered by the chat template.  Returns the first batch."""
     prompts = source.take(config.data.train_batch_size)
     lengths = [len(prompt.token_ids) for prompt in prompts]
     log.info(
@@ -436,8 +436,8 @@ def show_batch(
 
 
 def dry_run_elsewhere(config: TrainConfig, device_gib: float | None, host_gib: float | None) -> None:
-    """Checks config, tokenizer, templates, data, ground truths and rewards of a run, and that it fits accelerators of
-    `device_gib` and nodes of `host_gib`; None takes this machine's size. Loads no model, starts no worker.
+    """Checks a run's config, tokenizer, templates, data, ground truths and rewards. Checks that it fits accelerators of
+    `device_gib` and nodes of `host_gib`; None is this machine's size. Loads no model, starts no worker.
 
     Raises: WhetError for everything that a user can mend."""
     planned = planner(is_needed=True)
@@ -460,7 +460,7 @@ def dry_run_elsewhere(config: TrainConfig, device_gib: float | None, host_gib: f
 
 
 def _score(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]) -> None:
-    """Logs the rewards of ground truths as responses, and of empty ones.  Raises: RewardError."""
+    """Logs the rewards of two test responses: the ground truth, and an empty text.  Raises: RewardError."""
     scorer = scorer_of(config)
     if scorer is None:
         return

@@ -42,8 +42,8 @@ Provider = Callable[..., Values]  # of a batch and `Sources`
 
 @dataclass(frozen=True)
 class Sources:
-    """Inputs of a provider beside the batch: the roles, the step's groups in the order of the batch's `uid`, and, in a
-    run that samples, the rollouts. A provider of scores notes in `failures` the uids of trajectories without one."""
+    """Inputs of a provider beside the batch: the roles; the step's groups, in the order of the batch's `uid`; and the
+    rollouts, if the run samples. A provider of scores adds the uids of trajectories that got no score to `failures`."""
 
     roles: Mapping[str, WorkerGroup]
     step: int
@@ -60,7 +60,7 @@ class Sources:
         return self.made_by
 
     def forward(self, role: str, batch: Batch, output: str) -> torch.Tensor:
-        """The output of a role's model [B, R], at the temperature at which responses were sampled."""
+        """Computes an output [B, R] of a role's model, at the temperature of sampling."""
         return self.start(role, batch, output)()
 
     def start(self, role: str, batch: Batch, output: str) -> Callable[[], torch.Tensor]:
@@ -100,14 +100,14 @@ def register_provider(
 
 @dataclass(frozen=True)
 class ColumnPlan:
-    """The columns that providers give in every step, in order."""
+    """The columns that providers compute in every step, in order."""
 
     providers: tuple[Column, ...]
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of providers, by column
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """The roles whose models compute columns, once for each forward pass."""
+        """The roles whose models compute columns: each role as often as it runs a forward pass."""
         return tuple(role for column in self.providers for role in column.roles)
 
     @property
@@ -117,12 +117,12 @@ class ColumnPlan:
 
     @property
     def judges(self) -> ColumnPlan:
-        """The part of the plan that scores: the reward model's or judge's columns alone."""
+        """Returns the part of the plan that scores: only the columns of the reward model or judge."""
         return replace(self, providers=tuple(each for each in self.providers if each.name in SCORED_BY.values()))
 
     def add(self, batch: Batch, sources: Sources, metrics: Metrics, *, is_scored: bool = True) -> Batch:
-        """Returns the batch with every planned column that it lacks; before scoring (`is_scored` false) only with the
-        columns that need no scores. Providers that do not read each other's columns start together."""
+        """Adds the planned columns that the batch lacks. Before scoring (`is_scored` false) it adds only columns that
+        need no scores. Providers that do not read each other's columns run at the same time."""
         return self._added(batch, sources, metrics, is_scored) if self.providers else batch
 
     def _added(self, batch: Batch, sources: Sources, metrics: Metrics, is_scored: bool) -> Batch:
@@ -152,8 +152,8 @@ class ColumnPlan:
 
 
 def judged(groups: Sequence[Group], batch: Batch) -> list[Group]:
-    """The groups with the results of providers: failures, and the score of the reward model or judge as the part
-    `reward_model`; an episode with several players gets the mean of their scores."""
+    """Adds the results of providers to the groups: failures, and the score of the reward model or judge as part
+    `reward_model`. An episode with several players gets the mean of their scores."""
     scores = next((batch[name].tolist() for name in SCORED_BY.values() if name in batch), None)
     return list(groups) if scores is None and not any(batch["error"]) else _judged(groups, batch, scores)
 
@@ -173,7 +173,7 @@ def _judged(groups: Sequence[Group], batch: Batch, scores: list[float] | None) -
 
 
 def with_truth(scored: Group, judged: Group) -> Group:
-    """The judged group; a trajectory that could not be judged keeps its former score, with the reason in `logged`."""
+    """Returns the `judged` group. If the judge failed, a trajectory keeps its own score; `logged` has the reason."""
 
     def of(own: Trajectory, each: Trajectory) -> Trajectory:
         if each.failure is None or own.failure is not None:
@@ -184,7 +184,7 @@ def with_truth(scored: Group, judged: Group) -> Group:
 
 
 def _unscored(columns: Sequence[Column]) -> list[Column]:
-    """The columns that need no scores, neither themselves nor through a column that they read."""
+    """The columns that need no scores, directly or through other columns."""
     later: set[str] = set()
     for column in columns:  # what one reads comes before it
         if column.when != "unscored" or not later.isdisjoint(column.reads):
@@ -193,7 +193,7 @@ def _unscored(columns: Sequence[Column]) -> list[Column]:
 
 
 def readers(config: TrainConfig) -> Iterator[tuple[str, Reader, Iterable[str]]]:
-    """Yields for each function that a config chooses its key, the time at which it reads, and its columns."""
+    """Yields, for each function that a config names, its key, the phase in which it reads, and its columns."""
     algorithm, critic = config.algorithm, config.critic
     correction, kl = algorithm.correction, algorithm.kl
     loss = POLICY_LOSSES[algorithm.policy_loss]
@@ -233,7 +233,7 @@ def plan(config: TrainConfig) -> ColumnPlan:
 
 
 def options_of(config: TrainConfig) -> dict[str, dict[str, Any]]:
-    """Keyword arguments of providers by column: the parts of the config that they read."""
+    """Returns the keyword arguments of providers, by column. They are parts of the config."""
     return {
         "old_log_probs": {"by": config.algorithm.correction.old_log_probs},
         "draws": {"seed": config.trainer.seed},
@@ -244,7 +244,7 @@ def options_of(config: TrainConfig) -> dict[str, dict[str, Any]]:
 
 
 def unread(config: TrainConfig, plan: ColumnPlan) -> list[str]:
-    """Returns a line for each section of the config whose columns no chosen function reads, naming possible readers.
+    """Returns a warning for each config section whose columns no chosen function reads. It names possible readers.
 
     The columns that a loop or a provider of the user reads are unknown here."""
     if config.trainer.loop is not None or any(COLUMNS[column.name] not in TABLE for column in plan.providers):
@@ -272,7 +272,7 @@ def unread(config: TrainConfig, plan: ColumnPlan) -> list[str]:
 def plan_columns(readers: Iterable[tuple[str, Reader, Iterable[str]]], fields: Sequence[str]) -> ColumnPlan:
     """The plan for the columns of `readers`; `fields` are the columns that the reward function reports.
 
-    Raises: ConfigError naming a column without a provider, and its reader; or a field whose name is taken."""
+    Raises: ConfigError for a column without a provider, or for a field whose name is taken."""
     for name in fields:
         if name in COLUMNS:
             change = "take it out, or let the reward report its number under another name"
@@ -303,7 +303,7 @@ def plan_columns(readers: Iterable[tuple[str, Reader, Iterable[str]]], fields: S
 
 @register_provider("old_log_probs")
 def old_log_probs(batch: Batch, sources: Sources, *, by: str) -> Values:
-    """log pi of the policy before the update, by the trainer's kernels or, if so configured, the sampler's."""
+    """Log-probs of the policy before the update, computed by the trainer or, with `by="rollout"`, by the sampler."""
     if by == "rollout":
         return batch["rollout_log_probs"].clone()
     return sources.start("actor", batch, "log_probs")
@@ -318,8 +318,8 @@ def process_rewards(batch: Batch, sources: Sources) -> Values:
 
 @register_provider("rm_scores")
 def rm_scores(batch: Batch, sources: Sources, *, path: str | None = None, trusted: bool = False) -> Values:
-    """Score of the reward model at `path` for the last row of each trajectory, 0 for its other rows. The model reads
-    the token ids or, if its vocabulary differs from the policy's, the conversation as text.   [B]"""
+    """Scores of the reward model at `path`, on the last row of each trajectory; other rows have 0. The model reads
+    token ids or, if its vocabulary differs from the policy's, the conversation as text.   [B]"""
     mask = batch["response_mask"] * last_rows(batch)[:, None]
     read = batch.with_columns(response_mask=mask)
     reader = None if path is None else text_reader(path, trusted, sources.rollouts.tokenizer)
@@ -330,7 +330,7 @@ def rm_scores(batch: Batch, sources: Sources, *, path: str | None = None, truste
 
 
 def last_rows(batch: Batch) -> torch.Tensor:
-    """True for the last row of each trajectory.   [B]"""
+    """Marks the last row of each trajectory.   [B] bool"""
     uid = batch["trajectory_uid"]
     is_last = torch.ones(len(uid), dtype=torch.bool)
     is_last[:-1] = uid[1:] != uid[:-1]
@@ -339,7 +339,7 @@ def last_rows(batch: Batch) -> torch.Tensor:
 
 @register_provider("reward_baselines")
 def reward_baselines(batch: Batch, sources: Sources) -> torch.Tensor:
-    """The score of the greedy response to each row's prompt; 0 where that response failed.   [B]"""
+    """The score of the greedy response to each row's prompt; 0 if the greedy response failed.   [B]"""
     greedy = replace(sources.rollouts.params, temperature=0.0, top_p=1.0, top_k=0)
     prompts = [group.prompt for group in sources.groups]
     step = sources.step
@@ -356,11 +356,10 @@ def draws(batch: Batch, sources: Sources, *, seed: int) -> torch.Tensor:
 
 @register_provider("state_hash")
 def state_hash(batch: Batch, sources: Sources) -> torch.Tensor:
-    """A hash of the state in which each token's turn was sampled: the environment's `state_key`, or without one the
+    """A hash of the state before each token's turn. The state is the environment's `state_key`; without one it is the
     last messages (at the first turn the prompt).
 
-    Equal states have equal numbers; 0 on text that was not sampled.   [B, R] int64
-    """
+    Equal states have equal hashes. Tokens that were not sampled have 0.   [B, R] int64"""
     trajectories = [trajectory for group in sources.groups for trajectory in group.trajectories]
     states = [torch.tensor(_states(trajectory) or [0]) for trajectory in trajectories]
     table = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)

@@ -47,21 +47,21 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class DistillObjective(TokenObjective):
-    """Objective: a registered divergence between student and teacher, averaged over the tokens of the whole batch."""
+    """Averages a registered divergence between student and teacher over the tokens of the whole batch."""
 
     name = "distill"
     kind = DIVERGENCES
     needs = frozenset({"vocab_log_probs"})
 
     def divergence(self, student: Tensor, batch: Columns) -> Tensor:
-        """The divergence at each position.   [B, R, V] -> [B, R]"""
+        """Computes the divergence at each position.   [B, R, V] -> [B, R]"""
         if "teacher_ids" in batch:
             student = outcomes(student, batch["teacher_ids"])
         found: Tensor = self.function({"student": student, "teacher": batch["teacher_outcomes"]})
         return found
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[Tensor, Metrics]:
-        """The sum of the divergences of these rows, divided by the token count of the whole batch."""
+        """Sums the divergences of these rows, and divides by the token count of the whole batch."""
         return self.mean(self.divergence(outputs["vocab_log_probs"], batch), batch, counts)
 
 
@@ -72,8 +72,8 @@ class DistillWorker(TrainWorker):
 
     @register(Dispatch.DP_COMPUTE)
     def outcomes(self, batch: Batch, top_k: int | None, vocab_size: int, temperature: float) -> dict[str, Tensor]:
-        """Log-probs at each position: of the `top_k` most probable tokens below `vocab_size`, and of all others
-        together, with the ids; without `top_k` the log-probs of all tokens."""
+        """Computes log-probs at each position. With `top_k`: of the `top_k` most probable tokens below `vocab_size`
+        (and their ids), and of all other tokens together. Without: of all tokens."""
         log_probs = self.engine.forward(batch, frozenset({"vocab_log_probs"}), temperature)["vocab_log_probs"]
         if top_k is None or not len(batch):
             return {"teacher_outcomes": log_probs} if len(batch) else {}
@@ -149,7 +149,7 @@ class DistillRun(ExamplesRun):
 
     @cached_property
     def top_k(self) -> int | None:
-        """The number of tokens compared at each position; None compares all, for vocabularies of one size."""
+        """The number of tokens compared at each position. None compares all tokens of equal vocabularies."""
         paths = [path for path in self.config.teachers.values() if not is_server(path)]
         sizes = {self.vocab_size, *map(self._vocab_size, paths)}
         most = min(sizes) - 1  # and one more, which is all others
@@ -162,7 +162,7 @@ class DistillRun(ExamplesRun):
         return int(config.get_text_config().vocab_size)
 
     def batch(self, examples: Sequence[SupervisedExample]) -> Batch:
-        """Rows of prompts and responses; a multi-turn conversation also has its context."""
+        """Makes rows of prompts and responses. A multi-turn conversation also has its context."""
         rows = []
         for each in examples:
             first = each.loss_mask.index(1)
@@ -183,7 +183,7 @@ class DistillRun(ExamplesRun):
             return self.with_teachers(self.batch(examples), examples, metrics)
 
     def _sampled(self, examples: Sequence[SupervisedExample], drawn: Sequence[bool]) -> list[SupervisedExample]:
-        """The examples; in each drawn example a response sampled by the student replaces the last response."""
+        """Replaces the last response of each `drawn` example by a response that the student samples."""
         config, model = self.config, self.config.model
         stops = stop_token_ids(path_of(model), self.tokenizer, config.data.template_options)
         requests = []
@@ -202,7 +202,7 @@ class DistillRun(ExamplesRun):
         return found
 
     def with_teachers(self, batch: Batch, examples: Sequence[SupervisedExample], metrics: Metrics) -> Batch:
-        """The batch of these examples with the distributions of their teachers as columns."""
+        """Adds the distributions of the examples' teachers to the batch, as columns."""
         names = [each.source if each.source in self.config.teachers else OTHERS for each in examples]
         found = dict[str, Tensor]()
         for name in dict.fromkeys(names):
@@ -216,7 +216,7 @@ class DistillRun(ExamplesRun):
         return batch.with_columns(**found)
 
     def _told(self, name: str, batch: Batch) -> dict[str, Tensor]:
-        """The distributions of teacher `name` for the rows of `batch`."""
+        """Gets the distributions of teacher `name` for the rows of `batch`."""
         if name in self.served:
             assert self.top_k is not None
             return self.served[name].outcomes(batch, self.top_k, self.vocab_size)
@@ -225,7 +225,7 @@ class DistillRun(ExamplesRun):
         return found
 
     def validate(self, step: int = 0) -> Metrics:
-        """The divergence over the held-out examples, each token weighing the same."""
+        """Computes the divergence over the held-out examples. All tokens weigh the same."""
         objective, metrics = self.objective_of(self.config), Metrics()
         with metrics.time("time/validation"):
             for rows in chunks(range(len(self.val_examples)), self.config.data.max_length):
@@ -239,13 +239,13 @@ class DistillRun(ExamplesRun):
 
 
 def chunks(rows: Sequence[int], width: int) -> Iterator[list[int]]:
-    """Yields the rows in parts of at most CHUNK_TOKENS padded tokens, at least one row in each."""
+    """Yields row numbers in parts of at most CHUNK_TOKENS padded tokens, with at least one row in each part."""
     size = max(1, CHUNK_TOKENS // width)
     yield from ([*rows[start : start + size]] for start in range(0, len(rows), size))
 
 
 def prompt_of(example: SupervisedExample) -> tuple[int, ...]:
-    """The tokens before the last response."""
+    """Returns the tokens before the last response."""
     end = max(place for place, is_trained in enumerate(example.loss_mask) if is_trained)
     start = max((place + 1 for place, is_trained in enumerate(example.loss_mask[:end]) if not is_trained), default=0)
     return example.input_ids[:start]

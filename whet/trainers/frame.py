@@ -49,8 +49,8 @@ R = TypeVar("R")
 
 @dataclass(kw_only=True, repr=False)
 class Frame:
-    """Base class of the runs of all trainers. A subclass adds its parts, `state`, `load_state` and `check_health`, and
-    a loop that `train` runs in a `Schedule`."""
+    """Base class of the runs of all trainers. A subclass adds its parts; the methods `state`, `load_state` and
+    `check_health`; and a loop, which `train` runs in a `Schedule`."""
 
     columns_shown: ClassVar[tuple[ConsoleColumn, ...]] = COLUMNS  # of the console's line
     tokens_metric: ClassVar[str] = "perf/total_num_tokens"  # what the throughput counts
@@ -100,7 +100,7 @@ class Frame:
 
     @property
     def best_metric(self) -> str:
-        """The metric that selects the best checkpoint, with a minus where lower is better."""
+        """The metric that selects the best checkpoint. The prefix - means that lower is better."""
         return self.config.trainer.best_metric or self.default_best_metric
 
     @property
@@ -121,16 +121,16 @@ class Frame:
 
     @property
     def saved_roles(self) -> Mapping[str, WorkerGroup]:
-        """The roles whose models are trained, and so are saved in checkpoints."""
+        """The roles whose models are trained. Checkpoints save them."""
         return {role: group for role, group in self.roles.items() if role in checkpoint.TRAINED_ROLES}
 
     @property
     def samples_apart(self) -> bool:
-        """Tells whether a validation can run beside the training of the next step."""
+        """Tells whether a validation can run at the same time as the training of the next step."""
         return False
 
     def interruptible(self) -> AbstractContextManager[None]:
-        """Marks a block that changes nothing that is saved, so that a stop request ends the run inside it at once."""
+        """Marks a block that changes no saved state. A stop request ends the run immediately inside it."""
         return self.signals.at_once()
 
     def state(self) -> dict[str, Any]:
@@ -142,11 +142,11 @@ class Frame:
         raise NotImplementedError
 
     def check_health(self, batch: Batch, metrics: Metrics) -> None:
-        """Checks a step that was logged for signs of failure.  Raises: EngineError where the run cannot go on."""
+        """Checks a logged step for signs of failure.  Raises: EngineError if the run cannot continue."""
         raise NotImplementedError
 
     def start(self) -> None:
-        """Continues from the checkpoint that was found, or starts from the initial weights.
+        """Resumes from the checkpoint, if there is one. Otherwise starts from the initial weights.
 
         Raises: CheckpointError where the checkpoint belongs to another model."""
         folder = self.opened.found
@@ -200,29 +200,29 @@ class Frame:
             raise
 
     def stop(self) -> None:
-        """Makes the step just done the last one: for callbacks."""
+        """Ends the run after the current step. Callbacks call this."""
         self.total_steps = self.step
 
     def is_due(self, every: int) -> bool:
-        """Tells whether an action with the period `every` (0: only at the end) follows the step just done."""
+        """Tells whether an action with period `every` follows the step just done. Period 0 means only at the end."""
         return self.step == self.total_steps or (every > 0 and self.step % every == 0)
 
     @property
     def saves_now(self) -> bool:
-        """Tells whether a checkpoint follows the step just done, as `trainer.save_freq` says."""
+        """Tells whether `trainer.save_freq` asks for a checkpoint after the step just done."""
         every = self.config.trainer.save_freq
         if every != "auto":
             return self.is_due(every)
         return self.saved_at is None or time.monotonic() - self.saved_at > SAVE_SECONDS or self.is_due(0)
 
     def count_flops(self) -> None:
-        """Fetches the operations of the step's updates from the ranks, if their accelerators' peak speeds are known."""
+        """Asks the ranks for the operations of the step's updates, if the accelerators' peak speeds are known."""
         if self._peak_flops:
             asked = asked_of_trained(self.roles, self.config.cluster, "update_flops")
             self.flops = {name: sum(numbers) for name, numbers in asked.items()}
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Hands a step's numbers to the trackers."""
+        """Sends a step's metrics to the trackers."""
         if self.first_update_at is None and step > 0:
             self.first_update_at = time.time()
         numbers, timings = metrics.reduce(), metrics.timings()
@@ -242,12 +242,12 @@ class Frame:
 
     @property
     def model_config(self) -> Any:
-        """The transformers config that checkpoints keep for `whet export`."""
+        """The transformers config of the model. Checkpoints keep it for `whet export`."""
         return load_config(self._model_path, trust_remote_code=self.config.model.trust_remote_code)
 
     @property
     def _weights(self) -> dict[str, str | None]:
-        """The model that the run started from, and the dtype of the weights that validation uses."""
+        """The model that the run started from, and the dtype of the weights in validation."""
         config, model = self.config, self.config.model
         dtype = (config.rollout.dtype or model.dtype) if isinstance(config, TrainConfig) else "float32"
         return {"start": None if model.lora.path else str(self._model_path), "dtype": dtype}
@@ -256,7 +256,7 @@ class Frame:
         """Writes a checkpoint of this step.  Returns its folder.
 
         Raises: EngineError where weights are not finite; CheckpointError where the folder cannot be written;
-        ConfigError where the disk has no room for the first checkpoint."""
+        ConfigError where the first checkpoint does not fit on the disk."""
         if self.saved_at is None:  # other programs may have used the room since the start
             check_disk(self.opened.checkpoint_bytes, self.run_dir)
         with phase("save"):
@@ -283,7 +283,7 @@ class Frame:
         return folder
 
     def close(self) -> None:
-        """Ends workers and trackers, then unlocks the folder; each part is closed even if an earlier one fails."""
+        """Ends workers and trackers, then unlocks the folder. After a failure it still closes the other parts."""
         with ExitStack() as stack:
             stack.callback(self.opened.close)
             if self.uploads is not None:
@@ -295,7 +295,7 @@ class Frame:
 
     @cached_property
     def _peak_flops(self) -> dict[str, float]:
-        """The peak speeds of the training accelerators, in operations a second by process; empty if one is unknown."""
+        """The training accelerators' peak speeds by process, in operations a second; empty if one is unknown."""
         asked = asked_of_trained(self.roles, self.config.cluster, "peak_flops")
         return {name: max(each) for name, each in asked.items()} if all(map(all, asked.values())) else {}
 
@@ -308,7 +308,7 @@ class Frame:
                 raise EngineError(f"{role}, step {self.step}", found, "", change)
 
     def _stopped_in_order(self, stopped: Stopped) -> Stopped:
-        """Saves the steps done, if no checkpoint has them.  Returns the exception to raise, with advice to resume."""
+        """Saves finished steps that no checkpoint has.  Returns the exception to raise, with advice to resume."""
         again = "the same command" + " with trainer.resume=auto" * (self.config.trainer.resume in checkpoint.AFRESH)
         if self.step == 0:
             why = "before the first step was done: there was nothing to save"
@@ -332,9 +332,9 @@ def opened_for(
     *,
     dry_run: bool = False,
 ) -> Iterator[tuple[RunDir, Trackers]]:
-    """Checks that a run fits the machines, locks its folder, opens the services of `trainer.logger` and logs the first
-    lines, all before workers start; closes them if the block fails. A dry run only checks the fit. `inputs`: digests of
-    code and data.
+    """Checks that a run fits the machines, locks its folder, opens the trackers in `trainer.logger` and logs the first
+    lines, all before workers start. Closes them if the block fails. A dry run only checks the fit. `inputs` are digests
+    of code and data.
 
     Raises: ConfigError, CheckpointError, StorageError."""
     trainer, run_dir = config.trainer, run_folder(config.trainer)
@@ -373,8 +373,8 @@ def run_folder(trainer: TrainerConfig) -> Path:
 
 
 def with_restarts(config: C, attempt: Callable[[C], R]) -> R:
-    """Returns the result of `attempt`. After the loss of a worker it calls `attempt` again, `trainer.max_restarts`
-    times at most, like a program that was killed and started again: the run resumes from the newest checkpoint.
+    """Calls `attempt` and returns its result. After the loss of a worker it calls `attempt` again, at most
+    `trainer.max_restarts` times. Each time the run resumes from the newest checkpoint.
 
     Raises: the errors of `attempt`; LostWorkerError and DeadlineError once no restart is left."""
     folder = Path.cwd()
@@ -392,7 +392,7 @@ def with_restarts(config: C, attempt: Callable[[C], R]) -> R:
 
 
 def with_named_dtypes(config: C) -> C:
-    """The config with a dtype in place of each `auto`: the resumed run's dtype, else one that the machines support.
+    """Replaces each dtype `auto` in the config: by the dtype of the resumed run, else by one that the machines support.
 
     Raises: ConfigError where another key conflicts with the dtype."""
     resume, own = config.trainer.resume, run_folder(config.trainer)
@@ -406,7 +406,7 @@ def with_named_dtypes(config: C) -> C:
 
 
 def _dtypes_before(config: RunConfig, run: Path) -> dict[str, Dtype]:
-    """The dtypes of the run in folder `run`, by key; empty if there is no run."""
+    """The dtypes of an earlier run in the folder `run`, by config key; empty if there is no run."""
     with suppress(ConfigError):  # damaged, or of another command: `open_run_dir` says so
         before = noted(run, config)
         return {key: before[key] for key in ("model.dtype", "rollout.dtype") if key in before}
@@ -414,7 +414,7 @@ def _dtypes_before(config: RunConfig, run: Path) -> dict[str, Dtype]:
 
 
 def best_score(numbers: Mapping[str, float], metric: str) -> float | None:
-    """Returns the value of a metric, negated if its name begins with -, so that higher is better; None if missing."""
+    """Returns the value of a metric; None if it is missing. A name with prefix - negates it: higher is better."""
     sign = -1.0 if metric.startswith("-") else 1.0
     value = numbers.get(metric.removeprefix("-"))
     return None if value is None or math.isnan(value) else sign * value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Health of a run: skipped updates, jumps of the gradient's norm or of the KL, groups without differences."""
+"""Health checks of a run: skipped updates, jumps in gradient norm or KL, groups with equal rewards."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ WATCHED = ("actor/grad_norm", "critic/grad_norm", "actor/ppo_kl", "actor/kl_loss
 
 
 class Health:
-    """Warnings about a step that differs from the last steps, whose metrics are kept in checkpoints."""
+    """Warns if a step's metrics differ from the last steps' metrics. Checkpoints keep those metrics."""
 
     def __init__(self) -> None:
         self._seen: dict[str, list[float]] = {}
         self._equal_in_a_row = 0
 
     def check(self, run: Run, batch: Batch, step: int, metrics: Metrics) -> None:
-        """Warns of a jump in a metric, naming the rows behind it.  Raises: EngineError after three skipped updates."""
+        """Warns of a jump in a metric, with the rows behind it.  Raises: EngineError after three skipped updates."""
         checks = [check_skipped(role, f"{role}.optim.lr", metrics, run.run_dir) for role in ("actor", "critic")]
         run.is_good = all(checks)
         self._check_groups(run, step, metrics)
@@ -56,8 +56,8 @@ class Health:
                 log.warning(JUMPED, step, name, value, JUMP, before, _named(heaviest_rows(run, batch, name), step))
 
     def check_sampler(self, run: Run, batch: Batch, step: int) -> None:
-        """Compares the log-probs of rollout and trainer, where the rollout's weights are a copy or its steps are
-        recorded; warns of a jump.  Raises: WeightSyncError if they differ although both have the same weights."""
+        """Compares log-probs of rollout and trainer, if the rollout has a copy of the weights or replays recorded
+        steps. Warns of a jump.  Raises: WeightSyncError if they differ although both have the same weights."""
         if not run.engine.reads_trained_weights:
             self._check_gap(*sampler_gap(run, batch, step), step, run.run_dir)
 
@@ -78,7 +78,7 @@ class Health:
         raise WeightSyncError(f"step {step}", gap, expected, f"{change}; {last_good(run_dir)}")
 
     def _check_groups(self, run: Run, step: int, metrics: Metrics) -> None:
-        """Warns if the trajectories of every group are equal for several steps, where the estimator compares them."""
+        """Warns if all trajectories of every group are equal for several steps, and the estimator compares them."""
         is_equal = metrics.value("reward/groups_all_equal") == 1 and "uid" in run.estimator.columns
         self._equal_in_a_row = self._equal_in_a_row + 1 if is_equal else 0
         if self._equal_in_a_row == EQUAL_IN_A_ROW:
@@ -93,7 +93,7 @@ class Health:
         self._seen = {name: [0.0 + value for value in values] for name, values in state.items()}
 
     def _is_jump(self, name: str, value: float) -> bool:
-        """Tells whether `value` is a jump compared with earlier steps, and remembers it."""
+        """Adds `value` to the history of metric `name`.  Returns whether it is a jump compared with earlier steps."""
         if not value < float("inf"):
             return False
         seen = self._seen.setdefault(name, [])
@@ -104,9 +104,9 @@ class Health:
 
 
 def sampler_gap(run: Run, batch: Batch, step: int) -> tuple[float, int]:
-    """The mean distance between the log-probs of rollout and trainer, in nats a token, over tokens that the newest
-    weights sampled, of all rows where the algorithm has the trainer's log-probs, else of the shortest row a rank; and
-    how many steps these weights are older than the trainer's."""
+    """Returns the mean distance between log-probs of rollout and trainer, in nats per token, and the age in steps of
+    the rollout's newest weights. Reads only tokens that these weights sampled: of all rows if the batch has the
+    trainer's log-probs, else of the shortest row per rank."""
     actor, version = run.roles["actor"], batch["policy_version"]
     newest = int((version * (batch["response_mask"] != 0)).max())
     mask = batch["response_mask"] * (version == newest)
@@ -121,8 +121,8 @@ def sampler_gap(run: Run, batch: Batch, step: int) -> tuple[float, int]:
 
 
 def check_skipped(name: str, lr_key: str, metrics: Metrics, run_dir: Path) -> bool:
-    """Warns of skipped updates.  Returns whether the last update was applied.  Raises: EngineError after three skipped
-    in a row, naming the checkpoint to resume from."""
+    """Warns if the last update was skipped.  Returns whether it was applied.  Raises: EngineError after three skipped
+    in a row, with the checkpoint to resume from."""
     skipped = round(metrics.value(f"{name}/skipped_in_a_row") or 0)
     if not skipped:
         return True
@@ -140,14 +140,14 @@ def _named(rows: Sequence[str], step: int) -> str:
 
 
 def heaviest_rows(run: Run, batch: Batch, metric: str) -> list[str]:
-    """Names of the trajectories that contribute most to a metric, the largest first; empty if this is unknown."""
+    """Names the trajectories that contribute most to a metric, the largest first; empty if this is unknown."""
     weights = _weights(run, batch, metric)
     heaviest = [] if weights is None else weights.nan_to_num(torch.inf).argsort(descending=True)[:ROWS_NAMED].tolist()
     return [str(batch["trajectory_uid_name"][row]) for row in heaviest]
 
 
 def _weights(run: Run, batch: Batch, metric: str) -> torch.Tensor | None:
-    """Contribution of each row to the metric, approximate where the exact one takes a backward pass a row.   [B]"""
+    """Contribution of each row to the metric; approximate if the exact one needs a backward pass per row.   [B]"""
     mask = batch["response_mask"]
     old = batch["old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"]
     if metric == "critic/grad_norm":
@@ -162,7 +162,7 @@ def _weights(run: Run, batch: Batch, metric: str) -> torch.Tensor | None:
 
 
 def _pull(run: Run, batch: Batch, old: torch.Tensor) -> torch.Tensor | None:
-    """Sum over a row's tokens of |d loss / d log-prob| (1 - p), a bound of the row's gradient at the logits; None where
+    """Sum over a row's tokens of |d loss / d log-prob| (1 - p): a bound of the row's gradient at the logits. None if
     the loss does not read log-probs.   [B]"""
     objective = run.policy_objective
     others = tuple(sorted(objective.needs - {"log_probs"}))

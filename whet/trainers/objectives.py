@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objectives of training engines: losses of policy and critic, imitation; registered functions plus aggregation."""
+"""Objectives of training engines: loss plus aggregation, for policy, critic, fine-tuning and preferences."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from whet.registry import POLICY_LOSSES, PREFERENCE_LOSSES, VALUE_LOSSES, Regist
 
 @dataclass(frozen=True)
 class LossObjective:
-    """A registered loss, its aggregation, and the token and row counts of a mini-batch."""
+    """A registered loss with its aggregation. The token and row counts of a mini-batch normalise it."""
 
     loss_name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -47,12 +47,12 @@ class LossObjective:
         return self.bound or Bound(self.kind[self.loss_name], self.options)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drops the function before pickling; the other process finds it by its name."""
+        """Drops the function before pickling. The other process finds it again by its name."""
         return {name: each for name, each in vars(self).items() if name != "function"} | {"bound": None}
 
     def call(self, columns: Columns, supplied: Mapping[str, Any] | None = None) -> PolicyLoss:
-        """Calls the loss on whole sequences: ratios of sequences use all sampled tokens, and only trained tokens have a
-        gradient. A function with an aggregation of its own gets the trained tokens alone."""
+        """Calls the loss on whole sequences: sequence ratios use all sampled tokens, but only trained tokens get a
+        gradient. A function with an aggregation of its own gets only the trained tokens."""
         trained = loss_mask(columns)
         if trained is columns["response_mask"]:
             return policy_loss(self.function, columns, supplied)
@@ -67,7 +67,7 @@ class LossObjective:
         return policy_loss(self.function, {**columns, "response_mask": trained}, supplied)
 
     def counts(self, batch: Columns) -> dict[str, torch.Tensor]:
-        """The numbers of tokens that are trained on, and of rows with such tokens."""
+        """Counts the trained tokens, and the rows that have any."""
         return counts(loss_mask(batch))
 
     def aggregate(self, values: torch.Tensor, batch: Columns, counts: Columns) -> torch.Tensor:
@@ -75,8 +75,8 @@ class LossObjective:
         return aggregate(self.aggregation, values, loss_mask(batch), **counts, fixed_length=self.fixed_length)
 
     def narrowed(self, batch: Batch) -> Batch:
-        """Masks rows without a trained token; also masks every rejected token, if the loss takes no mask and so treats
-        tokens independently."""
+        """Masks the rows without a trained token. If the loss takes no mask, and so treats tokens independently, this
+        masks every rejected token too."""
         if "loss_mask" not in batch:
             return batch
         trained = batch["loss_mask"]
@@ -84,8 +84,8 @@ class LossObjective:
         return batch.with_columns(response_mask=rows if "response_mask" in self.function.columns else trained)
 
     def total(self, loss: PolicyLoss, batch: Columns, counts: Columns) -> torch.Tensor:
-        """Aggregates a loss per token times `token_weights`; a loss that is already aggregated is scaled by the
-        micro-batch's size.  Raises: RegistryError for an aggregated loss with weights."""
+        """Multiplies a loss per token by `token_weights` and aggregates it. A loss that is already aggregated is scaled
+        by the size of the micro-batch.  Raises: RegistryError for an aggregated loss with weights."""
         if loss.per_token is not None:
             return self.aggregate(loss.per_token * batch.get("token_weights", 1.0), batch, counts)
         return self._share(loss, batch, counts)
@@ -113,8 +113,8 @@ def measure(metrics: Metrics, prefix: str, loss: PolicyLoss, batch: Columns) -> 
 
 
 def measure_ratio(metrics: Metrics, moved: torch.Tensor, mask: torch.Tensor) -> None:
-    """Records mean, smallest and largest exp(moved) of the trained tokens: the ratio of their probability to the one
-    before the update. Works without a transfer to the host; without tokens the last two are 1."""
+    """Records mean, minimum and maximum of the ratio exp(`moved`) over the trained tokens. `moved` is the change of
+    log-prob since before the update. Nothing is copied to the host. Without tokens minimum and maximum are 1."""
     ratio = log_ratio(moved, torch.zeros_like(moved)).exp()
     metrics.mean("actor/ratio_mean", masked_mean(ratio, mask), mask.bool().sum())
     if ratio.numel():
@@ -124,15 +124,15 @@ def measure_ratio(metrics: Metrics, moved: torch.Tensor, mask: torch.Tensor) -> 
 
 
 def measure_share(metrics: Metrics, name: str, share: torch.Tensor, batch: Columns, counts: Columns) -> None:
-    """Records a micro-batch's share of a loss, such that the step's mean is the mean of its mini-batch losses."""
+    """Records a micro-batch's share of a loss, so that the step's metric is the mean of its mini-batch losses."""
     weight = loss_mask(batch).bool().any(1).sum() / counts["num_sequences"].clamp(min=1)
     metrics.mean(name, share.detach() / weight.clamp(min=1e-12), weight)
 
 
 def interpolated(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, lag: torch.Tensor) -> torch.Tensor:
-    """u + d / (d + 1) (l - u): an estimate of the log-probs before the update, without a pass over the model. u:
-    log-probs of the weights that sampled; d = `lag`, the number of versions from these weights to the weights before
-    the update; l: log-probs one version later.   [B, R]
+    """u + d / (d + 1) (l - u): estimates the log-probs before the update without a forward pass. u =
+    `rollout_log_probs` are from the weights that sampled. d = `lag` is the number of versions from these weights to the
+    weights before the update. l = `log_probs` are one version later than the latter.   [B, R]
 
     At d = 0, where the policy before the update sampled the token, the estimate is u. AReaL's log-linear proximal
     policy, Fu et al. 2025, https://arxiv.org/abs/2505.24298."""
@@ -142,7 +142,7 @@ def interpolated(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, lag: 
 
 @dataclass(frozen=True)
 class PolicyObjective(LossObjective):
-    """Loss of the policy: policy loss - entropy_coef H + kl_coef KL, the last two aggregated like the first."""
+    """Loss of the policy: policy loss - entropy_coef H + kl_coef KL. All three terms have the same aggregation."""
 
     name = "actor"
     kind = POLICY_LOSSES
@@ -155,8 +155,8 @@ class PolicyObjective(LossObjective):
 
     @classmethod
     def from_config(cls, config: TrainConfig) -> PolicyObjective:
-        """The objective of a config, for a preference loss a `GroupObjective`; the loop sets the weights of entropy and
-        KL at each step.  Raises: ConfigError."""
+        """Returns the objective of a config; for a preference loss this is a `GroupObjective`. The loop sets the
+        weights of entropy and KL at each step.  Raises: ConfigError."""
         algorithm = config.algorithm
         bound = Bound.of(POLICY_LOSSES, algorithm.policy_loss, algorithm.loss_options, "algorithm.loss_options")
         kind = GroupObjective if bound.entry.kind == PREFERENCE_LOSSES.kind else cls
@@ -175,12 +175,12 @@ class PolicyObjective(LossObjective):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Model outputs that the loss reads: log-probs, entropy (for its metric, even without weight), and others."""
+        """The model outputs that the loss reads: log-probs, entropy (always, for its metric), and others."""
         read = {*self.function.columns, *(kl_columns(self.kl_form) if self.kl_form is not None else ())}
         return frozenset({"log_probs", "entropy"}) | (POLICY_OUTPUTS & read)
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
-        """Computes the loss. Where the batch has no old log-probs, the current policy's own stand in, detached."""
+        """Computes the loss. If the batch has no old log-probs, it uses the detached current ones."""
         old = outputs["log_probs"].detach()
         if self.interpolates:
             old = interpolated(old, batch["rollout_log_probs"], self.version - batch["policy_version"])
@@ -197,7 +197,7 @@ class PolicyObjective(LossObjective):
         return self._with_terms(self.total(result, batch, counts), columns, counts, metrics), metrics
 
     def _with_terms(self, total: Tensor, columns: Columns, counts: Columns, metrics: Metrics) -> Tensor:
-        """Adds entropy and KL to the loss."""
+        """Adds the entropy and KL terms to the loss."""
         measure_share(metrics, "actor/pg_loss", total, columns, counts)
         mask, entropy = loss_mask(columns), columns["entropy"]
         tokens = mask.bool().sum()
@@ -211,7 +211,7 @@ class PolicyObjective(LossObjective):
         return total
 
     def _supplied(self, columns: Columns) -> dict[str, Any]:
-        """Returns the keyword arguments of functions in verl's form."""
+        """Returns the keyword arguments that loss functions with verl's signature expect."""
         tensors = {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
         return {
             "config": self.supplied,
@@ -223,7 +223,7 @@ class PolicyObjective(LossObjective):
 
 @dataclass(frozen=True)
 class ValueObjective(LossObjective):
-    """Loss of the critic: a value model learns the returns, a process reward model learns to tell correct responses."""
+    """Loss of the critic. A value model learns returns; a process reward model learns the correctness of responses."""
 
     loss_name: str = "clipped"
     name = "critic"
@@ -254,12 +254,12 @@ class ValueObjective(LossObjective):
 
 @dataclass(frozen=True)
 class TokenObjective(LossObjective):
-    """Averages over the tokens of examples, weighted by the `example_weights` [B] of their rows, if there are any."""
+    """Averages a loss over the tokens of examples. The column `example_weights` [B], if present, weighs the rows."""
 
     name: ClassVar[str]
 
     def counts(self, batch: Columns) -> dict[str, torch.Tensor]:
-        """The number of tokens, weighted."""
+        """Counts the tokens, each with the weight of its row."""
         return {"num_tokens": (batch["response_mask"].sum(1) * batch.get("example_weights", 1)).sum()}
 
     def mean(self, values: torch.Tensor, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
@@ -274,20 +274,20 @@ class TokenObjective(LossObjective):
 
 @dataclass(frozen=True)
 class ImitationObjective(TokenObjective):
-    """Supervised fine-tuning: -log pi, averaged over the tokens to imitate."""
+    """Supervised fine-tuning: -log pi, averaged over the tokens in `response_mask`."""
 
     loss_name: str = "nll"
     name = "sft"
     needs = frozenset({"log_probs"})
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
-        """Cross-entropy over tokens whose `response_mask` is 1."""
+        """Computes the cross-entropy of the tokens whose `response_mask` is 1."""
         return self.mean(-outputs["log_probs"], batch, counts)
 
 
 @dataclass(frozen=True)
 class ComparisonObjective(LossObjective):
-    """Averages a registered preference loss over the comparisons of the batch. Rows of a comparison stay together."""
+    """Averages a registered preference loss over the batch's comparisons. Rows of a comparison stay together."""
 
     of: str = "pair"  # pair, label, list
     block: int = 2
@@ -303,15 +303,15 @@ class ComparisonObjective(LossObjective):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Log-probs, and the other model outputs that the loss names."""
+        """The model outputs that the loss reads: log-probs, and others by the loss's signature."""
         return frozenset({"log_probs"}) | (POLICY_OUTPUTS & {*self.function.columns})
 
     def counts(self, batch: Columns) -> dict[str, Tensor]:
-        """The number of comparisons that have a token to train on."""
+        """Counts the comparisons that have a token to train on."""
         return {"num_comparisons": self._blocks(batch["response_mask"]).sum()}
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[Tensor, Metrics]:
-        """Sum of the losses of these rows' comparisons, divided by the number of comparisons in the batch."""
+        """Sums the losses of the comparisons in these rows, and divides by the number of comparisons in the batch."""
         losses, rewards = self.function({**batch, **outputs})
         metrics, total = Metrics(), losses.sum()
         self.measure(metrics, "preference/", losses.detach(), rewards.detach(), {**batch, **outputs})
@@ -319,8 +319,8 @@ class ComparisonObjective(LossObjective):
         return total / counts["num_comparisons"], metrics
 
     def measure(self, metrics: Metrics, area: str, losses: Tensor, rewards: Tensor, batch: Columns) -> None:
-        """Records the mean loss, the agreement of implicit rewards with the given order, and the change in log-prob of
-        the better and the worse responses; `chosen_moved` is negative where the better ones get less likely."""
+        """Records the mean loss, the accuracy of the implicit rewards, and the change in log-prob of better and worse
+        responses. A negative `chosen_moved` means that the better responses get less likely."""
         mask, label = batch["response_mask"], batch["label"] != 0
         is_there, count = mask.bool().any(1), self._blocks(mask).sum()
         metrics.mean(area + "loss", losses.sum() / count.clamp(min=1), count)
@@ -347,11 +347,11 @@ class ComparisonObjective(LossObjective):
                     metrics.mean(f"{area}accuracy_{name}", right[rows].mean(), rows.sum())
 
     def _blocks(self, mask: Tensor) -> Tensor:
-        """True for comparisons that have a token.   [B, R] -> [B / block]"""
+        """Marks the comparisons that have a token to train on.   [B, R] -> [B / block] bool"""
         return mask.bool().any(1).view(-1, self.block).any(1)
 
     def _ends(self, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The rewards of the first and the last response of each comparison, and whether the first is longer."""
+        """Returns the rewards of the first and last response of each comparison, and whether the first is longer."""
         lengths, rows = mask.sum(1).view(-1, self.block), rewards.view(-1, self.block)
         last = (lengths > 0).sum(1, keepdim=True) - 1
         kept = last[:, 0] > 0
@@ -361,23 +361,23 @@ class ComparisonObjective(LossObjective):
 
 @dataclass(frozen=True)
 class GroupObjective(PolicyObjective):
-    """A registered loss of pairs on groups of sampled responses, ordered by their advantages (`pairs_of`): a mean over
-    the pairs of the mini-batch. The rows of a group stay together."""
+    """Applies a preference loss for pairs to groups of sampled responses. Their advantages define the pairs
+    (`pairs_of`); the loss is the mean over the pairs of the mini-batch. The rows of a group stay together."""
 
     block: int | str = "uid"
     kind = PREFERENCE_LOSSES
 
     def counts(self, batch: Columns) -> dict[str, Tensor]:
-        """The numbers of tokens and rows that are trained on, and of pairs."""
+        """Counts the trained tokens, the rows that have any, and the pairs."""
         return super().counts(batch) | {"num_pairs": torch.tensor(len(self._compared(batch)["label"]) // 2)}
 
     def narrowed(self, batch: Batch) -> Batch:
-        """Masks the rows that are in no pair."""
+        """Masks the rows that belong to no pair."""
         paired = (batch["advantages"] != 0).any(1, keepdim=True)
         return super().narrowed(batch.with_columns(loss_mask=loss_mask(batch.tensors()) * paired))
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[Tensor, Metrics]:
-        """Sum of the losses of these rows' pairs, divided by the number of pairs in the mini-batch."""
+        """Sums the losses of the pairs in these rows, and divides by the number of pairs in the mini-batch."""
         columns, metrics = {**batch, **outputs}, Metrics()
         compared = self._compared(columns)
         losses, rewards = self.function(compared)
@@ -386,7 +386,7 @@ class GroupObjective(PolicyObjective):
         return self._with_terms(losses.sum() / counts["num_pairs"].clamp(min=1), columns, counts, metrics), metrics
 
     def _compared(self, columns: Columns) -> dict[str, Tensor]:
-        """The columns of the loss, each pair as two neighbouring rows, the better first; a row has its trajectory."""
+        """Builds the loss's columns. A pair is two adjacent rows, the better first; a row has a whole trajectory."""
         read = {*self.function.columns, "log_probs", "ref_log_probs", "advantages", "uid", "trajectory_uid"}
         own = {name: columns[name] for name in read & columns.keys()} | {"response_mask": loss_mask(columns)}
         whole = whole_trajectories(own)
@@ -399,7 +399,7 @@ class GroupObjective(PolicyObjective):
 
 @dataclass(frozen=True)
 class PreferenceObjective:
-    """Loss of reward models: Bradley-Terry, averaged over pairs. Rows come in pairs, the chosen response first."""
+    """Loss of reward models: Bradley-Terry, averaged over pairs. Each pair is two rows, the chosen response first."""
 
     center_coef: float = 0.0
     name = "reward_model"
@@ -408,19 +408,19 @@ class PreferenceObjective:
     block = 2
 
     def counts(self, batch: Columns) -> dict[str, Tensor]:
-        """The number of pairs."""
+        """Counts the pairs of the batch."""
         return {"num_judged": batch["response_mask"][::2].bool().any(1).sum()}
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[Tensor, Metrics]:
-        """Sum of the losses of these rows, divided by the number of pairs or steps of the batch."""
+        """Sums the losses of these rows, and divides by the number of pairs (or labelled steps) in the batch."""
         metrics = Metrics()
         losses, _, _ = self.measure(metrics, "reward_model/", {**batch, **outputs})
         metrics.sum("reward_model/tokens", batch["attention_mask"].sum())
         return losses.sum() / counts["num_judged"], metrics
 
     def measure(self, metrics: Metrics, area: str, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
-        """Losses of pairs, the logits that the first response is better, and the labels, all 1; records means, and how
-        often the chosen response has the higher score.   [n] x 3"""
+        """Returns the losses of the pairs, the logits (chosen score minus rejected score), and the labels, all 1. Also
+        records means, and how often the chosen response has the higher score.   [n] x 3"""
         chosen, rejected = columns["scores"].sum(1).view(-1, 2).unbind(1)
         losses = bradley_terry(chosen, rejected, columns["margin"][::2], center_coef=self.center_coef)
         means = {"loss": losses, "accuracy": (chosen > rejected).float(), "margin": chosen - rejected}
@@ -430,17 +430,17 @@ class PreferenceObjective:
 
 @dataclass(frozen=True)
 class StepObjective(PreferenceObjective):
-    """Averages the loss of process reward models over all steps. `response_mask` is 1 on the token after a step."""
+    """Averages the loss of process reward models over reasoning steps. `response_mask` is 1 after each step."""
 
     needs = frozenset({"values"})
     block = 1
 
     def counts(self, batch: Columns) -> dict[str, Tensor]:
-        """The number of steps."""
+        """Counts the labelled reasoning steps in the batch."""
         return {"num_judged": batch["response_mask"].sum()}
 
     def measure(self, metrics: Metrics, area: str, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
-        """Losses of steps, with their scores and labels; records how often score and label agree."""
+        """Returns losses, scores and labels of the reasoning steps. Records how often score and label agree."""
         ends = columns["response_mask"] != 0
         scores, labels = columns["values"][ends], columns["label"][ends]
         losses = step_cross_entropy(scores, labels)
@@ -449,6 +449,6 @@ class StepObjective(PreferenceObjective):
 
 
 def measure_means(metrics: Metrics, area: str, values: Mapping[str, Tensor]) -> None:
-    """Records the means of values [n], each weighing the same."""
+    """Records the mean of each array of values [n]; all values weigh the same."""
     for name, each in values.items():
         metrics.mean(area + name, each.detach().mean(), len(each))

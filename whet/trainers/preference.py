@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on preferences, without a reward model: on pairs, on responses labelled good or bad, or on ranked lists."""
+"""Preference training without a reward model: on pairs, on responses labelled good or bad, or on ranked lists."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ COLUMNS = (
 
 
 class MovingReference(TrainWorker):
-    """A reference model that takes over the policy's weights from time to time."""
+    """A reference model that copies the policy's weights at intervals."""
 
     @register(Dispatch.ONE_TO_ALL)
     def follow(self) -> None:
-        """Takes over the policy's weights.  Raises: EngineError if policy and reference have different engines."""
+        """Copies the policy's weights.  Raises: EngineError if policy and reference have different engines."""
         own, actor = self.engine, actor_beside(self).engine
         if not isinstance(own, Engine) or type(actor) is not type(own):
             found, expected = type(actor).__name__, f"the reference's, {type(own).__name__}, by whet's base"
@@ -122,7 +122,7 @@ class PreferenceRun(ExamplesRun):
         return to_batch(examples, self.pad_token_id, self.config.of, self.config.data.list_size)
 
     def with_reference(self, batch: Batch, examples: Sequence[Comparison]) -> Batch:
-        """The batch of these examples with the log-probs of the reference, where the loss reads them."""
+        """Adds the reference's log-probs to the batch of these examples, if the loss reads them."""
         if "ref_log_probs" not in self.config.entry.columns:
             return batch
         has_point = "reference_point" in self.config.entry.columns
@@ -140,12 +140,12 @@ class PreferenceRun(ExamplesRun):
         return batch.with_columns(ref_log_probs=own, reference_point=point.expand(len(batch)).clone())
 
     def _reference(self, batch: Batch) -> Tensor:
-        """Log-probs under the reference model; before the first step it equals the policy.   [B, R]"""
+        """Computes log-probs under the reference model. Before the first step it equals the policy.   [B, R]"""
         log_probs: Tensor = self.roles.get("ref", self.roles["actor"]).forward(batch, ("log_probs",))["log_probs"]
         return log_probs
 
     def _cache(self) -> ReferenceCache:
-        """The file of the reference's log-probs, which is computed if it is missing.  Raises: StorageError."""
+        """Opens the file of the reference's log-probs. Computes it first if it is missing.  Raises: StorageError."""
         path = Path(self.config.reference.file or self.run_dir / "reference.safetensors")
         examples = [*self.examples, *self.val_examples]
         inputs = {"rows": digest_of_all(examples), "dtype": str(self.config.model.dtype)}
@@ -165,8 +165,8 @@ class PreferenceRun(ExamplesRun):
             )
 
     def with_baseline(self, batch: Batch, examples: Sequence[Comparison], *, counts: bool = True) -> Batch:
-        """The batch with the mean log-ratio of all rows so far, if the loss reads it; `counts` adds these rows to
-        it."""
+        """Adds the mean log-ratio of all rows so far to the batch, if the loss reads it. With `counts` the mean
+        includes these rows from now on."""
         if "mean_log_ratio" in self.config.entry.columns:
             found = self._log_ratios(batch)
             total, number = self.log_ratios[0] + found.double().sum().item(), self.log_ratios[1] + len(found)
@@ -176,12 +176,12 @@ class PreferenceRun(ExamplesRun):
         return batch
 
     def _log_ratios(self, batch: Batch) -> Tensor:
-        """Sum over a response of the log-probs of the policy minus the log-probs of the reference.   [B]"""
+        """Sums log-prob of the policy minus log-prob of the reference over each response.   [B]"""
         log_probs = self.roles["actor"].forward(batch, ("log_probs",))["log_probs"]
         return row_sums(log_probs - batch["ref_log_probs"], batch["response_mask"])
 
     def validate(self, step: int = 0) -> Metrics:
-        """Loss, accuracy and rewards over the held-out comparisons."""
+        """Computes loss, accuracy and rewards over the held-out comparisons."""
         objective, metrics = self.objective_of(self.config), Metrics()
         with metrics.time("time/validation"):
             batch = self.with_reference(self.batch(self.val_examples), self.val_examples)
@@ -203,7 +203,7 @@ class PreferenceRun(ExamplesRun):
             )
 
     def _fell(self, name: str) -> bool:
-        """Tells whether responses lost a tenth of their log-prob since the reference."""
+        """Tells whether the responses lost a tenth of their log-prob, compared with the reference."""
         last = self.history[-1]
         moved = last.get(f"preference/{name}_moved", 0.0)
         return moved < 0 and moved < 0.1 * (last[f"preference/{name}_log_probs"] - moved)
@@ -236,8 +236,8 @@ def train_preference(
 
 
 def mismatched(examples: Sequence[Comparison], seed: int, step: int) -> list[Comparison]:
-    """Pairs each prompt with a response to another prompt: a cycle through the responses in an order drawn by seed and
-    step."""
+    """Pairs each prompt with the response to another prompt. The pairs are a cycle through the responses, in an order
+    drawn by seed and step."""
     rows = [(each, response) for each in examples for response in each.responses]
     order = list(range(len(rows)))
     Random(key(seed, "mismatched", step)).shuffle(order)
@@ -249,8 +249,8 @@ def mismatched(examples: Sequence[Comparison], seed: int, step: int) -> list[Com
 
 
 def rows_of(examples: Sequence[Comparison], of: str, list_size: int) -> list[tuple[int, Comparison, int | None]]:
-    """The rows of comparisons: index of the comparison, the comparison, and index of the response; None is an empty
-    row. A pair is the best and the worst response; lists are cut to `list_size` and padded with empty rows."""
+    """Returns the batch rows of comparisons, as (index of the comparison, comparison, index of the response). Index
+    None is an empty row. A pair has the best and worst response; a list is cut or padded to `list_size` rows."""
     most = {"pair": 2, "list": list_size}
     rows: list[tuple[int, Comparison, int | None]] = []
     for uid, each in enumerate(examples):
@@ -261,7 +261,7 @@ def rows_of(examples: Sequence[Comparison], of: str, list_size: int) -> list[tup
 
 
 def to_batch(examples: Sequence[Comparison], pad_token_id: int, of: str, list_size: int) -> Batch:
-    """The batch of comparisons (`rows_of`); `label` is 1 for good responses and for the best of a comparison."""
+    """Makes the batch of comparisons (`rows_of`). `label` is 1 for good responses and for the best of a comparison."""
     rows = rows_of(examples, of, list_size)
     texts = [(each.prompt_ids, ((), ()) if number is None else each.responses[number]) for _, each, number in rows]
     scores = [0.0 if number is None else each.scores[number] for _, each, number in rows]
@@ -280,7 +280,7 @@ def to_batch(examples: Sequence[Comparison], pad_token_id: int, of: str, list_si
 
 
 def picked(count: int, most: int) -> list[int]:
-    """Numbers below `count`, `most` of them at most, evenly spaced, with the first and the last."""
+    """Picks at most `most` numbers below `count`, evenly spaced, including the first and the last."""
     if count <= most:
         return list(range(count))
     return [round(number * (count - 1) / max(1, most - 1)) for number in range(most)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs of a reference model in a file: computed once, and read by every run with the same examples and model."""
+"""A file of a reference model's log-probs: computed once, read by every run with the same examples and model."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Rows = Sequence[tuple[int, Comparison, int | None]]  # of `whet.trainers.prefere
 
 
 class ReferenceCache:
-    """Log-probs of responses, each [R] of its own length, and digests of the inputs that they were computed from."""
+    """Log-probs of responses (one [R] each, R differs), and digests of the inputs that they were computed from."""
 
     def __init__(self, inputs: Mapping[str, str], log_probs: Mapping[Key, Tensor]) -> None:
         self.inputs, self._log_probs = inputs, log_probs
 
     @classmethod
     def load(cls, path: Path, inputs: Mapping[str, str]) -> ReferenceCache:
-        """Reads a file.  Raises: StorageError if it was computed from other inputs, or is damaged."""
+        """Reads a file.  Raises: StorageError if the file is damaged or was computed from other inputs."""
         try:
             saved = serialization.load(path)
             found = {str(name): str(digest) for name, digest in saved["inputs"].items()}
@@ -69,7 +69,7 @@ class ReferenceCache:
         return cls(inputs, log_probs)
 
     def column(self, rows: Rows, width: int) -> Tensor:
-        """The log-probs of rows, 0 in empty ones.   [B, R]"""
+        """Returns the log-probs of these rows, padded to `width`; 0 in empty rows.   [B, R]"""
         found = torch.zeros(len(rows), width)
         for row, (_, example, number) in zip(found, rows, strict=True):
             if number is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reinforcement learning run: the parts that the loop works with, and the run's files."""
+"""A reinforcement learning run: the parts that the loop uses, and the files that the run writes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Record = Mapping[str, Any]
 
 @dataclass(kw_only=True, repr=False)
 class Run(Frame):
-    """A training run. The loop reads it; only `step` and the state of the roles change."""
+    """A training run, which the loop reads. Only `step` and the state of the roles change."""
 
     config: TrainConfig
     rollouts: Rollouts
@@ -68,7 +68,7 @@ class Run(Frame):
 
     @property
     def engine(self) -> Replicas | Direct:
-        """The rollout's ranks, or the rollout engine in this process."""
+        """The rollout ranks as one engine, or the rollout engine in this process."""
         return cast(Replicas | Direct, self.rollouts.driver.engine)
 
     @property
@@ -94,8 +94,8 @@ class Run(Frame):
         return Sources(self.roles, step, by_player(groups), self.policy_objective.temperature, self.rollouts)
 
     def judge(self, groups: Sequence[Group], step: int) -> list[Group]:
-        """Held-out groups with the score of the reward model or judge as the part `reward_model`; unchanged in a run
-        without one. If a verdict fails, the reason is logged, and the trajectory keeps its reward and accuracy."""
+        """Adds the score of the reward model or judge to held-out groups, as part `reward_model`, if the run has one.
+        If scoring fails, the trajectory keeps its reward and accuracy, and the reason is logged."""
         if not self.columns.judges.providers:
             return list(groups)
         found = list[Group]()
@@ -106,7 +106,7 @@ class Run(Frame):
         return [with_truth(*pair) for pair in zip(groups, found, strict=True)]
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Logs a step's metrics to trackers and callbacks; warns of a gap between rewards and held-out accuracy."""
+        """Logs a step's metrics to trackers and callbacks. Warns of a gap between rewards and held-out accuracy."""
         if lost := self.engine.num_lost:
             metrics.max("rollout/lost_ranks", lost)
         if metrics.value("val/accuracy") is not None:
@@ -132,19 +132,18 @@ class Run(Frame):
         self.health.load_state(state["health"])
 
     def start(self) -> None:
-        """Continues from the checkpoint that was found, and syncs the rollout's weights."""
+        """Resumes from the checkpoint, if there is one, and syncs the rollout's weights."""
         super().start()
         self.rollouts.may_stop = self.signals.here
         self.sync(self.step)
 
     def check_health(self, batch: Batch, metrics: Metrics) -> None:
-        """Warns of jumps and of skipped updates.  Raises: EngineError after three of these."""
+        """Warns of jumps and skipped updates.  Raises: EngineError after three skipped updates."""
         self.health.check(self, batch, self.step, metrics)
 
     def interruptible(self) -> AbstractContextManager[None]:
-        """Marks a block at the start of a step that changes no weights: a stop request ends the run in it, with the
-        checkpoint of the step before. Workers in other processes finish their call first, unless nothing is saved yet.
-        """
+        """Marks a block at the start of a step, before weights change. A stop request ends the run inside it, with the
+        previous step's checkpoint. Workers in other processes finish their call first, unless nothing is saved yet."""
         if self.step == 0 or self.stays_here:
             return self.signals.at_once()
         self.signals.here()
@@ -156,8 +155,8 @@ class Run(Frame):
         self.rollouts.on_weights(step)
 
     def write_rollouts(self, step: int, groups: Sequence[Group], purpose: str = "rollout") -> None:
-        """Writes each trajectory as a JSON object to rollouts/, its images and videos to media/, and some trajectories
-        to the table of trackers that support one."""
+        """Writes each trajectory as a JSON object to rollouts/, and its images and videos to media/. Adds some
+        trajectories to the tables of trackers that have tables."""
         every, dropping = self.config.trainer.log_rollouts, self.config.algorithm.filter
         if every == 0 or not groups or (purpose != "validation" and step % every):
             return
@@ -179,8 +178,8 @@ class Run(Frame):
             self.trackers.add_table(f"generations/{purpose}", rows)
 
     def write_tokens(self, step: int, batch: Batch) -> None:
-        """Writes a JSON object for each row to tokens/: each token as text, and its value in every column. The policy's
-        entropy and log-probs are computed for the file if no function of the run reads them."""
+        """Writes a JSON object for each row to tokens/: each token as text, with its value in every column. If no
+        function of the run reads the policy's entropy and log-probs, they are computed for this file."""
         every = self.config.trainer.log_tokens
         if every and step % every == 0:
             self._write_tokens(step, batch)
@@ -225,8 +224,8 @@ class Run(Frame):
 
 
 def copy_media(folder: Path, groups: Sequence[Group]) -> None:
-    """Copies images and videos that were read from files into `folder`, named by their digests, so that a copied run
-    folder has them; files over 32 MiB and missing files are left out."""
+    """Copies the images and videos that came from files into `folder`, named by digest, so that a copy of the run
+    folder has them. Missing files and files over 32 MiB are left out."""
     turns = (turn for group in groups for each in group.trajectories for turn in each.turns)
     prompts = (media for group in groups for media in group.prompt.media)
     for media in dict.fromkeys(chain(prompts, (media for turn in turns for media in turn.media))):
@@ -241,7 +240,7 @@ def copy_media(folder: Path, groups: Sequence[Group]) -> None:
 
 
 def table_rows(lines: Sequence[Sequence[dict[str, Any]]], limit: int) -> list[TableRow]:
-    """The first trajectory of each group, then the second of each, up to `limit`; `lines` are `readable`, by group."""
+    """Returns up to `limit` rows: the first trajectory of each group, then the second. `lines` are from `readable`."""
 
     def row(read: dict[str, Any]) -> TableRow:
         failure = read["failure"]
@@ -257,8 +256,8 @@ def table_rows(lines: Sequence[Sequence[dict[str, Any]]], limit: int) -> list[Ta
 
 
 def readable_tokens(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
-    """Yields for each row its trajectory, its tokens, whether they were sampled and are trained on, their turns and
-    policy versions, and its float columns [B, R]. With a teacher `k` is the teacher's log-prob minus the policy's."""
+    """Yields a record for each row: trajectory, float columns [B, R], and tokens, with their turns, policy versions,
+    and whether they are sampled and trained. With a teacher `k` is the teacher's log-prob minus the policy's."""
     shape = batch["response_mask"].shape
     columns = {name: column for name, column in batch.tensors().items() if column.shape == shape}
     columns = {name: column for name, column in columns.items() if column.is_floating_point()}
@@ -278,12 +277,11 @@ def readable_tokens(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Iterato
 
 
 def reward_gap(history: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    """Gap between training reward and held-out accuracy at the last validation, and its growth since the first, or 0.
+    """Returns the gap of training reward and held-out accuracy at the last validation, and its growth since the first.
 
-    The gap is the mean training reward of the last steps, as a share of the range of all rewards so far, less the
-    held-out accuracy. With a reward model its score is the training reward, if the reward function pays anything, as
-    its accuracy then says something. `history` has the numbers of all steps, each with its `step`.
-    """
+    The gap is the mean training reward of the last steps, as a share of the range of all rewards so far, minus the
+    held-out accuracy. With a reward model, its score is the training reward, if the reward function pays anything,
+    because its accuracy then has a meaning. `history` has the numbers of all steps, each with its `step`."""
     trained = [record for record in history if "critic/score/mean" in record]
     validated = [record for record in history if "val/accuracy" in record]
     if not trained or not validated:
@@ -311,8 +309,8 @@ def reward_gap(history: Sequence[Mapping[str, float]]) -> tuple[float, float]:
 
 
 def largest_jumps(before: Sequence[Record], after: Sequence[Record]) -> list[dict[str, Any]]:
-    """The responses whose reward grew most between two validations, the largest jump first, at equal jumps wrong
-    responses first. The records come from `readable`."""
+    """Returns the responses whose reward grew most between two validations, the largest jump first. Among equal jumps,
+    wrong responses come first. The records come from `readable`."""
     earlier = {row["uid"]: row for row in before}
     jumps = [
         {

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's folder: its lock, the checkpoint to resume from, the files that are cut back to that checkpoint, and the
+"""A run's folder: locks it, finds the checkpoint to resume from, cuts files back to that checkpoint, and records
 digests of the run's data and code.
 
-config.yaml  inputs.json  run.json  metrics.jsonl  timings.jsonl  rollouts/  tokens/  media/  checkpoints/  .lock
-"""
+config.yaml  inputs.json  run.json  metrics.jsonl  timings.jsonl  rollouts/  tokens/  media/  checkpoints/  .lock"""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ class RunDir:
 
     @property
     def first_step(self) -> int:
-        """The number of steps done before."""
+        """The number of steps that the run has already done."""
         return 0 if self.found is None else checkpoint.step_of(self.found)
 
     @property
@@ -93,8 +92,8 @@ def open_run_dir(path: Path, config: RunConfig, inputs: Mapping[str, str] | None
     """Locks the folder, finds and names the checkpoint to resume from, cuts the run's files back to it, deletes
     checkpoints beyond `trainer.save_limit`, and writes the config and the digests of the `inputs` (code and data).
 
-    Raises: ConfigError where another run is in the folder, where its run has another config or other inputs, and where
-    a fresh start would write into an earlier run; CheckpointError; StorageError."""
+    Raises: ConfigError if another run uses the folder, if its run has another config or other inputs, or if a fresh
+    start would write into an earlier run; CheckpointError; StorageError."""
     resume = config.trainer.resume
     with ExitStack() as undo:
         undo.enter_context(disk_errors(path))
@@ -129,11 +128,11 @@ def open_run_dir(path: Path, config: RunConfig, inputs: Mapping[str, str] | None
 
 
 def cut_back_files(run_dir: Path, found: Path | None, *, is_logged: bool = False) -> list[dict[str, float]]:
-    """Deletes lines of metric files and whole rollout files that a killed run wrote after the checkpoint `found`.
-    Returns the remaining metrics. `is_logged`: logs the deletions, for a run that a user takes back to an earlier step.
+    """Deletes lines of metric files, and rollout files, that a killed run wrote after the checkpoint `found`. Returns
+    the remaining metrics. With `is_logged` it logs the deletions: a user took the run back to an earlier step.
 
-    Checkpoints of later steps (damaged, or later than the step that the user goes back to) are renamed, so that they
-    neither are resumed from nor count for `save_limit`."""
+    Renames later checkpoints (damaged, or after the step that the user goes back to). They are then never resumed from,
+    and do not count for `save_limit`."""
     step = -1 if found is None else checkpoint.step_of(found)
     found_files = {name: path for name in METRIC_FILES if (path := run_dir / name).exists()}
     lines = {name: path.read_bytes().count(b"\n") for name, path in found_files.items()}
@@ -162,8 +161,8 @@ def cut_back_files(run_dir: Path, found: Path | None, *, is_logged: bool = False
 
 
 def lock_folder(path: Path, name: str = ".lock") -> TextIOWrapper:
-    """Locks a folder through a file in it. The operating system releases the lock when the process ends, however it
-    ends; children of a fork do not hold it.  Raises: ConfigError where another process has it."""
+    """Locks a folder through a file in it. The operating system releases the lock when the process ends, even after a
+    crash. Forked children do not hold it.  Raises: ConfigError if another process has it."""
     file = open(  # noqa: SIM115  # it is returned
         path / name, "a+", errors="replace", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)
     )
@@ -190,7 +189,7 @@ def _check_links(path: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Deletes the files of an earlier run in the folder, except media, which the new run has added to."""
+    """Deletes the files of an earlier run in the folder. Media stay, because the new run has added to them."""
     for name in (*OWN - {MEDIA}, *METRIC_FILES, CONFIG, INPUTS):
         place = path / name
         if place.is_dir() and not place.is_symlink():
@@ -211,9 +210,7 @@ os.register_at_fork(after_in_child=_unlock)
 def is_begun(path: Path, config: RunConfig, inputs: Mapping[str, str]) -> bool:
     """Tells whether the folder holds the run that `config` and `inputs` describe, started as `trainer.resume` says.
 
-    Raises: ConfigError naming the keys by which a step would compute something else than the run so far, unless a path
-    in `trainer.resume` asks for that.
-    """
+    Raises: ConfigError with the keys that would change the computation of a step, unless `trainer.resume` is a path."""
     before = noted(path, config)
     now = {**dict(flatten(config.model_dump(mode="json"))), **inputs}
     changed = {key: (before[key], now[key]) for key in now if key in before and today(before[key]) != today(now[key])}
@@ -232,7 +229,7 @@ def is_begun(path: Path, config: RunConfig, inputs: Mapping[str, str]) -> bool:
 
 
 def noted(path: Path, config: RunConfig) -> dict[str, Any]:
-    """The config and the digests with which the run in a folder was last started, by dotted key.
+    """Returns the config and the digests of the folder's run at its last start, by dotted key.
 
     Raises: ConfigError for damaged files, and for a run of another command."""
     found: dict[str, Any] = {}
@@ -258,8 +255,8 @@ def noted(path: Path, config: RunConfig) -> dict[str, Any]:
 
 
 def digests(config: RunConfig, train: Items, val: Items, reward: Callable[..., Any] | None = None) -> dict[str, str]:
-    """Returns the digests, by key, of the data rows, of the code files that the config names and that these import, and
-    of a reward function passed as an object, if its source is known."""
+    """Returns digests, by key: of the data rows; of the code files that the config names, and the files they import;
+    and of a reward function passed as an object, if its source is known."""
     found = {f"data.{name}_files, rows": _of_rows(rows) for name, rows in (("train", train), ("val", val)) if rows}
     for key, value in ((COMMAND, config.command), *flatten(config.model_dump(mode="json"))):
         for target in value if isinstance(value, list) else [value]:
@@ -277,7 +274,7 @@ def _of(content: bytes) -> str:
 
 
 def _of_rows(rows: Items) -> str:
-    """Digest of the parts of the rows that a step reads; an object without plain fields counts by its type only."""
+    """Digest of the parts of the rows that a step reads. Of an object without plain fields only the type counts."""
     found = hashlib.sha256()
     for row in rows:
         read = (*row.content, [media.digest for media in row.media]) if row.media else row.content
@@ -286,7 +283,7 @@ def _of_rows(rows: Items) -> str:
 
 
 def _file_of(target: str) -> Path | None:
-    """The file of `path/file.py:function` or `package.module:function`; None for whet's own, and for other text."""
+    """The file of `path/file.py:function` or `package.module:function`; None for whet's own files and other text."""
     location, _, name = target.rpartition(":")
     if not name.isidentifier():
         return None
@@ -299,8 +296,8 @@ def _file_of(target: str) -> Path | None:
 
 
 def _imported(file: Path) -> dict[str, Path]:
-    """The files that `file` imports, directly or through other files, by their paths below the folder of its package.
-    Reads import statements and runs nothing."""
+    """The files that `file` imports, directly or indirectly, by path below the folder of its package. Reads import
+    statements without running them."""
     file = file.absolute()
     root = next(folder for folder in file.parents if not (folder / "__init__.py").is_file())
     found, waiting = {file}, [file]
@@ -317,7 +314,7 @@ def _imported(file: Path) -> dict[str, Path]:
 
 
 def _import_names(tree: ast.AST, code: Path, root: Path) -> Iterator[tuple[Path, str]]:
-    """Yields the folders and the paths below them that import statements may mean; a name may be a file too."""
+    """Yields (folder, path below it) for each file that an import may mean. An imported name may be a file too."""
     for node in ast.walk(tree):
         bases, names = [code.parent, root], list[str]()
         if isinstance(node, ast.Import):

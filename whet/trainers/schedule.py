@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule of a training loop: when it may be stopped, validates, logs and saves."""
+"""The schedule of a training loop: the points at which it may stop, validates, logs and saves."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ F = TypeVar("F", bound=Frame)
 
 
 class Schedule(Generic[F]):
-    """Wraps the steps of a loop. `validate` returns the metrics of the held-out data after a step.
+    """Runs the actions between the steps of a loop. `validate` returns the metrics of the held-out data after a step.
 
-    Where the rollout has processes of its own, these are idle while models train, and still hold the weights of the
-    step before: a validation is delayed until then, and with it the step's line in the log, unless a checkpoint is due
-    too, since it stores the validation's score."""
+    If the rollout has its own processes, they are idle while models train, and still have the weights of the previous
+    step. A validation waits until then, and runs beside the training. The step's line in the log waits too. If a
+    checkpoint is due, nothing waits, because the checkpoint stores the validation's score."""
 
     def __init__(self, run: F, validate: Callable[[F, int], Metrics]) -> None:
         self._run, self._validate = run, validate
@@ -38,11 +38,11 @@ class Schedule(Generic[F]):
         return self
 
     def sampling(self) -> AbstractContextManager[None]:
-        """Marks a block at the start of a step that changes no weights, in which a stop request ends the run."""
+        """Marks the block at the start of a step that changes no weights. A stop request ends the run in it."""
         return self._run.interruptible()
 
     def training(self) -> AbstractContextManager[None]:
-        """Marks a block that leaves the rollout's weights unchanged, so that a delayed validation runs beside it."""
+        """Marks a block that leaves the rollout's weights unchanged. A delayed validation runs at the same time."""
         return nullcontext() if self._held is None else self._beside(*self._held)
 
     @contextmanager
@@ -55,7 +55,7 @@ class Schedule(Generic[F]):
         self._run.log(step, metrics)
 
     def end_step(self, batch: Batch, metrics: Metrics) -> None:
-        """Counts the step, then validates, logs, checks the run's health and saves, each where it is due."""
+        """Counts the step. Then validates, logs, checks the run's health and saves, each if it is due."""
         run, trainer = self._run, self._run.config.trainer
         self._contention.end()
         run.step += 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning on the same engine: learns the responses of a data set, and only the responses."""
+"""Supervised fine-tuning with the same training engines: only the responses of the data set are trained on."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Callbacks = Sequence[Callable[..., None]]  # get the run after every step
 
 @dataclass(kw_only=True, repr=False)
 class ExamplesRun(Frame):
-    """A run on examples. Subclasses add `objective_of`, `batch`, `validate`; `callbacks` run after every step."""
+    """Base of runs on examples. A subclass adds `objective_of`, `batch`, `validate`. `callbacks` run every step."""
 
     default_best_metric = "-val/loss"
     noun: ClassVar[str] = "examples"
@@ -68,7 +68,7 @@ class ExamplesRun(Frame):
 
     @classmethod
     def objective_of(cls, config: Any) -> Objective:
-        """The objective of a config."""
+        """Returns the objective that the config describes."""
         raise NotImplementedError
 
     @property
@@ -83,14 +83,14 @@ class ExamplesRun(Frame):
 
     @classmethod
     def setup(cls, config: Any, lengths: Sequence[int] = ()) -> Setup:
-        """The setup that the memory plan starts from; without `lengths` every example counts as the longest allowed."""
+        """Returns the setup for the memory plan. Without `lengths`, each example has the greatest allowed length."""
         lengths = tuple(lengths) or (config.data.max_length,)
         roles = {spec.role: spec.args[0] for spec in cls.specs(config, 1) if spec.args}
         return Setup(config, roles, {"actor": cls.objective_of(config)}, Lengths(lengths, 0))
 
     @classmethod
     def specs(cls, config: Any, total_steps: int) -> list[WorkerSpec]:
-        """The workers of one process; the settings are the argument of a worker with its own model."""
+        """Returns the workers of one process. The settings are the argument of a worker with its own model."""
         return [WorkerSpec("actor", TrainWorker, (cls.settings_of(config, total_steps),))]
 
     @classmethod
@@ -98,22 +98,22 @@ class ExamplesRun(Frame):
         """Checks that the examples fit the config.  Raises: DataError."""
 
     def batch(self, examples: Sequence[Any]) -> Batch:
-        """The batch of the examples."""
+        """Makes a batch of the examples."""
         raise NotImplementedError
 
     def prepared(self, examples: Sequence[Any], metrics: Metrics) -> Batch:
-        """The batch of the examples to train on, with the columns that models compute."""
+        """Makes the batch to train on: the examples, with the columns that models compute."""
         return self.batch(examples)
 
     def updated(self) -> None:
-        """Called after each update."""
+        """Runs after each update."""
 
     def validate(self, step: int = 0) -> Metrics:
-        """Metrics of the held-out examples."""
+        """Computes the metrics of the held-out examples."""
         raise NotImplementedError
 
     def fit(self) -> None:
-        """Trains to `total_steps`."""
+        """Trains until step `total_steps`."""
         objective = self.objective
         with Schedule(self, type(self).validate) as schedule:
             while self.step < self.total_steps:
@@ -160,7 +160,7 @@ class SFTRun(ExamplesRun):
         return to_batch(examples, self.pad_token_id)
 
     def validate(self, step: int = 0) -> Metrics:
-        """Loss over the held-out examples, each token weighing the same."""
+        """Computes the loss over the held-out examples. All tokens weigh the same."""
         batch = self.batch(self.val_examples)
         tokens, metrics = batch["response_mask"].sum(), Metrics()
         with metrics.time("time/validation"):
@@ -179,8 +179,8 @@ def train_on_examples(
     callbacks: Callbacks = (),
     dry_run: bool = False,
 ) -> R:
-    """Builds a run of this kind, trains it to the end and returns it; `data` stands in for `data.train_files`,
-    `val_data` for `data.val_files`.
+    """Builds a run of class `kind`, trains it to the end and returns it. `data` replaces `data.train_files`, `val_data`
+    replaces `data.val_files`.
 
     With `dry_run` everything is built, and nothing is trained or written. `callbacks` come before the callbacks of
     `trainer.callbacks`.  Raises: WhetError for everything that a user can mend."""
@@ -255,7 +255,7 @@ def train_sft(
 
 
 def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> Batch:
-    """Examples as rows: the first token is the prompt, all others the response; the mask marks the trained tokens."""
+    """Makes rows of examples. The first token is the prompt, the others the response; the mask marks trained tokens."""
     rows = [(each.input_ids[:1], (each.input_ids[1:], each.loss_mask[1:])) for each in examples]
     positions = [rotary_positions(each.input_ids, each.media, each.loss_mask.index(1)) for each in examples]
     media = {LATER_MEDIA: [example.media for example in examples]} if any(each.media for each in examples) else {}
@@ -265,8 +265,8 @@ def to_batch(examples: Sequence[SupervisedExample], pad_token_id: int) -> Batch:
 def padded(
     rows: Sequence[tuple[tuple[int, ...], Response]], pad_token_id: int, positions: Sequence[Tensor | None] = ()
 ) -> dict[str, Tensor]:
-    """The columns of prompts and responses, prompts padded on the left, responses on the right; `positions` are rotary
-    positions, for rows that have them."""
+    """Returns the columns of prompts and responses. Prompts are padded on the left, responses on the right. `positions`
+    are rotary positions of rows that need them."""
     lengths = torch.tensor([[len(prompt), len(ids)] for prompt, (ids, _) in rows])
     left, right = lengths.amax(0).tolist()
     places = torch.arange(left + right)
@@ -283,6 +283,6 @@ def padded(
 
 
 def weights_of(examples: Sequence[SupervisedExample]) -> dict[str, Tensor]:
-    """The column of the examples' weights, empty if all are 1."""
+    """Returns the column of example weights; empty if all weights are 1."""
     weights = [each.weight for each in examples]
     return {"example_weights": torch.tensor(weights)} if {*weights} != {1.0} else {}

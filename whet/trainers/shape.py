@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shaping of rewards before the estimator and of advantages after it, corrections of losses for the difference of
-sampler and trainer, and controllers of the weights of KL and entropy bonus."""
+"""Shapes rewards before the estimator and advantages after it. Corrects losses for the difference between sampler and
+trainer. Controls the weights of KL and entropy bonus."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, WEIGHTS, Re
 
 
 class Shaper:
-    """Scores to rewards: penalty for length, normalisation, clip, KL term. Checkpoints keep its state."""
+    """Turns scores into rewards: length penalty, normalisation, clip, KL term. Checkpoints keep its state."""
 
     def __init__(self, config: TrainConfig) -> None:
         kl = config.algorithm.kl
@@ -52,7 +52,7 @@ class Shaper:
         )
 
     def rewards(self, batch: Batch, metrics: Metrics) -> Batch:
-        """Adds `token_level_rewards` from `token_level_scores`; algorithm.truncated=drop masks truncated responses."""
+        """Computes `token_level_rewards` from `token_level_scores`. truncated=drop masks cut-off responses."""
         if self.config.algorithm.truncated == "drop":
             batch = without_truncated(batch, metrics)
         rewards = batch["token_level_scores"]
@@ -61,7 +61,7 @@ class Shaper:
         return batch.with_columns(token_level_rewards=rewards)
 
     def advantages(self, batch: Batch, metrics: Metrics) -> Batch:
-        """Whitens and clips `advantages`, after algorithm.truncated=zero has masked truncated responses."""
+        """Whitens and clips `advantages`. algorithm.truncated=zero masks truncated responses first."""
         if self.config.algorithm.truncated == "zero":
             batch = without_truncated(batch, metrics)
         shaping, advantages = self.config.algorithm.shaping, batch["advantages"]
@@ -72,7 +72,7 @@ class Shaper:
         return batch if advantages is batch["advantages"] else batch.with_columns(advantages=advantages)
 
     def state(self) -> dict[str, Any]:
-        """Returns the controllers' and running statistics' state, for the checkpoint."""
+        """Returns the state of controllers and running statistics, for the checkpoint."""
         running = {name: each.state() for name, each in self.running.items()}
         return {"kl_controller": self.kl_controller.state(), "running": running}
 
@@ -127,7 +127,7 @@ class Shaper:
         return found
 
     def _with_model(self, scores: Tensor, batch: Batch, metrics: Metrics) -> Tensor:
-        """The scores of the reward functions, replaced by or added to scores of the reward model or judge.   [B, R]"""
+        """Replaces reward-function scores by the reward model's or judge's, or adds these to them.   [B, R]"""
         role = self.config.reward_model
         paid = forms.pay_on_last_token(role.weight * batch[str(self._scored_by)], batch["response_mask"])
         return paid if role.combine == "replace" else scores + paid
@@ -146,7 +146,7 @@ class Shaper:
 
 
 def without_truncated(batch: Batch, metrics: Metrics) -> Batch:
-    """Masks responses cut off by the length limit: they belong to no group and are not trained on."""
+    """Masks responses that the length limit cut off. They then belong to no group and are not trained on."""
     cut, mask = batch["truncated"], batch["response_mask"]
     metrics.mean("reward/truncated", cut.float().mean(), len(cut))
     return batch.with_columns(response_mask=mask.masked_fill(cut[:, None], 0))
@@ -154,7 +154,7 @@ def without_truncated(batch: Batch, metrics: Metrics) -> Batch:
 
 @dataclass
 class Fixed:
-    """A constant weight. It has no state: a resumed run uses the config's value."""
+    """A constant weight. It has no state: a resumed run uses the value in its config."""
 
     coef: float
 
@@ -225,13 +225,13 @@ class AdaptiveEntropy:
 
 
 def estimator(algorithm: AlgorithmConfig) -> Bound:
-    """The advantage estimator of a config.  Raises: ConfigError, RegistryError."""
+    """Returns the advantage estimator that a config chooses.  Raises: ConfigError, RegistryError."""
     return Bound.of(ADV_ESTIMATORS, algorithm.adv_estimator, algorithm.adv_options, "algorithm.adv_options")
 
 
 @dataclass(frozen=True)
 class Correction:
-    """The rejection, the weight and the loss that a config chooses: functions of a whole step or mini-batch, called
+    """The rejection, weight and loss that a config chooses. They are functions of a whole step or mini-batch, called
     before its update. Rejections mark the tokens to train on (`loss_mask`), weights scale their loss (`token_weights`);
     some losses have columns of their own.
 
@@ -255,8 +255,8 @@ class Correction:
         return cls(loss, chosen(WEIGHTS, "weight"), chosen(REJECTIONS, "rejection"))
 
     def reject(self, batch: Batch, metrics: Metrics) -> Batch:
-        """Adds `loss_mask`, the sampled tokens that are trained on, after advantages were estimated from all of them;
-        records the difference between sampler and trainer."""
+        """Adds `loss_mask`, the mask of trained tokens. Call it after advantages are estimated from all sampled tokens.
+        Records the difference between sampler and trainer."""
         if "old_log_probs" in batch:
             apart = gap(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
             for name, value in apart.items():
@@ -270,7 +270,7 @@ class Correction:
         return batch.with_columns(loss_mask=kept.to(batch["response_mask"].dtype))
 
     def _measure(self, mini_batch: Batch, weights: torch.Tensor, counted: torch.Tensor, metrics: Metrics) -> None:
-        """Records the spread of the weights, and the number of ratios outside the bounds, if the weight has bounds."""
+        """Records the spread of the weights. If the weight has bounds, also counts the ratios outside them."""
         assert self.weight is not None
         spread, options = weight_metrics(weights, counted), self.weight.options
         for name, value in spread.items():
@@ -282,8 +282,8 @@ class Correction:
             metrics.mean("correction/out_of_bounds", share, int(counted.sum()))
 
     def weigh(self, mini_batch: Batch, metrics: Metrics) -> Batch:
-        """Adds `token_weights`, computed over all sampled tokens, and the loss's own columns, computed over the trained
-        tokens."""
+        """Adds `token_weights`, computed over all sampled tokens, and the columns that the loss defines, computed over
+        the trained tokens."""
         if self.weight is not None:
             mini_batch = mini_batch.with_columns(token_weights=self._weights(self.weight, mini_batch, metrics))
         if "before" in self.loss.entry.marks:

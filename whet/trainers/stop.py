@@ -2,9 +2,7 @@
 """Ways to end a run early and keep its steps: Ctrl-C, SIGTERM (a spot instance that is taken back, a scheduler's
 limit), SIGUSR1, or a file named `stop` in the run's folder.
 
-The run ends at the next place where its state is that of a whole step, saves, and says how to go on. A second signal
-ends it at once.
-"""
+The run ends at the next point between whole steps, saves, and prints how to resume. A second signal ends it at once."""
 
 from __future__ import annotations
 
@@ -22,8 +20,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised to end the run. `number` is the signal's, None for the file `stop`. It passes through `except
-    Exception`."""
+    """Ends the run. `number` is the signal's number, None for the file `stop`. `except Exception` does not catch it."""
 
     def __init__(self, reason: str, number: int | None) -> None:
         super().__init__(reason)
@@ -44,15 +41,15 @@ class EarlyStop:
 
 
 def likely_steps(callbacks: Iterable[object], total_steps: int) -> int | None:
-    """The step at which a run with these callbacks is expected to end; None if it does not end early."""
+    """Returns the step at which these callbacks are expected to end the run; None if they do not end it early."""
     ends = (each.likely_steps or total_steps for each in callbacks if isinstance(each, EarlyStop))
     return min(ends, default=None)
 
 
 class StopSignals:
-    """Receives the signals while it is entered.
+    """Catches the signals inside a `with` block.
 
-    `here` raises Stopped if a signal has come; inside `at_once` a signal raises it at any line."""
+    `here` raises Stopped if a signal has come. Inside `at_once` a signal raises it at any line."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -79,7 +76,7 @@ class StopSignals:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Marks a block in which nothing that is saved changes, so that a signal may end it at any line."""
+        """Marks a block that changes no saved state. A signal may end it at any line."""
         self.here()
         self._at_once = True
         try:

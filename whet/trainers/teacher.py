@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`teacher_log_probs`: log-probs that a teacher gives the policy's own responses. The teacher is another model, or the
-policy itself with a hint in its prompt; responses keep their token ids.
+"""The column `teacher_log_probs`: a teacher's log-probs of the policy's own responses. The teacher is another model, or
+the policy itself with a hint in its prompt; responses keep their token ids.
 
 A hint source is a registered function that takes the step's groups and returns a hint, or None, for each trajectory.
 Its parameters before `*` are any of `groups`, `sources` and `chat`, the chat template."""
@@ -33,7 +33,7 @@ Hints = list[list[str | None]]  # by group and trajectory
 def teacher_log_probs(
     batch: Batch, sources: Sources, *, teacher: TeacherConfig, data: DataConfig, environment: ToolsConfig
 ) -> Values:
-    """Log-probs of responses under a teacher by data source, or under the policy with a hint in the prompt.
+    """Computes log-probs of responses under their data source's teacher, or under the policy with a hint.
 
     Raises: ConfigError for a row without a teacher."""
     asked = batch
@@ -59,12 +59,12 @@ def teacher_log_probs(
 
 
 def teacher_role(data_source: str) -> str:
-    """The role of the teacher of a data source."""
+    """The name of the role that teaches rows of a data source."""
     return f"teacher:{data_source}"
 
 
 def with_hints(batch: Batch, sources: Sources, teacher: TeacherConfig, chat: PromptFormat) -> Batch:
-    """The batch with a hint in each row's prompt; a row whose prompt was rewritten during the episode keeps it."""
+    """Adds a hint to each row's prompt. A row whose prompt was rewritten during the episode stays unchanged."""
     trajectories = [trajectory for group in sources.groups for trajectory in group.trajectories]
     hints = [hint for group in hints_of(sources, teacher, chat) for hint in group]
     prompts = [own_prompt(row) for row in zip(batch["prompts"], batch["attention_mask"], strict=True)]
@@ -82,14 +82,14 @@ def with_hints(batch: Batch, sources: Sources, teacher: TeacherConfig, chat: Pro
 
 
 def hints_of(sources: Sources, teacher: TeacherConfig, chat: PromptFormat) -> Hints:
-    """The hints of the source that `teacher.hint` names."""
+    """Calls the hint source that `teacher.hint` names.  Returns its hints."""
     entry, supplied = HINTS[teacher.hint or ""], {"groups": sources.groups, "sources": sources, "chat": chat}
     found: Hints = entry.make(supplied, entry.resolve_options(teacher.hint_options, "teacher.hint_options"))
     return found
 
 
 def encode_hinted(asked: Sequence[tuple[Prompt, str]], teacher: TeacherConfig, chat: PromptFormat) -> list[list[int]]:
-    """The token ids of each prompt, with `teacher.hint_template` in place of its last message."""
+    """Encodes each prompt with `teacher.hint_template` in place of its last message."""
     tokenizer, template = chat.tokenizer, Template("teacher.hint_template", teacher.hint_template)
     conversations = []
     for prompt, hint in asked:
@@ -104,7 +104,7 @@ def encode_hinted(asked: Sequence[tuple[Prompt, str]], teacher: TeacherConfig, c
 
 
 def chat_of(tokenizer: PreTrainedTokenizerBase, data: DataConfig, environment: ToolsConfig) -> PromptFormat:
-    """A PromptFormat without `format_prompt`, which the messages have already gone through."""
+    """Returns a PromptFormat without `format_prompt`, because it has already been applied to the messages."""
     kwargs = with_tools(data, environment).chat_template_kwargs
     return PromptFormat(tokenizer, apply_chat_template=data.apply_chat_template, chat_template_kwargs=kwargs)
 
@@ -117,7 +117,7 @@ def own_prompt(row: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
 
 
 def with_prompts(batch: Batch, prompts: Sequence[Sequence[int]], pad_token_id: Any) -> Batch:
-    """The batch with `prompts` in front of the same responses."""
+    """Replaces the prompts of the batch by `prompts`; the responses stay."""
     width, old = max(len(prompt) for prompt in prompts), batch["prompts"].shape[1]
     ids = torch.tensor([[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -136,13 +136,13 @@ def with_prompts(batch: Batch, prompts: Sequence[Sequence[int]], pad_token_id: A
 
 @register_hint("reference")
 def reference(groups: Sequence[Group], *, field: str | None = None) -> Hints:
-    """The data's own solution: `extra_info` under `field`, else under `solution`, else the ground truth."""
+    """Hints from the data: `extra_info[field]`, else `extra_info["solution"]`, else the ground truth."""
     return [[_solution(group.prompt, field)] * len(group.trajectories) for group in groups]
 
 
 @register_hint("peer")
 def peer(groups: Sequence[Group]) -> Hints:
-    """A correct response of another trajectory of the group; None where there is none."""
+    """Hints from the group: a correct response of another trajectory; None if there is none."""
 
     def of(group: Group, own: Trajectory) -> str | None:
         correct = [each for each in group.trajectories if each.failure is None and (each.accuracy or 0.0) >= 1.0]
@@ -160,7 +160,7 @@ def own(
     question: str = "Say in one sentence what to watch for in this problem, without solving it.\n\n{{ content }}",
     max_tokens: Annotated[int, Ge(1)] = 64,
 ) -> Hints:
-    """A hint that the policy itself writes on request."""
+    """Hints that the policy itself writes on request."""
     template = Template("teacher.hint_options.question", question)
     asking = []
     for group in groups:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of a reward model from preference pairs, on the same engine: the chosen response gets the higher score."""
+"""Training of a reward model on preference pairs: the chosen response gets the higher score."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class RewardTrainingRun(ExamplesRun):
 
     @classmethod
     def settings_of(cls, config: RewardTrainingConfig, total_steps: int) -> RoleSettings:
-        """The settings of the trained model: a classifier, or a language model that gets a new head."""
+        """The settings of the trained model. It is a classifier, or a language model that gets a new head."""
         return replace(super().settings_of(config, total_steps), is_reward_model=True)
 
     @cached_property
     def model_config(self) -> Any:
-        """The config of the classifier, which checkpoints keep for `whet export`."""
+        """The config of the classifier. Checkpoints keep it for `whet export`."""
         path, trusted = self._model_path, self.config.model.trust_remote_code
         config = reward_config(path, is_new=True, trust_remote_code=trusted)
         with torch.device("meta"):
@@ -82,7 +82,7 @@ class RewardTrainingRun(ExamplesRun):
         return (step_batch if has_steps(examples) else to_batch)(examples, self.pad_token_id)
 
     def validate(self, step: int = 0) -> Metrics:
-        """Loss, accuracy, scores and calibration over the held-out pairs or steps."""
+        """Computes loss, accuracy, scores and calibration over the held-out pairs or steps."""
         objective = self._objective_for(self.val_examples)
         batch, metrics = self.batch(self.val_examples), Metrics()
         with metrics.time("time/validation"):
@@ -113,12 +113,12 @@ def train_reward(
 
 
 def has_steps(examples: Sequence[Any]) -> bool:
-    """Tells whether examples have labels of steps; otherwise they are pairs."""
+    """Tells whether the examples have labels of reasoning steps. Otherwise they are pairs."""
     return bool(examples) and isinstance(examples[0], StepExample)
 
 
 def step_batch(examples: Sequence[StepExample], pad_token_id: int) -> Batch:
-    """The batch of examples with steps; `label` [B, R] is the label of a step where the mask is 1."""
+    """Makes the batch of examples with reasoning steps. Where the mask is 1, `label` [B, R] is the label of a step."""
     batch = to_rows(examples, pad_token_id)
     labels = torch.tensor([label for each in examples for label in each.labels])
     mask = batch["response_mask"]
@@ -126,7 +126,7 @@ def step_batch(examples: Sequence[StepExample], pad_token_id: int) -> Batch:
 
 
 def to_batch(pairs: Sequence[Comparison], pad_token_id: int) -> Batch:
-    """The batch of pairs, the chosen response first. The tokens that a pair shares are the prompt of both rows."""
+    """Makes the batch of pairs, the chosen response first. Both rows have the pair's shared tokens as prompt."""
     rows = [(pair.chosen, pair.rejected) for pair in pairs]
     shared = [max(1, min(common_prefix(*row), *(len(ids) - 1 for ids in row))) for row in rows]
     both = [

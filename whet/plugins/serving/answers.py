@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes responses in the form of the OpenAI API, whole or in chunks, from sampled tokens. Text comes in whole
-characters, cut before stop strings. Registered tool parsers find tool calls in it."""
+"""Responses in the form of the OpenAI API, whole or in chunks, made from sampled tokens: text in whole characters, cut
+before stop strings. Registered tool parsers find calls of tools in it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # 
 
 
 class TokenText(NamedTuple):
-    """The text and the bytes of one token."""
+    """The text and bytes of a single token."""
 
     text: str  # with the replacement character for a part of a character
     utf8: tuple[int, ...]
 
 
 class TokenTexts:
-    """Converts single tokens to text and bytes. The bytes of consecutive tokens join to the bytes of their text."""
+    """Text and bytes of single tokens; the bytes of consecutive tokens join to the bytes of their text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -66,8 +66,8 @@ class TokenTexts:
 
 
 class TextStream:
-    """Converts tokens that arrive in parts to text, without special tokens. It returns a character once all its bytes
-    have arrived. The parts together equal the text of all tokens at once."""
+    """The text of a response whose tokens arrive in parts, without special tokens. A character is returned once all its
+    bytes have arrived. The parts together equal the text of all tokens at once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -78,7 +78,7 @@ class TextStream:
         self._given = 0  # characters of the window's text
 
     def add(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
-        """Returns the text that these tokens complete; if they are the last, all remaining text."""
+        """Returns the text that these tokens complete; with the last tokens all remaining text."""
         self._ids += token_ids
         text = self._decode()
         whole = text if is_last else text.rstrip(BROKEN)
@@ -94,13 +94,13 @@ class TextStream:
 
 
 class StopCut:
-    """Cuts text before the first stop string; holds back text that may begin a stop string until more text decides."""
+    """The text before the first stop string; a possible beginning of one is held back until it is decided."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings, self._held, self._is_over = strings, "", False
 
     def add(self, text: str, *, is_last: bool = False) -> str:
-        """Returns the text that is certainly before every stop string."""
+        """Returns the text that certainly lies before every stop string."""
         if self._is_over:
             return ""
         text = self._held + text
@@ -112,7 +112,7 @@ class StopCut:
 
 
 class MarkedText:
-    """Converts tokens to text before the first stop string, and keeps special tokens that are marks of tool calls."""
+    """The text of a response before the first stop string, with special tokens that are marks."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], marks: Mapping[int, str]) -> None:
         self._text, self._cut, self._marks = TextStream(tokenizer), StopCut(stop), marks
@@ -120,7 +120,7 @@ class MarkedText:
         self._num_read = self._num_given = 0  # characters, without those of marks
 
     def add(self, token_ids: Sequence[int], *, is_last: bool = False) -> list[tuple[str, bool]]:
-        """Returns decided parts in order: text (False), and marks (True). Later tokens cannot change them."""
+        """Returns the text and marks (True) that these tokens decide, in order."""
         read = ""
         for is_mark, run in groupby(token_ids, self._marks.__contains__):
             if is_mark:
@@ -141,12 +141,12 @@ class MarkedText:
 
 @lru_cache(maxsize=4)
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Returns the texts of tokens that a reader should not see, such as the end of a turn."""
+    """The texts of tokens that a reader should not see, such as the end of a turn."""
     return {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
 
 
 def num_begun(text: str, strings: Iterable[str]) -> int:
-    """Returns the number of characters at the end of `text` that may begin one of the strings."""
+    """The number of characters at the end of `text` that may begin one of the strings."""
     sizes = ((string, size) for string in strings for size in range(1, min(len(string), len(text) + 1)))
     begun = (size for string, size in sizes if text.endswith(string[:size]))
     return max(begun, default=0)
@@ -154,7 +154,7 @@ def num_begun(text: str, strings: Iterable[str]) -> int:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a sample, or all of it. Its text has no stop strings and special tokens; its token ids do."""
+    """A part of a sample, or all of it. Its text has no stop strings and special tokens; its ids do."""
 
     text: str
     calls: Sequence[ToolCall]
@@ -165,14 +165,14 @@ class Piece:
     likeliest: Sequence[Likeliest] = ()  # in the place of each token, where they are asked for
 
     def for_stream(self) -> list[Piece]:
-        """Splits a piece with tool calls: the official client ends the calls when the finish reason follows them."""
+        """Splits the piece: the official client counts calls as done when the finish reason follows them."""
         if not self.calls or self.finish_reason is None:
             return [self]
         return [replace(self, finish_reason=None), Piece("", (), (), (), (), self.finish_reason)]
 
 
 class ResponseChoice:
-    """Builds one choice of a response from tokens that arrive in parts."""
+    """A choice of a response, whose tokens arrive in parts."""
 
     def __init__(self, index: int, asked: ClientRequest, tokenizer: PreTrainedTokenizerBase) -> None:
         number, special = index // asked.body.n, special_tokens(tokenizer) if asked.tools else {}
@@ -194,7 +194,7 @@ class ResponseChoice:
         finish_reason: FinishReason | None = None,
         likeliest: Sequence[Likeliest] = (),
     ) -> Piece:
-        """Adds tokens, and returns the piece that they complete. The last tokens come with a finish reason."""
+        """Adds tokens, and returns the piece that they complete; the last tokens come with a finish reason."""
         is_last = finish_reason is not None
         parts, calls = self._text.add(token_ids, is_last=is_last), list[ToolCall]()
         text = "".join(text for text, _ in parts)
@@ -208,7 +208,7 @@ class ResponseChoice:
 
 
 class ClientResponse:
-    """The response to one request: `whole` for complete samples, or a `chunk` for each piece and an `end`."""
+    """A response to one request: `whole` for complete samples, or a `chunk` for each piece and an `end`."""
 
     kind, chunk_kind, prefix = "", "", ""
 
@@ -218,13 +218,13 @@ class ClientResponse:
         self._version = -1
 
     def whole(self, samples: Sequence[tuple[ResponseChoice, Piece]]) -> Raw:
-        """Returns the complete response."""
+        """The complete response."""
         choices = [self._full(self._choice(sample, piece), sample, piece) for sample, piece in samples]
         usage = self._usage([sample for sample, _ in samples])
         return {**self._frame(self.kind, [piece for _, piece in samples]), "choices": choices, "usage": usage}
 
     def chunk(self, sample: ResponseChoice, piece: Piece) -> Raw | None:
-        """Returns the chunk with a piece; None if the piece has nothing for the client."""
+        """The chunk with a piece; None for a piece without anything for the client."""
         shows_tokens = piece.token_ids and (self.asked.body.likeliest is not None or self.asked.body.return_token_ids)
         if not (piece.text or piece.calls or piece.finish_reason or shows_tokens):
             return None
@@ -233,7 +233,7 @@ class ClientResponse:
         return {**frame, "usage": None} if self.asked.include_usage else frame
 
     def end(self, samples: Sequence[ResponseChoice]) -> Raw | None:
-        """Returns the chunk with the usage; None if it was not requested."""
+        """The chunk with the usage; None if it was not requested."""
         if not self.asked.include_usage:
             return None
         return {**self._frame(self.chunk_kind, []), "choices": [], "usage": self._usage(samples)}
@@ -253,7 +253,7 @@ class ClientResponse:
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _full(self, choice: Raw, sample: ResponseChoice, piece: Piece) -> Raw:
-        """Returns a choice with the fields that whole and streamed responses share."""
+        """A choice, with the fields that both kinds of responses share."""
         choice |= {"index": sample.index, "finish_reason": piece.finish_reason, "logprobs": None}
         if self.asked.body.likeliest is not None:
             choice["logprobs"] = self._log_probs(sample, piece)
@@ -334,32 +334,32 @@ class TextAnswer(ClientResponse):
 
 
 def fingerprint(version: int) -> str:
-    """Names a version of the weights for system_fingerprint. For a run's checkpoint the version is its step."""
+    """The name of a weight version, for system_fingerprint; a run's checkpoint has its step as version."""
     return f"weights-{version}"
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a function. Its id has nine letters and digits, as Mistral's template requires."""
+    """A call of a function. An id has nine letters and digits, as Mistral's template requires."""
 
     name: str
     arguments: str  # JSON
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:9])
 
     def to_dict(self) -> Raw:
-        """Returns the call in the form of the API."""
+        """Returns the call as an entry of `tool_calls` in OpenAI's chat API."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 class ToolText:
-    """Splits text that arrives in parts into calls and the text around them, as the parser splits the whole text.
+    """Splits text that comes in parts into calls and the text around them, as the parser splits the whole text.
 
-    It returns text up to the place where a call may begin, a call at the end of its format, and everything else at the
-    end. An invalid call stays text, with its marks except ends of turns; other text has no marks. White space around
-    calls is removed."""
+    Text is returned up to the place where a call may begin, a call at the end of its format, all other parts at the
+    last. An invalid call stays text, with its marks except ends of turns; other text has no marks. White space around
+    calls is left out."""
 
     def __init__(self, asked: ToolsAsked, *, is_thinking: bool = False) -> None:
-        """Creates a splitter. `is_thinking`: the prompt ends with the opening tag of a thought."""
+        """`is_thinking`: the prompt ends with the opening tag of a thought."""
         entry = TOOL_PARSERS[asked.parser]
         self._asked = asked
         self._begins, self._ends = entry.marks.get("begin", ()), entry.marks.get("end", ())
@@ -372,7 +372,7 @@ class ToolText:
         self._space, self._is_after_call = "", False
 
     def add(self, parts: Sequence[tuple[str, bool]], *, is_last: bool = False) -> tuple[str, list[ToolCall]]:
-        """Returns decided text and calls. In `parts`, True is for a mark, False for text.  Raises: ApiError."""
+        """Returns text and calls that are decided; a part is text, or (True) a mark.  Raises: ApiError."""
         for text, is_mark in parts:
             self._text += text
             self._is_shown += bytes([not is_mark]) * len(text)
@@ -388,13 +388,13 @@ class ToolText:
         return self._split(found, is_last=is_last)
 
     def _known(self) -> int:
-        """Returns the end of the text in which no call can begin."""
+        """The end of the text in which no call can begin."""
         begin, start = self._begin.search(self._text, self._num_given), self._num_given
         end = begin.start() if begin else len(self._text) - num_begun(self._text[start:], self._begins)
         return start + len(self._text[start:end].rstrip())  # a call may begin with the white space before it
 
     def _parsed(self, end: int, *, is_last: bool) -> Iterator[str | ToolCall]:
-        """Yields new text and calls before `end`, without a final call that still has an error."""
+        """Yields the new text and calls before `end`, without a last call that still has an error."""
         groups, num_calls = self._groups(end), 0
         if not is_last and groups and groups[-1][2] and None in map(_written, groups[-1][2]):
             end = max(self._num_given, groups.pop()[0])
@@ -413,7 +413,7 @@ class ToolText:
         self._num_given = end
 
     def _groups(self, end: int) -> list[tuple[int, int, list[Call]]]:
-        """Returns the parts before `end`: the start, end and calls of each. Several calls may share one text."""
+        """The parts before `end`: the beginning and end of each, and its calls, of which several may share a text."""
         groups, position = list[tuple[int, int, list[Call]]](), 0
         try:
             for part in parts_of(self._asked.parser, self._text[:end], self._asked.schemas, is_whole=False):
@@ -430,11 +430,11 @@ class ToolText:
         return groups
 
     def _shown(self, start: int, stop: int) -> str:
-        """Returns the text between `start` and `stop` without its marks."""
+        """Text without its marks."""
         return "".join(compress(self._text[start:stop], self._is_shown[start:stop]))
 
     def _split(self, found: Sequence[str | ToolCall], *, is_last: bool) -> tuple[str, list[ToolCall]]:
-        """Separates text from calls. Removes white space around calls, and calls beyond the limit."""
+        """Splits into text and calls, without white space around calls, and without calls beyond the limit."""
         texts, calls = list[str](), list[ToolCall]()
         for each in found:
             if isinstance(each, ToolCall):
@@ -452,7 +452,7 @@ class ToolText:
 
 
 def _written(call: Call) -> ToolCall | None:
-    """Converts a call to the form of the API; None if it has an error, or arguments that are not JSON."""
+    """The call in the form of the API; None for a call with an error, or with arguments that are not JSON."""
     try:
         arguments = json.dumps(dict(call.arguments), ensure_ascii=False, allow_nan=False)
         (call.name + arguments).encode()  # half of a surrogate pair has no encoding

@@ -30,8 +30,8 @@ def blocks_for(tokens: int) -> int:
 
 class BlockCache:
     """Keys [layers, blocks, KV, D, 16] and values [layers, blocks, KV, 16, V] within a budget in bytes; `by_head`, as
-    on an accelerator, both [layers, KV, blocks, 16, .], with a spare block at the end for padding. Latents are stored
-    as keys, whose first numbers are the values. States of layers are in `states`, outside the budget.
+    on an accelerator, both are [layers, KV, blocks, 16, .], with a spare block at the end for padding. Latents are
+    stored as keys; their first numbers are the values. `states` has states of layers, outside the budget.
 
     A block may belong to several sequences (a prompt's to all its samples) and is free when the last one releases it.
     """
@@ -87,7 +87,7 @@ class BlockCache:
             ctypes.CDLL(None).malloc_trim(0)
 
     def take(self, count: int) -> list[int]:
-        """Takes free blocks, lowest first, with one owner each."""
+        """Takes the free blocks with the lowest numbers. Each gets one owner."""
         taken = [self._free.pop() for _ in range(count)]
         for block in taken:
             self._owners[block] = 1
@@ -106,7 +106,7 @@ class BlockCache:
                 self._free.append(block)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies block contents in all layers."""
+        """Copies the contents of blocks, in all layers."""
         if sources:
             both = moved(torch.tensor([list(sources), list(targets)]), self.keys.device)
             for tensor in (self.keys, self.values) if self.values._base is not self.keys else (self.keys,):
@@ -114,17 +114,17 @@ class BlockCache:
 
 
 class Prefixes:
-    """Blocks of sequences that later requests may continue, keyed by all tokens up to the end of each block. It is one
-    of their owners, and releases the least recently read blocks first."""
+    """Blocks of sequences that later requests may continue. The key of a block is all tokens up to its end. `Prefixes`
+    is an owner of the blocks, and releases the least recently used first."""
 
     def __init__(self, cache: BlockCache) -> None:
         self.cache = cache
         self._blocks = OrderedDict[Prefix, int]()  # the next to be let go first
 
     def keep(self, identity: Identity, blocks: Sequence[int]) -> None:
-        """Keeps the blocks of a sequence. Every token of `identity` is computed, or will be before any request that
-        shares them. Nobody may write into a last block that is not full. If layers have a state, which exists only at
-        the end of a sequence, nothing is kept."""
+        """Keeps the blocks of a sequence. All tokens of `identity` are computed, or will be before a request shares
+        them. Nobody may write into a last block that is not full. For layers with a state nothing is kept, because a
+        state exists only at the end of a sequence."""
         if self.cache.states is not None:
             return
         new = zip(_prefixes(identity), blocks, strict=False)
@@ -135,9 +135,9 @@ class Prefixes:
             self._blocks.move_to_end(prefix)
 
     def kept_part(self, identity: Identity) -> tuple[list[int], int]:
-        """Returns the blocks of the longest kept prefix of a prompt, with one owner more, and the number of its tokens.
-        The prompt's last token is never part of it, since the logits after it are needed. A block that is not full
-        passes to the caller, who fills it."""
+        """Returns the blocks of the longest kept prefix of a prompt, and the number of its tokens. Adds an owner to
+        them. The prompt's last token is never included, because the logits after it are needed. The caller gets a block
+        that is not full as its own, and fills it."""
         found, last, num_tokens = list[int](), list[int](), 0
         for before, tokens in _prefixes(identity[:-1]) if self._blocks else ():
             kept = next((count for count in range(len(tokens), 0, -1) if (before, tokens[:count]) in self._blocks), 0)
@@ -161,7 +161,7 @@ class Prefixes:
 
 
 def _prefixes(identity: Identity) -> Iterator[Prefix]:
-    """Yields the names of a sequence's blocks: a hash of the tokens before each block, and its tokens."""
+    """Yields the name of each block of a sequence: a hash of the tokens before it, and its own tokens."""
     before = 0
     for start in range(0, len(identity), BLOCK_SIZE):
         prefix = before, identity[start : start + BLOCK_SIZE]
@@ -170,7 +170,7 @@ def _prefixes(identity: Identity) -> Iterator[Prefix]:
 
 
 class PagedBatch:
-    """A flat batch of T tokens with the places of their sequences in the cache: the argument `paged` of the model's
+    """A flat batch of T tokens, with the blocks of their sequences. It is the argument `paged` of the model's
     attention.
 
     `longest` (the most tokens that a sequence has among them) and `context` (the largest position + 1) are read from
@@ -200,13 +200,13 @@ class PagedBatch:
             self._index = BlockIndex.of(tables, rows, positions, cache.num_blocks, longest, context)
 
     def layer(self, number: int) -> PagedBatch:
-        """The batch itself; its attention reads the layer's number from the module."""
+        """Returns the batch itself. Its attention reads the layer's number from the module."""
         return self
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
-        """[T, H, D], [T, KV, D], [T, KV, V] -> [T, H, V]; stores key and value in the cache."""
+        """Caches key and value, and attends.   [T, H, D], [T, KV, D], [T, KV, V] -> [T, H, V]"""
         place = self._place[module.layer_idx]
         new, stored = (query, key, value), (self.keys[place], self.values[place])
         if self._index is not None:

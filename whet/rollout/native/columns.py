@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns of slots that a device reads: newest tokens, block tables, parameters.
+"""Per-slot values that a device reads, as columns: newest tokens, block tables, parameters.
 
-This file has all differences between the host and an accelerator: `HostColumns` computes at once, `DeviceColumns`
-starts a step asynchronously, replays a recorded one (`Graphs`), and reads its tokens later."""
+This file has all differences between host and accelerator. `HostColumns` computes immediately. `DeviceColumns` starts a
+step asynchronously, or replays a recorded step (`Graphs`), and reads its tokens later."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, Any, torch.Tensor | None, Mappin
 
 
 class SampledTokens(NamedTuple):
-    """Tokens and their log-probs, which are on the host once `ready` has happened."""
+    """Tokens and their log-probs. They are on the host once the event `ready` has happened."""
 
     tokens: torch.Tensor  # [n]
     log_probs: torch.Tensor  # [n]
@@ -45,7 +45,7 @@ class SampledTokens(NamedTuple):
 
 
 class Columns(Protocol):
-    """Numbers of each slot, in memory that the device reads."""
+    """Values of each slot, in memory that the device reads."""
 
     late: int  # steps that may be on their way when the next begins
 
@@ -53,23 +53,23 @@ class Columns(Protocol):
         """Makes room for `rows` slots with `width` blocks each."""
 
     def enter(self, slots: torch.Tensor, newest: Sequence[int], blocks: Sequence[Sequence[int]]) -> None:
-        """Enters the newest token and all blocks of new rows."""
+        """Sets the newest token and all blocks of new rows."""
 
     def extend(self, slots: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Adds one block to some rows, at `places` of their tables."""
+        """Adds one block to each of some rows, at `places` of their block tables."""
 
     def moved(self, sampling: SamplingState) -> SamplingState:
-        """The sampling parameters, on the device."""
+        """Copies the sampling parameters to the device."""
 
     def decode(self, forward: Forward, cache: BlockCache, rows: Rows) -> tuple[torch.Tensor, SampledTokens]:
-        """Feeds the newest token of each row, and samples the next. Also returns the logits [n, V]."""
+        """Feeds the newest token of each row and samples the next. Returns the logits [n, V] too."""
 
     def pick(self, logits: torch.Tensor, rows: Rows) -> SampledTokens:
-        """Samples from logits [n, V] like `sampling.sample`, and stores the tokens as the newest of their slots."""
+        """Samples from logits [n, V] as `sampling.sample` does. Stores the tokens as the newest of their slots."""
 
 
 class Rows(NamedTuple):
-    """The host's description of n rows that are sampled together."""
+    """The host's description of n rows to sample together."""
 
     slots: torch.Tensor  # [n]
     positions: torch.Tensor  # [n] places of their newest tokens
@@ -80,7 +80,7 @@ class Rows(NamedTuple):
 
 
 class HostColumns:
-    """Columns on the host, where every step runs at once."""
+    """Columns on the host. Every step runs immediately."""
 
     late = 0
 
@@ -122,7 +122,7 @@ class HostColumns:
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """The argument `paged` for kernels: one token in each of B rows, or T tokens in tiles of sequences."""
+    """The argument `paged` of the kernels: one token in each of B rows, or T tokens in tiles of sequences."""
 
     keys: torch.Tensor  # [layers, KV, blocks, 16, D], or of one layer
     values: torch.Tensor
@@ -137,13 +137,13 @@ class DeviceBatch:
     flow: TokenFlow | None = None
 
     def layer(self, number: int) -> DeviceBatch:
-        """The batch for one layer, so that one compiled layer serves all layers."""
+        """Returns the batch for one layer, so that one compiled layer serves all layers."""
         return replace(self, keys=self.keys[number], values=self.values[number])
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
-        """[T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]; stores key and value in the cache."""
+        """Caches key and value, and attends.   [T, H, D], [T, KV, D], [T, KV, D] -> [T, H, D]"""
         where = self.layer(module.layer_idx) if self.keys.dim() == 5 else self
         from whet.kernels.paged_attention_triton import decode_attention, tile_attention
 
@@ -153,7 +153,7 @@ class DeviceBatch:
 
 
 class Graphs:
-    """CUDA graphs by kind of step, such as its batch size, which share memory: a result is valid until the next run.
+    """CUDA graphs by kind of step, such as its batch size. They share memory: a result is valid until the next run.
 
     A graph reads and writes the addresses that it was recorded with. A caller that moves weights, cache or columns must
     call `forget`."""
@@ -164,7 +164,7 @@ class Graphs:
         self._pool: object = None
 
     def run(self, kind: Hashable, step: Callable[[], T]) -> T:
-        """Runs `step`, or replays its record of this kind."""
+        """Runs `step`, or replays the graph recorded for this `kind`."""
         if not self._records:
             return step()
         if kind not in self._graphs:
@@ -191,8 +191,8 @@ class Graphs:
 
 
 class DeviceColumns:
-    """Columns at fixed addresses of an accelerator, so that a recorded step can be replayed. The host sends the numbers
-    of a step in one copy, and reads tokens and log-probs in one copy, one step late."""
+    """Columns at fixed addresses of an accelerator, so that a recorded step can be replayed. The host sends a step's
+    values in one copy. It reads tokens and log-probs in one copy, one step later."""
 
     late = 1
 
@@ -207,7 +207,7 @@ class DeviceColumns:
         self._addresses: tuple[int, ...] = ()
 
     def at(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Drops recorded steps if the addresses of weights and cache have changed, as a recorded step keeps
+        """Drops recorded steps if the addresses of weights or cache have changed, because a recorded step keeps
         addresses."""
         addresses = tuple(each.data_ptr() for each in tensors) if has_kernels(self.device) else ()
         if addresses != self._addresses:
@@ -289,7 +289,7 @@ class DeviceColumns:
         return self._coming(results)
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor, results: torch.Tensor) -> None:
-        """Draws tokens by the kernel."""
+        """Draws tokens with the sampling kernel."""
         from whet.kernels.sampling_triton import pick
 
         pick(logits, self._sampling, slots, counts, self.newest, results)
@@ -304,7 +304,7 @@ class DeviceColumns:
             results[1] = found[0].view(torch.int32)
 
     def _coming(self, results: torch.Tensor) -> SampledTokens:
-        """Starts the copy of tokens and log-probs to the host."""
+        """Starts the copy of tokens and log-probs to the host.  Returns them."""
         here = results.to(HOST, non_blocking=True, copy=True)
         ready = torch.Event(self.device) if self.device != HOST else None
         if ready is not None:
@@ -313,18 +313,18 @@ class DeviceColumns:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """True if Triton compiles for the device; logs once if it does not."""
+    """Tells whether Triton compiles for the device. If not, logs this once."""
     return runs_triton(device, "decoding uses torch's attention, which is several times slower")
 
 
 def batch_size(rows: int) -> int:
-    """The number of rows of the smallest recorded batch with room for `rows`."""
+    """The size of the smallest recorded batch that has room for `rows` rows."""
     step = FINE_STEP if rows <= FINE_ROWS else COARSE_STEP
     return -(-max(rows, 1) // step) * step
 
 
 def rectangular(blocks: Sequence[Sequence[int]]) -> torch.Tensor:
-    """[n, W] int32: the blocks of each row, followed by zeros."""
+    """Pads the blocks of each row with zeros.   [n, W] int32"""
     width = max(map(len, blocks))
     return torch.tensor([[*each, *[0] * (width - len(each))] for each in blocks], dtype=torch.int32)
 
@@ -340,8 +340,8 @@ def padded(
     context: int | None = None,
     flow: TokenFlow | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, PagedBatch]:
-    """Inputs of the engine's forward pass, padded to one of few sizes: with many rows, at most an eighth more. The last
-    three arguments belong to `PagedBatch`."""
+    """Pads the inputs of the engine's forward pass to one of a few sizes. With many rows at most an eighth is added.
+    The last three arguments belong to `PagedBatch`."""
     least = MIN_ROWS if cache.states is None else GATED_ROWS
     step = max(least, 1 << max(0, (len(ids) - 1).bit_length() - 3))
     extra = -len(ids) % step

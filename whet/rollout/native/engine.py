@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The native rollout engine: admit, prefill, grow, decode, finish, until nothing waits and nothing runs.
 
-Every matrix product has at least 16 rows and attention is computed token by token, so a request gives the same tokens
-alone and among others (kernels for fewer rows round differently).
-"""
+A request gives the same tokens alone and among others: every matrix product has at least 16 rows (kernels for fewer
+rows round differently), and attention is computed token by token."""
 
 from __future__ import annotations
 
@@ -110,7 +109,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
 
     @classmethod
     def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
-        """The whole cache; its blocks fill as completions grow, and prompts share blocks."""
+        """Bytes of the whole cache. Its blocks fill as completions grow; samples of a prompt share its blocks."""
         rows, n, lengths = decoding.rows, decoding.n, decoding.lengths
         per_block, prompts = decoding.token_bytes * BLOCK_SIZE, lengths.spread(-(-rows // n))
         given, blocks = options["kv_cache_bytes"], 0
@@ -188,7 +187,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         return done
 
     def _columns_on(self, module: PreTrainedModel) -> Columns:
-        """The columns of slots, on the module's device, for the current addresses."""
+        """Returns the columns of slots on the module's device, valid for the current addresses."""
         return self._device_columns(module) if is_stepwise(module.device) else HostColumns()
 
     def _device_columns(self, module: PreTrainedModel) -> Columns:
@@ -244,7 +243,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
             self._columns_on(self.policy.require())
 
     def _prefill(self, scheduler: Scheduler, admitted: Sequence[ScheduledRequest], running: RunningSlots) -> None:
-        """Computes new prompts and the tokens of resumed requests; samples the first token of new ones."""
+        """Prefills new prompts and the tokens of resumed requests. Samples the first token of new requests."""
         prompts = [prompt for prompt in dict.fromkeys(each.prompt for each in admitted) if prompt.uncomputed]
         after = self._compute([Stretch(each.uncomputed, each.num_computed, each.blocks, each) for each in prompts])
         for prompt, (logits, end) in zip(prompts, after, strict=True):
@@ -268,7 +267,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
             running.begin(torch.stack(first_logits), slots[len(resumed) :], routed)
 
     def _compute(self, stretches: Sequence[Stretch]) -> list[tuple[torch.Tensor, End | None]]:
-        """Fills the blocks of the stretches.  Returns the logits and states after each."""
+        """Computes stretches into their cache blocks.  Returns the logits and states after each stretch."""
         batches = by_tokens(stretches) if self._prompts is None else in_parts(stretches)
         pairs = (pair for batch in batches for pair in zip(batch, self._compute_batch(batch), strict=True))
         return [after for stretch, after in pairs if stretch.is_last]
@@ -317,7 +316,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
             raise EngineError(whose, found, "a model whose media attend to what is before them", change)
 
     def _seen(self, stretches: Sequence[Stretch]) -> Mapping[str, Any]:
-        """Arguments of the model's forward for the media of stretches, each encoded once a version of the tower."""
+        """Returns the forward arguments for media in stretches. Each media is encoded once per version of the tower."""
         parts = [each for stretch in stretches if stretch.prompt.request.media for each in stretch.media]
         return self._encoded(parts) if parts else {}
 
@@ -339,7 +338,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         keep: torch.Tensor | None,
         seen: Mapping[str, Any],
     ) -> torch.Tensor:
-        """Logits after each token, or after the tokens `keep`: [T] -> [T, V]; rotary positions [T] or [3, T]."""
+        """Computes logits after each token, or after the tokens `keep`: [T] -> [T, V]. `rotary` is [T] or [3, T]."""
         module = self.policy.require()
         # [1, T], or [3, 1, T]
         places = rotary[..., None, :]
@@ -354,7 +353,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         return self._form(module.get_output_embeddings()(hidden if keep is None else hidden[keep]))
 
     def _budget(self, module: PreTrainedModel) -> int:
-        """Bytes of the cache to allocate now."""
+        """The number of bytes to allocate for the cache."""
         if self.kv_cache_bytes != "auto":
             return self.kv_cache_bytes
         use = memory(module.device)
@@ -378,12 +377,12 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
 
 
 def is_stepwise(device: torch.device) -> bool:
-    """True if steps run asynchronously on the device, with the cache laid out for its kernels."""
+    """Tells whether steps run asynchronously on the device, and the cache has the layout of its kernels."""
     return device != HOST
 
 
 class Prefill:
-    """Computes batches of stretches from columns at fixed addresses; `graphs` also holds the decode steps."""
+    """Computes batches of stretches from columns at fixed addresses. `graphs` has the graphs of decode steps too."""
 
     def __init__(self, columns: DeviceColumns, tile: int) -> None:
         self.graphs, self.device, self.tile = columns.graphs, columns.device, tile
@@ -392,7 +391,7 @@ class Prefill:
 
     @classmethod
     def of(cls, columns: DeviceColumns, config: Any) -> Prefill | None:
-        """The prefill of a model with this text config; None if the device has no kernels."""
+        """Returns the prefill for a model with this text config; None if the device has no kernels."""
         tile = tile_tokens(config.num_attention_heads, key_value_heads(config))
         return cls(columns, tile) if has_kernels(columns.device) else None
 
@@ -403,7 +402,7 @@ class Prefill:
     def logits(
         self, forward: Forward, cache: BlockCache, stretches: Sequence[Stretch], seen: Mapping[str, Any]
     ) -> torch.Tensor:
-        """Fills the blocks of at most SIZES[-1] tokens.  Returns the logits after each stretch [S, V]."""
+        """Computes at most SIZES[-1] tokens into their cache blocks.  Returns the logits after each stretch [S, V]."""
         count, tables = len(stretches), rectangular([each.blocks for each in stretches])
         lengths = torch.tensor([len(each.token_ids) for each in stretches])
         starts, rows = torch.tensor([each.start for each in stretches]), torch.arange(count)
@@ -436,7 +435,7 @@ class Prefill:
 
 
 def in_parts(stretches: Sequence[Stretch]) -> Iterator[list[Stretch]]:
-    """Batches of stretches that fit one size; longer stretches are cut."""
+    """Yields batches of stretches that fit one size. Longer stretches are cut."""
     step = scheduler.PREFILL_TOKENS
     parts = [
         Stretch(ids[at : at + step], each.start + at, each.blocks, each.prompt, at + step >= len(ids))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests being decoded, in fixed slots: rows enter and leave by slot number, without moving."""
+"""The requests being decoded. Each has a fixed slot: rows enter and leave by slot number, and never move."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Routing = Callable[[], list[bytes]]  # experts of each row of the last pass
 
 
 class SampledStep(NamedTuple):
-    """Tokens sampled for n rows, which may still be on the device."""
+    """The tokens sampled for n rows. They may still be on the device."""
 
     slots: torch.Tensor  # [n]
     guests: torch.Tensor  # [n] numbers of the requests that had the slots
@@ -36,8 +36,8 @@ class SampledStep(NamedTuple):
 
 
 class RunningSlots:
-    """Slots of running requests. Decisions that depend on a token are made when it arrives from the device, at the
-    latest after the next step: a token sampled after a response's end is dropped."""
+    """Slots of running requests. A decision that depends on a token is made when the token arrives from the device, at
+    most one step late. A token sampled after the end of a response is dropped."""
 
     def __init__(self, vocab_size: int, columns: Columns, max_rows: int, expected: Sequence[ScheduledRequest]) -> None:
         self._vocab_size, self._max_rows, self.columns = vocab_size, max_rows, columns
@@ -60,7 +60,7 @@ class RunningSlots:
         return len(self.order)
 
     def add(self, live: Sequence[ScheduledRequest], stops: Sequence[StopStrings | None]) -> torch.Tensor:
-        """Gives each request a slot; `begin` supplies a new one's first token.  Returns the slots."""
+        """Gives each request a slot. `begin` samples the first token of a new request.  Returns the slots."""
         self._make_room(live)
         chosen = [self._free_slots.pop() for _ in live]
         for slot, each, strings in zip(chosen, live, stops, strict=True):
@@ -84,17 +84,17 @@ class RunningSlots:
 
     @property
     def _late(self) -> int:
-        """The number of steps that may be in flight when the next begins; 0 if constraints read all tokens so far."""
+        """The number of steps that may be in flight when the next begins; 0 if constraints read all tokens."""
         return 0 if self.sampling.constraints is not None else self.columns.late
 
     def decode(self, forward: Forward, cache: BlockCache, routing: Routing | None = None) -> None:
-        """Feeds the newest token of every row, and samples the next."""
+        """Feeds the newest token of every row and samples the next."""
         rows = self._rows(self.order)
         logits, sampled = self.columns.decode(forward, cache, rows)
         self._note(rows, logits, sampled, None if routing is None else routing()[: len(rows.slots)])
 
     def begin(self, logits: torch.Tensor, slots: torch.Tensor, routed: list[bytes] | None = None) -> None:
-        """Samples the first token of the rows in `slots`, from the logits after their prompts."""
+        """Samples the first token of the rows in `slots`, from the `logits` after their prompts."""
         rows = self._rows(slots)
         self._note(rows, logits, self.columns.pick(logits, rows), routed)
 
@@ -134,7 +134,7 @@ class RunningSlots:
             self._read(slot, live)
 
     def read_newest(self, live: Sequence[ScheduledRequest]) -> None:
-        """Copies the tokens and log-probs that arrived since the last call into the running ones of these requests."""
+        """Copies the tokens and log-probs since the last call into these requests, if they are running."""
         chosen, coming = set(live), self._counts_coming()
         for slot, each in self.live.items():
             if each in chosen:
@@ -143,13 +143,13 @@ class RunningSlots:
                 each.log_probs += self.out_log_probs[slot, new].tolist()
 
     def remove(self, live: Sequence[ScheduledRequest]) -> None:
-        """Removes requests whose tokens have been read."""
+        """Removes requests. Their tokens have been read."""
         gone = set(live)
         self._done = [each for each in self._done if each[0] not in gone]
         self._free([slot for slot, each in self.live.items() if each in gone])
 
     def finish(self) -> list[Done[ScheduledRequest]]:
-        """Removes finished requests, with all their tokens; waits for the last step only if no step can follow it."""
+        """Removes and returns finished requests, with all their tokens. Waits for the last step if none can follow."""
         self._settle(self._late if len(self.order) else 0)
         done, self._done = self._done, []
         return done
@@ -197,7 +197,7 @@ class RunningSlots:
     def _found_stops(
         self, slots: torch.Tensor, stopped: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor
     ) -> dict[int, str]:
-        """The stop string that each row's newest token completes, by row; stop tokens take precedence."""
+        """Finds the stop string that each row's newest token completes, by row. Stop tokens take precedence."""
         found: dict[int, str] = {}
         each = zip(*(column.tolist() for column in (slots, stopped, tokens, counts)), strict=True)
         for row, (slot, ended, token, count) in enumerate(each):
@@ -214,7 +214,7 @@ class RunningSlots:
         live.log_probs = self.out_log_probs[slot, :count].tolist()
 
     def _counts_coming(self) -> dict[int, int]:
-        """The number of tokens by slot that are sampled but still in flight."""
+        """Counts, by slot, the tokens that are sampled but still in flight."""
         found: dict[int, int] = {}
         for step in self._coming:
             for slot, is_same in zip(
@@ -241,7 +241,7 @@ class RunningSlots:
         self._stop_ids, self._limits, self.sampling = here.stop_ids, here.limits, self.columns.moved(here)
 
     def _make_room(self, live: Sequence[ScheduledRequest]) -> None:
-        """Enlarges slots and outputs if more or longer requests came than expected."""
+        """Enlarges slots and outputs if there are more or longer requests than expected."""
         have = len(self.counts)
         rows = min(self._max_rows, 2 * (len(self.live) + len(live))) - have
         if len(live) > len(self._free_slots):

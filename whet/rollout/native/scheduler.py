@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduling of requests: admission in order, one prefill for equal prompts, blocks as responses grow.
 
-No room is reserved for the longest response. If blocks run out, the newest requests give up their blocks, keep their
-tokens, and are computed again (like vLLM's recompute preemption): first in, first out, so that the oldest always
-continues."""
+No room is reserved for the longest response. If blocks run out, the newest requests lose their blocks, keep their
+tokens, and are computed again later, as in vLLM's recompute preemption. The oldest request always continues."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ PREFILL_TOKENS = 4096  # of prompts that are computed together
 class SharedPrompt:
     """A prompt with its requests and, while it is cached, its blocks and the logits after it.
 
-    It owns its blocks until its last request is done, or until others need them while none of its requests runs."""
+    It owns its blocks until its last request is done. While none of its requests runs, others may take the blocks."""
 
     request: Request  # any of them
     waiting: deque[ScheduledRequest] = field(default_factory=deque)  # have not started
@@ -57,18 +56,18 @@ class SharedPrompt:
 
     @property
     def full_blocks(self) -> list[int]:
-        """The full blocks, which its requests share."""
+        """The full blocks. All requests of the prompt share them."""
         return self.blocks[: self.num_full]
 
     @property
     def partial_block(self) -> list[int]:
-        """The last, partly filled block, while requests can still start from it."""
+        """The last block, if it is partly filled and requests can still start from it."""
         return self.blocks[self.num_full :]
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive tokens of one sequence to be computed."""
+    """Consecutive tokens of one sequence that are to be computed."""
 
     token_ids: Sequence[int]
     start: int  # where the first one stands
@@ -79,7 +78,7 @@ class Stretch:
 
     @property
     def rotary(self) -> torch.Tensor:
-        """The positions of its tokens, [3, n]."""
+        """The rotary positions of the tokens, [3, n]."""
         end, known = self.start + len(self.token_ids), self.prompt.rotary
         places = torch.arange(self.start, end).expand(3, -1)
         if known is None:
@@ -89,7 +88,7 @@ class Stretch:
 
     @property
     def media(self) -> Iterator[tuple[Media, slice]]:
-        """Yields the media with patches among its tokens, and the range of these patches."""
+        """Yields the media that have patches among the tokens, with the range of these patches."""
         end, media = self.start + len(self.token_ids), self.prompt.request.media
         for each, places in zip(media, patches(self.prompt.token_ids, media), strict=True):
             first, last = bisect_left(places, self.start), bisect_left(places, end)
@@ -107,7 +106,7 @@ class ScheduledRequest(LiveRequest):
 
     @property
     def cached_ids(self) -> tuple[int, ...]:
-        """The tokens whose keys and values it needs before it continues: all but the last, which is fed next."""
+        """The tokens whose keys and values the request needs: all but the last, which is fed next."""
         return (*self.prompt.token_ids, *self.tokens[:-1])
 
 
@@ -123,8 +122,8 @@ class Scheduler:
         self._unstarted: deque[SharedPrompt] = deque()
 
     def add(self, request: Request) -> ScheduledRequest:
-        """Puts a request at the end of the queue, together with requests of an equal prompt.  Raises: EngineError for a
-        request that the cache cannot hold."""
+        """Puts a request into the queue: next to requests with an equal prompt, else at the end.  Raises: EngineError
+        for a request that the cache cannot hold."""
         most_blocks = blocks_for(len(request.prompt_ids) + request.params.max_new_tokens)
         if most_blocks + 1 > self.cache.num_blocks:
             found = f"may need {len(request.prompt_ids) + request.params.max_new_tokens} tokens"
@@ -143,7 +142,7 @@ class Scheduler:
         return live
 
     def admit(self) -> list[ScheduledRequest]:
-        """Admits requests: first preempted ones, then new ones.  Returns them."""
+        """Admits preempted requests, then new ones.  Returns them."""
         admitted: list[ScheduledRequest] = []
         headroom = sum(min(HEADROOM_BLOCKS, each.most_blocks - len(each.blocks)) for each in self.running.values())
         while len(self.running) < self.max_batch_size and (self._begun or self._unstarted):
@@ -182,8 +181,8 @@ class Scheduler:
         return admitted
 
     def grow(self, wanting: Iterable[ScheduledRequest]) -> tuple[dict[ScheduledRequest, int], list[ScheduledRequest]]:
-        """Gives each of these running requests one more block, or takes all its blocks and puts it back into the queue.
-        Returns the new blocks, and the requests that were preempted."""
+        """Gives each of these running requests one more block, or else preempts it: takes its blocks, puts it back into
+        the queue. Returns the new blocks, and the preempted requests."""
         growing, blocks, preempted = set(wanting), dict[ScheduledRequest, int](), list[ScheduledRequest]()
         for live in [each for each in self.running.values() if each in growing]:  # the oldest first
             self.prefixes.free(1)
@@ -197,8 +196,8 @@ class Scheduler:
         return {live: block for live, block in blocks.items() if live not in preempted}, preempted
 
     def remove(self, live: ScheduledRequest, *, keeps_cache: bool = False) -> None:
-        """Takes back all blocks of an unfinished request, running or not. With `keeps_cache` the blocks of a running
-        request whose tokens have been read stay for requests that continue it."""
+        """Frees all blocks of an unfinished request, running or not. With `keeps_cache`, the blocks of a running
+        request whose tokens have been read are kept for requests that continue it."""
         uid, prompt = live.request.uid, live.prompt
         if self.running.pop(uid, None) is not None:
             prompt.running -= 1
@@ -234,7 +233,7 @@ class Scheduler:
                 prompt.blocks, prompt.logits = prompt.full_blocks, None
 
     def _prompt_for(self, request: Request) -> SharedPrompt:
-        """The prompt of an equal waiting request, or a new one; a request with tokens shares any equal prompt."""
+        """Returns the prompt of an equal waiting request, or a new one. Resumed requests share any equal prompt."""
         prompt = self._newest.get(request.identity)
         if prompt is None or not (prompt.waiting or request.sampled_ids):
             prompt = self._newest[request.identity] = SharedPrompt(request)
@@ -272,7 +271,7 @@ class Scheduler:
 
 
 def by_tokens(stretches: Sequence[Stretch], most: float = math.inf) -> Iterator[list[Stretch]]:
-    """Batches of stretches with at most PREFILL_TOKENS tokens, or a single one, and at most `most` stretches."""
+    """Yields batches of at most `most` stretches. A batch has at most PREFILL_TOKENS tokens, or one longer stretch."""
     batch, tokens = list[Stretch](), 0
     for stretch in stretches:
         tokens += len(stretch.token_ids)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of layers with linear attention: a running request's at its slot, a prompt's until its requests have started.
+"""States of layers with linear attention: one in each running request's slot, one per prompt until its requests start.
 
-A prompt is computed by chunks, on a CPU each one alone. Sampled tokens are computed step by step, also when a request
-resumes: so their numbers are the same as at sampling."""
+A prompt is computed in chunks, on a CPU each prompt alone. Sampled tokens are computed step by step. When a request
+resumes this is the same, so that its results equal those at sampling."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ End = dict[
 
 
 def held(slots: int) -> int:
-    """The number of sequences with states for `slots` slots: one more, for padding."""
+    """The number of sequences with states, if there are `slots` slots: one more, for padding."""
     return slots + 1
 
 
 class States:
-    """Windows [slots + 1, C, K - 1] and matrices [slots + 1, VH, K, V] of layers with a state; the last for padding."""
+    """Windows [slots + 1, C, K - 1] and matrices [slots + 1, VH, K, V] of layers with a state; the last are padding."""
 
     def __init__(self, kinds: dict[int, State], slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.spare = slots
@@ -52,7 +52,7 @@ class States:
         return sum(each.nbytes for each in [*self.windows.values(), *self.matrices.values()])
 
     def enter(self, slots: torch.Tensor, ends: Sequence[End]) -> None:
-        """Copies the states at the ends of sequences to the slots of starting or resuming requests."""
+        """Copies the states at the ends of sequences into the slots of requests that start or resume."""
         for layer in self.windows if ends else ():
             there = moved(slots, self.windows[layer].device)
             for number, kept in enumerate((self.windows[layer], self.matrices[layer])):
@@ -61,25 +61,25 @@ class States:
 
 @dataclass(frozen=True)
 class DecodeFlow:
-    """The flow of one token in each of T sequences, whose states are in these slots."""
+    """The flow of one token in each of T sequences. `slots` have their states."""
 
     states: States
     slots: torch.Tensor  # [T]
 
     @classmethod
     def of(cls, states: States, rows: torch.Tensor) -> DecodeFlow:
-        """The flow for rows [T]: slots, -1 on padding."""
+        """Makes the flow for the slots in `rows` [T]; -1 is padding."""
         return cls(states, torch.where(rows < 0, states.spare, rows).long())
 
     def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Reads and shifts the windows.   [T, C] -> [T, C]"""
+        """Convolves each token with its window, and shifts the windows.   [T, C] -> [T, C]"""
         kept = self.states.windows[layer]
         window, new = kept.index_select(0, self.slots), x[..., None]
         kept.index_copy_(0, self.slots, torch.cat([window[..., 1:], new.to(kept.dtype)], -1))
         return weighted([x, *window.unbind(-1)[::-1]], weight)
 
     def scan(self, layer: int, rule: Rule, steps: Rule, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Takes a step with the matrices.   [T, ...] -> [T, VH, V]"""
+        """Applies one step of the recurrence to the matrices.   [T, ...] -> [T, VH, V]"""
         kept = self.states.matrices[layer]
         out, end = delta_rule(steps, tuple(each[:, None] for each in inputs), kept.index_select(0, self.slots))
         kept.index_copy_(0, self.slots, end)
@@ -88,7 +88,7 @@ class DecodeFlow:
 
 @dataclass(frozen=True)
 class PrefillFlow:
-    """Stretches of several tokens, one after the other, of sequences that start, or continue after the given ends."""
+    """Stretches of several tokens, one after the other. Their sequences start, or continue after the given ends."""
 
     lengths: Sequence[int]
     starts: Sequence[End | None]
@@ -114,7 +114,7 @@ class PrefillFlow:
         return weighted(back(whole, before, torch.arange(len(x), device=x.device)), weight)
 
     def scan(self, layer: int, rule: Rule, steps: Rule, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Scans grid by grid, and keeps the last matrices.   [T, ...] -> [T, VH, V]"""
+        """Computes the recurrence grid by grid, and keeps the last matrices.   [T, ...] -> [T, VH, V]"""
         flat, out = with_zero(inputs), torch.zeros_like(inputs[2])
         out = F.pad(out, (0, 0, 0, 0, 0, 1))
         for index, numbers in self._grids(len(inputs[0])):
@@ -132,7 +132,7 @@ class PrefillFlow:
         return lengths.cumsum(0) - lengths
 
     def _grids(self, size: int) -> Iterator[tuple[torch.Tensor, list[int]]]:
-        """Yields tokens [n, w] that are computed together, `size` as padding, and the numbers of their stretches."""
+        """Yields tokens [n, w] to compute together, `size` as padding, and the numbers of their stretches."""
         begin, go_on = ([n for n, each in enumerate(self.starts) if (each is None) == new] for new in (True, False))
         for numbers in [*([each] for each in begin), go_on] if self.device == HOST else [begin, go_on]:
             if numbers:
