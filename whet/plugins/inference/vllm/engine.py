@@ -253,11 +253,7 @@ class VLLMEngine(ServerEngine):
         super().load(weights, version)
 
     def load_adapter(self, weights: Weights, version: int) -> None:
-<<<<<<< HEAD
-        """Makes the server sample with an adapter on the base weights from now on.  Raises: as `load`."""
-=======
         """Loads an adapter; the engine then samples with it on top of the base weights.  Raises: as `load`."""
->>>>>>> e-b
         adapter = {name: weight.clone() for name, weight in weights}
         self._adapter = Adapter(adapter, adapter_config(adapter, self._lora), version)
         self.unless_lost(self._send_adapter)
