@@ -173,8 +173,8 @@ def with_mini_batch_columns(loss: Bound, columns: Mapping[str, Tensor]) -> dict[
 
 
 def policy_loss(function: Bound, columns: Mapping[str, Tensor], supplied: Values | None = None) -> PolicyLoss:
-    """Computes the loss of a policy or value function. Further results become diagnostics or metrics, by their
-    shape.  Raises: RegistryError if a column is missing, or the result is neither per token nor a scalar."""
+    """Calls a policy or value loss; its further results become diagnostics (per token) or metrics (scalars).
+    Raises: RegistryError if a column is missing, or the result is neither per token nor a scalar."""
     entry, shape = function.entry, columns["response_mask"].shape
     result = function(columns, supplied)
     loss, reported = result if isinstance(result, tuple) and len(result) == 2 else (result, {})

@@ -416,7 +416,7 @@ def choose_within(
 
 
 def choose_largest(advantages: Tensor, old_log_probs: Tensor, response_mask: Tensor, *, share: Share) -> Tensor:
-    """Column `chosen` of `kl_cov`, [B, R] bool."""
+    """Chooses the `share` of tokens with the largest covariance of advantage and log-prob, [B, R] bool."""
     covariance = covariances(advantages, old_log_probs, response_mask).masked_fill(response_mask == 0, -torch.inf)
     count = min(_count(share, response_mask), covariance.numel())
     return _flags(covariance.flatten().topk(count).indices, response_mask) & (response_mask != 0)

@@ -153,7 +153,7 @@ def certificate(entry: Entry) -> list[tuple[str, str]]:
 
 
 def verdict(kind: str, name: str, numbers: Sequence[str]) -> str:
-    """Puts a certificate into words: whether the expected step is biased, and the reason."""
+    """Puts a certificate of `whet algorithms certify` into words: if the expected update is biased, and why."""
     exact, error, cosine, length, *_ = numbers
     if exact or error == number(0.0):
         return "unbiased: the expected step is the gradient of the objective"

@@ -264,7 +264,7 @@ class Engine(ABC):
 
     @abstractmethod
     def load(self, path: Path) -> dict[str, Any] | None:
-        """Restores the state that `save` wrote. All ranks call it.  Returns its `start`.
+        """Restores the state that `save` wrote, on all ranks.  Returns the `start` that `save` was given, if any.
 
         Raises: EngineError for the state of another model or engine."""
 

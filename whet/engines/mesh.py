@@ -49,7 +49,7 @@ class Mesh:
 
     @property
     def holders(self) -> int:
-        """The number of ranks over which a weight is sharded, within one copy, one stage and one part of the heads."""
+        """The ranks over which FSDP shards a weight, in a replica, a pipeline stage and a tensor-parallel part."""
         return self.shard * self.context
 
     @property

@@ -113,7 +113,7 @@ class SingleTurn:
         pass
 
     def step(self, answer: str) -> Observation:
-        """Returns the end of the episode."""
+        """Returns an observation that ends the episode, for any answer."""
         return ENDS
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces a model's RMS norms and gated MLPs by versions that save less memory for the backward pass, and its linear
+"""Replaces a model's RMS norms and gated MLPs by versions that keep fewer tensors for the backward pass, and its linear
 layers by layers with a kernel of whet.
 
 A module is replaced only if its replacement computes the same. The submodules must have the expected names, and a small

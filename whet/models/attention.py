@@ -3,8 +3,8 @@
 
 A model loaded with `attn_implementation="whet"` gets no mask from transformers. A keyword of the model's forward
 selects the form: `packed=Layout` (concatenated rows), `paged=PagedContext` (a block KV cache), or neither (each row
-from the left edge, padding on its right). All forms are without dropout and causal, except in runs of a packed
-layout."""
+from the left edge, padding on its right). All forms are without dropout and causal, except in the spans of a
+packed layout that attend in both directions."""
 
 from __future__ import annotations
 

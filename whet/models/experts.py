@@ -25,8 +25,8 @@ SHARE = "whet_share"  # the attribute of a module whose experts lie on several r
 
 @dataclass(frozen=True)
 class ExpertShare:
-    """The split of E experts over ranks. They are split first over the ranks of `group`, whose tokens differ, then over
-    the ranks of `tensor_group`, whose tokens are the same."""
+    """The split of E experts over ranks: first over the ranks of `group`, each with tokens of its own, then over the
+    ranks of `tensor_group`, all with the same tokens."""
 
     group: dist.ProcessGroup
     tensor_group: dist.ProcessGroup | None

@@ -111,8 +111,8 @@ class TokenShare:
 
 
 def heads_ranks(config: Any, size: int, tensor: int = 1) -> int:
-    """Returns the largest divisor of `size` that is a possible number of ranks to share a model's heads, of which each
-    of `tensor` ranks has a part.  Raises: ConfigError for layers that mix tokens outside of attention."""
+    """Returns the largest divisor of `size` over which sequence parallelism can split the attention heads of one of
+    `tensor` tensor-parallel ranks.  Raises: ConfigError for layers that mix tokens outside of attention."""
     heads, kv_heads = config.num_attention_heads // tensor, config.num_key_value_heads // tensor
     if others := sorted(set(getattr(config, "layer_types", None) or ()) - SUPPORTED):
         expected = f"layers in which only attention mixes tokens, and this model has {', '.join(others)}"

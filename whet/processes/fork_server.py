@@ -73,7 +73,7 @@ class ForkServer:
         return bool(self._ending)
 
     def spawn(self, kind: type[C]) -> C:
-        """Starts a child and returns it. If the template has died, starts a new one first."""
+        """Forks a child from the template process and returns it. If the template has died, starts a new one first."""
         ours, theirs = socket.socketpair()
         with self._lock, theirs:
             child = kind(self._next, ours)

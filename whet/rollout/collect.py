@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collects the episodes of a stage: an environment, text and tokens, and a driver that runs episodes concurrently."""
+"""Collects the episodes of training or of validation in an environment; a driver runs them concurrently."""
 
 from __future__ import annotations
 

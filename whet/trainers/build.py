@@ -275,7 +275,7 @@ def setup(config: TrainConfig, prompt_lengths: Sequence[int] = ()) -> Setup:
 
 
 def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> list[WorkerSpec]:
-    """Returns the workers of one process. A worker comes after the workers that it reads, as `ref` may read `actor`."""
+    """Returns the workers of a process. A worker comes after the worker whose weights it reads: `ref` after `actor`."""
     model, ref, critic, cluster = config.model, config.ref, config.critic, config.cluster
 
     def trained(role: ActorConfig, path: str | None, steps: int) -> RoleSettings:

@@ -128,8 +128,8 @@ def open_run_dir(path: Path, config: RunConfig, inputs: Mapping[str, str] | None
 
 
 def cut_back_files(run_dir: Path, found: Path | None, *, is_logged: bool = False) -> list[dict[str, float]]:
-    """Deletes lines of metric files, and rollout files, that a killed run wrote after the checkpoint `found`. Returns
-    the remaining metrics. With `is_logged` it logs the deletions: a user took the run back to an earlier step.
+    """Deletes the rollout files and the lines of metric files that a killed run wrote after the checkpoint `found`, and
+    returns the remaining metrics. `is_logged` logs the deletions, if a user took the run back to an earlier step.
 
     Renames later checkpoints (damaged, or after the step that the user goes back to). They are then never resumed from,
     and do not count for `save_limit`."""

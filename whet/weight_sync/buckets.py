@@ -174,7 +174,7 @@ class Header(BaseModel):
 
 
 def used_bytes(bucket: torch.Tensor) -> int:
-    """Returns the number of used bytes of a bucket. Only the start of the bucket must have arrived."""
+    """Returns the number of used bytes of a bucket, from its first bytes; the rest need not have arrived."""
     used: int = _SIZES.unpack(bucket[: _SIZES.size].cpu().numpy().tobytes())[1]
     return used
 

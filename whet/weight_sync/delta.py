@@ -41,7 +41,7 @@ class DeltaBase:
         return found if found is not None and len(found) < weight.nbytes else None
 
     def changed(self, name: str, octets: torch.Tensor) -> torch.Tensor:
-        """Applies a delta to the stored weight.  Returns it, on the device of the delta."""
+        """Applies a delta to the stored weight, and returns the updated weight on the device of the delta."""
         weight = self.weights[name].to(octets.device)
         apply(weight, octets)
         self.keep(name, weight)

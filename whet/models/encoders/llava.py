@@ -21,8 +21,8 @@ from whet.types import Media, MediaTokens
 
 @register_encoder("llava_onevision/image", aliases=("llava_onevision/video",))
 class LlavaVision(ImageEncoder):
-    """Tiles an image as transformers tiles the only image of a prompt. A frame of a video is one tile at half the
-    resolution; a token ends the last frame.
+    """Tiles every image by the rule that transformers uses for a prompt with one image. A frame of a video is one tile
+    at half the resolution; an end token follows the last frame.
 
     An image over `max_pixels` is reduced before tiling; `min_pixels` has no effect."""
 

@@ -252,7 +252,7 @@ def function_path(of: Conversion, key: Key) -> Unit:
 
 
 def functions(of: Conversion, key: Key) -> Unit:
-    """Keeps names of the form PATH:NAME, functions of the script; the report asks the user to set the others."""
+    """Keeps functions of the script, written PATH:NAME; for other functions the report asks the user to set the key."""
     names = [key.value] if isinstance(key.value, str) else [str(each) for each in key.value]
     if others := [name for name in names if ":" not in name]:
         of.result.check.append(f"{key.name}={', '.join(others)}: set {key.ours[0]} ({key.row.remark})")

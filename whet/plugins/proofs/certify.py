@@ -272,7 +272,7 @@ def jacobian(world: World, logits: Tensor) -> Tensor:
 
 
 def outputs_of(world: World, now: Tensor) -> Columns:
-    """Returns the updated policy's outputs for all responses, differentiable by `now`."""
+    """Returns the outputs of the policy with parameters `now` for all responses, differentiable in `now`."""
     return {
         "log_probs": world.log_probs(now),
         "entropy": world.statistic(now, entropy_of),

@@ -70,7 +70,7 @@ def sampling_of(settings: ServeSettings, folder: str, dtype: Dtype) -> tuple[Rol
 
 
 def reader_of(settings: ServeSettings, folder: str, name: str) -> BodyReader:
-    """Returns the reader of requests for the model in a folder. Its name is `name`, unless the settings have one."""
+    """Returns the reader of requests for the model in `folder`, served under the settings' name, else `name`."""
     trusted = settings.trust_remote_code
     tokenizer = load_tokenizer(folder, folder, trust_remote_code=trusted)
     return BodyReader(

@@ -318,7 +318,7 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def batch_size(rows: int) -> int:
-    """The size of the smallest recorded batch that has room for `rows` rows."""
+    """The smallest batch size with a captured CUDA graph that has room for `rows` rows."""
     step = FINE_STEP if rows <= FINE_ROWS else COARSE_STEP
     return -(-max(rows, 1) // step) * step
 

@@ -435,7 +435,7 @@ class Prefill:
 
 
 def in_parts(stretches: Sequence[Stretch]) -> Iterator[list[Stretch]]:
-    """Yields batches of stretches that fit one size. Longer stretches are cut."""
+    """Groups stretches of prompt tokens into batches of a bounded number of tokens; longer stretches are cut."""
     step = scheduler.PREFILL_TOKENS
     parts = [
         Stretch(ids[at : at + step], each.start + at, each.blocks, each.prompt, at + step >= len(ids))
