@@ -83,3 +83,13 @@ def test_missing_names_are_found() -> None:
     told = list(taken(text))
     assert [name for _, name in told] == ["Batch", "Bath", "devices", "nothing", "MOST", "columns"]
     assert [name for module, name in told if not has(module, name)] == ["Bath", "nothing", "MOST"]
+
+
+def test_folders_that_tests_put_on_the_path_are_there() -> None:
+    place = re.compile(r"(?:sys\.path\.\w+|syspath_prepend)\(.*?Path\(__file__\)\.parents\[(\d)\]((?: / \"\w+\")*)")
+    found = [
+        (file, file.parents[int(up)].joinpath(*re.findall(r"\w+", names)))
+        for file in sorted((ROOT / "tests").rglob("*.py"))
+        for up, names in place.findall(file.read_text(encoding="utf-8"))
+    ]
+    assert found and not [f"{file.relative_to(ROOT)}: no {each}" for file, each in found if not each.is_dir()]

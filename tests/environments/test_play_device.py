@@ -28,7 +28,7 @@ from whet_environments.devices.errors import DeviceError
 from whet_environments.devices.page_server import PageServer
 from whet_environments.devices.reading import open_image, read_number_game, read_tree_game
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "plugins" / "serving"))
 sys.path.insert(0, str(Path(__file__).parent))
 from model_server import serving
 from server_processes import started

@@ -289,7 +289,7 @@ def test_a_teacher_behind_a_server_is_the_one_in_the_process(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "serving"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "plugins" / "serving"))
     from server_processes import started
 
     changes = {"top_k": 6, "on_policy": 0.5, **PLAIN}
