@@ -72,7 +72,9 @@ def test_a_rank_takes_no_more_than_it_has_room_for() -> None:
     made = requests_of(*[(3, 4, 10)] * 20)  # 80 rows in 20 blocks of 4; a rank has room for 12
     given = assign(made, {0: 0, 1: 0}, 12)
     assert uids(given[0]) == [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19] and len(given[1]) == 12
-    assert {rank: len(requests) for rank, requests in assign(made, {0: 12, 1: 3}, 12).items()} == {1: 12}
+    assert {rank: len(requests) for rank, requests in assign(made, {0: 12, 1: 3}, 12).items()} == {1: 9}
+    same = requests_of((3, 80, 10))  # many groups with one prompt, as of a game, are blocks of an eighth
+    assert {rank: len(requests) for rank, requests in assign(same, {0: 0, 1: 5}, 6).items()} == {0: 6, 1: 1}
     assert assign(made, {0: 12, 1: 12}, 12) == {}
 
 

@@ -199,7 +199,7 @@ def permits_are_what_runs(world: World) -> None:
     it; a request is at one replica or waits; no replica has more than its share."""
     router = world.router
     held = _permits(10, router)
-    most = world.plan.most + world.plan.n - 1  # a group goes to one replica
+    most = world.plan.most
     require(10, all(len(each) <= most for each in held.values()), f"more than {most}: {held}")
     sampling = {uid for uid in world.driver._sampling if uid not in router.flights}
     told = {event.uid for event in world.engine.events}

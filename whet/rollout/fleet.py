@@ -385,16 +385,16 @@ def assign(
     loads = dict(unfinished)
     if len(loads) == 1:
         return {rank: list(waiting) for rank in loads}
-    most = min(most, -(-(len(waiting) + sum(loads.values())) // len(loads)))
+    even = min(most, -(-(len(waiting) + sum(loads.values())) // len(loads)))
     given: dict[int, list[Request]] = {}
     for block in blocks_of(waiting, len(loads)):
         rank, known = min(loads, key=loads.__getitem__), home(block[0])
-        if loads[rank] >= most:
+        if loads[rank] >= even:
             break
-        if known in loads and loads[known] + len(block) <= most:
+        if known in loads and loads[known] + len(block) <= even:
             rank = known
-        given.setdefault(rank, []).extend(block)
-        loads[rank] += len(block)
+        given.setdefault(rank, []).extend(taken := block[: most - loads[rank]])  # the rest of a block waits
+        loads[rank] += len(taken)
     return given
 
 
