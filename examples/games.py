@@ -140,7 +140,7 @@ def begin(make: Callable[[Prompt], Any], row: Mapping[str, Any]) -> str | None:
 
 
 def turns(make: Callable[[Prompt], Any], row: Mapping[str, Any], noise: float, draws: random.Random) -> Rows:
-    """A scripted game: what the model reads before each turn, and the answer, random with the probability `noise`."""
+    """A scripted game: the text before each turn, and the answer, which is random with the probability `noise`."""
     prompt, found = prompt_of(row), Rows()
     game: Game = make(prompt)
     observation, context = game.reset(prompt, 0), ""

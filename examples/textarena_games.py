@@ -53,7 +53,7 @@ class Arena:
         return Observation(True, rewards=rewards)
 
     def observe(self):
-        """What the next player reads."""
+        """The text that the next player reads."""
         player, text = self.alone(self.env.get_observation)
         return Observation(False, (Message("user", str(text)),), player=self.name(player))
 

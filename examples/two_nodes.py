@@ -47,7 +47,7 @@ class TwoNodes:
             self._ip("-n", name, "link", "set", "lo", "up")
 
     def start(self) -> None:
-        """Connects the nodes, and starts Ray on those where it does not run."""
+        """Connects the nodes, and starts Ray on each node where it does not run."""
         self.connect("up")
         if not self.processes(HEAD, "gcs_server"):
             self.stop()

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from tests.parsed import tree
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,6 +48,18 @@ def test_a_first_sentence_names_its_subject_and_object() -> None:
         for place, definition, _ in definitions()
         if (docstring := ast.get_docstring(definition))
         and UNNAMED.search(re.sub("`[^`]*`", "", sentence := first_sentence(docstring)))
+    ]
+    assert not unnamed, "\n".join(unnamed)
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "docs", "examples", pytest.param("tests", marks=pytest.mark.slow)])
+def test_first_sentences_outside_the_package_do_too(folder: str) -> None:
+    unnamed = [
+        f"{file}: {sentence}"
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(tree(file))
+        if isinstance(node, Definition | ast.Module) and (docstring := ast.get_docstring(node))
+        if UNNAMED.search(re.sub("`[^`]*`", "", sentence := first_sentence(docstring)))
     ]
     assert not unnamed, "\n".join(unnamed)
 

@@ -35,7 +35,7 @@ class Recorded(NativeEngine):
         self.file = Path(file)
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """Decodes as `native` does, and writes what ended."""
+        """Decodes as `native` does, and writes the finished responses."""
         events = super().poll(timeout_seconds)
         with self.file.open("a", encoding="utf-8") as lines:
             for each in events:

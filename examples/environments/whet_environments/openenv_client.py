@@ -316,7 +316,7 @@ async def read_schemas(url: str, seconds: float) -> Mapping[str, Schema]:
 
 
 def _schema(given: Any) -> Schema:
-    """A JSON schema, where what is read of it has the form of one.  Raises: TypeError."""
+    """A JSON schema, if the parts that are read have the form of one.  Raises: TypeError."""
     fields, required = given.get("properties", {}), given.get("required", [])
     for each in fields.values():
         parts = [each, *each.get("anyOf", [])]
@@ -371,7 +371,7 @@ class Server:
 
 
 def last_lines(text: str, most: int = MOST_TOLD) -> str:
-    """The last lines of an output, `most` characters at most, without those that underline: the reason is there."""
+    """The last lines of an output, `most` characters at most, without lines that underline: the reason is there."""
     kept = ""
     for line in reversed(text.splitlines()):
         found = line.strip()

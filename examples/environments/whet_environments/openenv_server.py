@@ -57,7 +57,7 @@ class WhetAction(Action):
 
 
 class WhetObservation(OpenEnvObservation):
-    """An observation of whet; `text` is that of its messages."""
+    """An observation of whet; `text` is the text of its messages."""
 
     text: str = ""
     messages: list[dict[str, Any]] = Field(default_factory=list)
@@ -96,7 +96,7 @@ class Pump(threading.Thread):
         self.join(10.0)
 
     def run(self) -> None:
-        """Passes calls to the host and outcomes to those who wait."""
+        """Passes calls to the host, and outcomes to the calls that wait."""
         while True:
             try:
                 call = self._calls.get(timeout=0.0 if self._waiting else IDLE_SECONDS)

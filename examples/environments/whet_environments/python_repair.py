@@ -133,7 +133,7 @@ class PythonRepair:
         return copy.copy(self)
 
     async def _tested(self) -> tuple[str, bool]:
-        """What the tests of the program say, and whether it passes them."""
+        """The output of the program's tests, and whether it passes them."""
         tests = self.function.tests
         results = await asyncio.to_thread(run_tests, self.box, "python", self.program, tests, self.limits)
         failed = [(case, why) for case, (is_ok, why) in zip(tests.cases, results, strict=True) if not is_ok]
@@ -187,7 +187,7 @@ def broken(source: str, mutations: int, draws: random.Random) -> str:
 
 
 def mutants(source: str) -> Iterator[str]:
-    """Yields the source with one fault, for every place of one; some may do what the source does."""
+    """Yields the source with one fault, for every place of one; some may behave as the source does."""
     places = len([*_faults(ast.parse(source))])
     for place in range(places):
         tree = ast.parse(source)

@@ -84,7 +84,7 @@ class OnScreen(Game):
 
 @register_environment("number_game_screen", shared=True)
 class NumberGameScreen(OnScreen, NumberGame):
-    """The number game as screenshots, `width` pixels wide: answers and rewards are those of `number_game`.
+    """The number game as screenshots, `width` pixels wide: with the answers and rewards of `number_game`.
 
     `device=drawn` needs no browser, `chromium` shows the own page in the Chromium of the system, or in `browser`. An
     invalid answer takes a wrong card.
@@ -124,7 +124,7 @@ class NumberGameScreen(OnScreen, NumberGame):
 
 @register_environment("tree_game_screen", shared=True)
 class TreeGameScreen(OnScreen, TreeGame):
-    """The tree game as screenshots, `width` pixels wide: answers and rewards are those of `tree_game`.
+    """The tree game as screenshots, `width` pixels wide: with the answers and rewards of `tree_game`.
 
     A click on a button of the dialog counts as its action; places are in pixels of a screen of 720 x 1280. `device` and
     `browser` are those of `number_game_screen`.

@@ -203,5 +203,5 @@ def read_command(text: str, verbs: list[str]) -> str | None:
 
 
 def cleaned(text: str) -> str:
-    """What the game says, without the status line and the interpreter's questions."""
+    """The text of the game, without the status line and the interpreter's questions."""
     return re.sub(r"\n\s*\n+", "\n\n", AFTER.sub("", text)).strip()

@@ -70,7 +70,7 @@ class TreeGame(Game):
 
     @property
     def changes(self) -> Changes:
-        """What the equipment that lies there changes."""
+        """The changes that the equipment of the present turn makes."""
         return self.equipment[self.num_decided]
 
     @property

@@ -177,7 +177,7 @@ class Table:
 
 
 class Seat:
-    """Stands for an agent of verifiers: its turns are those of the model that whet trains."""
+    """Stands for an agent of verifiers: the model that whet trains takes its turns."""
 
     def __init__(self, table: Table, name: str) -> None:
         self.name, self.trainable, self._table = name, True, table
@@ -306,7 +306,7 @@ def choose(tasks: Sequence[Any], wanted: Any, seed: int) -> Any:
 
 
 def check_playable(task: Any) -> None:
-    """Raises: ConfigError for a task that needs what only verifiers' own runtimes have."""
+    """Raises: ConfigError for a task that needs a runtime of verifiers."""
     from verifiers import v1 as vf
 
     kind = type(task)

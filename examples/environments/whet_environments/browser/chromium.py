@@ -142,7 +142,7 @@ def chromiums(launch: Launch) -> Chromiums:
 
 
 def processes_of(folder: Path) -> list[int]:
-    """The ids of the processes whose command names a folder, which only those of one Chromium do."""
+    """The ids of the processes whose command names a folder: the processes of one Chromium."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -152,7 +152,7 @@ def processes_of(folder: Path) -> list[int]:
 
 
 async def _end(folder: Path, driver: Any, browser: Any) -> None:
-    """Closes what is there, with deadlines, kills what remains, and removes the folder."""
+    """Closes the browser with deadlines, kills the processes that remain, and removes the folder."""
     for end in (browser.close if browser else None, driver.stop if driver else None):
         if end is not None:
             with suppress(Exception):  # one that crashed, or hangs
@@ -193,7 +193,7 @@ def _temporary_folder(folder: Path) -> Iterator[None]:
 
 
 def is_allowed(url: str, hosts: Iterable[str]) -> bool:
-    """Whether a page may load an address: one of the hosts, or what needs none (data:, blob:, about:). No files."""
+    """Tells whether a page may load an address: of the hosts, or without a host (data:, blob:, about:). No files."""
     try:
         parts = urlsplit(url)
         host = parts.hostname

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts that both agents share: what a game is played with, the files that it leaves, questions, waiting."""
+"""The parts that both agents share: the tools of a game, the files that it leaves, questions, waiting."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Agent(ABC):
         time.sleep(self.setup.settle_seconds)
 
     def wait_until_begun(self, read: Callable[[Image], NumberState | TreeState | None]) -> None:
-        """Waits until the screen shows the begin of a game of the own page, and not what was open before.
+        """Waits until the screen shows the begin of a game of the own page, and not an earlier page.
 
         Raises: DeviceError after 15 seconds."""
         if not self.setup.is_own_page:

@@ -111,7 +111,7 @@ class OllamaBackend:
 
 
 def refused_hint(question: Question) -> str:
-    """What else to check where a server refuses a question."""
+    """Advice on further checks where a server refuses a question."""
     if question.png is not None:
         return ", and that the server takes images, or play with --observe words"
     if question.is_chat:
@@ -192,7 +192,7 @@ def make_backend(
     seconds: float = CALL_SECONDS,
     api_key: str = "",
 ) -> Backend:
-    """Returns the back end of a name; `rule` is what the scripted one answers.  Raises: ConfigError."""
+    """Returns the back end of a name; `rule` gives the answers of the scripted one.  Raises: ConfigError."""
     check_backend(name)
     if name == "scripted":
         return ScriptedBackend(rule)

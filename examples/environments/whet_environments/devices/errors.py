@@ -11,7 +11,7 @@ INSTALL = "pip install './examples/environments[devices]'"
 
 
 class DeviceError(WhetError, RuntimeError):
-    """A device that is absent, lost or too slow; the message names it, and what to change."""
+    """A device that is absent, lost or too slow; the message names it, and the change that helps."""
 
 
 def check_pillow() -> None:

@@ -194,7 +194,7 @@ def open_device(
     lang: str,
     browser: str | None,
 ) -> Controller:
-    """Opens a device that shows the own page, `page`, or what it shows already.  Raises: DeviceError, ConfigError."""
+    """Opens a device that shows the own page, `page`, or its present screen.  Raises: DeviceError, ConfigError."""
     url = server.url(game, seed, rounds, lang)
     if kind == "adb":
         phone = AdbController(serial)

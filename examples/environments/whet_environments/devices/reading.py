@@ -82,7 +82,7 @@ class TreeState:
 
     @property
     def change(self) -> int:
-        """What the equipment changes."""
+        """The sum of the changes of all equipment."""
         return sum(self.changes)
 
     @property

@@ -42,7 +42,7 @@ def answer(word: str) -> str:
 
 
 def names(session: Session) -> dict[str, str]:
-    """The answers that the page takes, with the names of what they click."""
+    """The answers that the page takes, with the names of the elements that they click."""
     shown = parts(session.shop, session.state)
     products = (part.name for part in shown if part.kind == "product")
     found = {str(number): name for number, name in enumerate(products)}

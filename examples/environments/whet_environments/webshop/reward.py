@@ -53,7 +53,7 @@ def has_attribute(product: Product, attribute: str) -> bool:
 @lru_cache(65536)
 def ratio(one: str, other: str) -> int:
     """The likeness of two sets of words in percent (thefuzz's token_set_ratio): the words that both have are compared
-    with those and the rest of either, and the likeliest of the three pairs counts."""
+    with the same words and the rest of either set, and the likeliest of the three pairs counts."""
     first, second = {*words(one)}, {*words(other)}
     if not first or not second:
         return 0
