@@ -80,7 +80,7 @@ def with_deadline(protocol: Any) -> Any:
     """Returns a uvicorn protocol that closes a connection if a request's head does not arrive in time."""
 
     class WithDeadline(protocol):  # type: ignore[misc]
-        """Closes a connection if it still waits in the same request as at the last check."""
+        """Closes a connection that waits for a head, if no request has come since the last check."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)

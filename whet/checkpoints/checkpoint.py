@@ -194,7 +194,7 @@ def delete_oldest(checkpoints: Path, limit: int | None) -> None:
 
 
 def over_limit(checkpoints: Path, limit: int | None) -> list[Path]:
-    """Lists the checkpoints to delete: all but the newest `limit` (None: all), the best, and the newest good one."""
+    """Lists checkpoints to delete: all but the newest `limit` (None: no limit), the best, and the newest good one."""
     if limit is None:
         return []
     protected = best(checkpoints), newest(checkpoints.parent, good=True)

@@ -227,7 +227,7 @@ def _reward(reward: schema.RewardConfig, at: SectionPlace) -> Iterator[ConfigErr
 
 
 def _reward_model(role: schema.RewardModelConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Checks the keys that a reward model needs, and refuses the keys that it excludes."""
+    """Refuses keys of the role without a model, and settings that a reward model excludes."""
     config: Any = at.whole
     if role.source is None:
         default = dict(flatten(schema.RewardModelConfig().model_dump()))

@@ -131,7 +131,7 @@ def _shipped() -> dict[str, Path]:
 
 @cache
 def folders() -> tuple[Path, ...]:
-    """The folders of shipped recipes, first the core's folder."""
+    """The folders of shipped recipes, first the core's folder, then the folders of plugins."""
     return tuple(dict.fromkeys([SHIPPED, *(path.parent for path in recipes().values())]))
 
 

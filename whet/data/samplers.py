@@ -178,7 +178,7 @@ class Learnability:
         self._batches = 0
 
     def take(self, n: int) -> list[int]:
-        """Draws n different row numbers, by weight (Efraimidis & Spirakis 2006). Too few rows repeat."""
+        """Draws n different row numbers, by weight (Efraimidis & Spirakis 2006). If there are fewer, they repeat."""
         p = (self._correct + self._prior / 2) / (self._scored + self._prior)
         draws = generator(self._seed, "learnability", self._batches).exponential(size=len(p))
         self._batches += 1
@@ -226,8 +226,8 @@ def by_kind(prompts: Sequence[Prompt], mix: Mapping[str, MixShare]) -> dict[str,
 
 
 class MixedLoader:
-    """Draws each batch from several loaders, by their shares. Fractions of rows are carried to the next batch, so that
-    a small share does not vanish by rounding.
+    """Draws each batch from several loaders, by their shares, rounded by the largest remainder. Fractions of rows
+    are carried to the next batch, so that a small share does not vanish.
 
     A step of the schedule is `batch_size` draws; draws that replace groups dropped by a filter count too."""
 

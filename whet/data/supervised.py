@@ -225,7 +225,7 @@ def _encode_by_prefix(
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Counts the ids at the start that agree. The tokenizer may merge tokens across the end of the shorter text."""
+    """Counts the leading ids that agree; fewer than the prefix has if the tokenizer merges tokens across its end."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((position for position, (one, other) in pairs if one != other), min(len(left), len(right)))
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch-invariant modules: a token's results do not depend on the other tokens of the batch. Matrix products, norms and
-embeddings use kernels with a fixed tile shape, bfloat16 weights and a float32 residual stream.
+"""Batch-invariant modules: a token's results do not depend on the other tokens of the batch. Matrix products and norms
+use kernels with a fixed tile shape, the same in sampling and training, bfloat16 weights and a float32 residual stream.
 
 torch computes only elementwise operations. They are not compiled: fusion would change where values are rounded."""
 

@@ -286,7 +286,7 @@ def likeliest(logits: torch.Tensor, state: SamplingState) -> list[Likeliest]:
 
 def _cut(log_probs: torch.Tensor, state: SamplingState) -> torch.Tensor:
     """Sets tokens to -inf by min-p, then top-k, then top-p: below min_p times the largest probability; outside the
-    remaining top_k; outside the smallest set of most probable tokens with at least top_p of the remaining mass."""
+    top_k of the rest; outside the smallest set of most probable tokens with at least top_p of the remaining mass."""
     if state.has_min_p:
         probs = log_probs.exp()
         unlikely = probs < state.min_p[:, None] * probs.amax(-1, keepdim=True)

@@ -42,7 +42,7 @@ def takes_one_call(config: Any, device: torch.device, dtype: torch.dtype) -> boo
 
 
 def fits_one_call(config: Any, dtype: torch.dtype) -> bool:
-    """Tells whether FlashAttention supports a model: bfloat16, head size at most 256, no cap on scores."""
+    """Tells whether FlashAttention supports a model: bfloat16, heads of 8, 16, ... or 256 numbers, no cap on scores."""
     size, cap = head_size(config), config.to_dict().get("attn_logit_softcapping")
     return dtype == torch.bfloat16 and not cap and size <= LONGEST_HEAD and size % 8 == 0
 
@@ -127,7 +127,7 @@ def _in_one_call(
 def _bunches(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores, packed: Layout
 ) -> torch.Tensor:
-    """Attends bunch by bunch: [n, H, D], [K, KV, D], [K, KV, D] -> [n, H, V], for the n tokens of the bunches."""
+    """Attends bunch by bunch: [n, H, D], [K, KV, D], [K, KV, V] -> [n, H, V], for the n tokens of the bunches."""
     parts = ((queries, False), (keys, True), (values, True))
     spread = [SpreadTokens.apply(flat, packed.bunches, with_prompts) for flat, with_prompts in parts]
     grids = zip(packed.bunches, *spread, strict=True)

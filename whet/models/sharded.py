@@ -58,8 +58,8 @@ def fill(
     allow_pickle: bool = False,
 ) -> None:
     """Loads this rank's shards of the weights at `path` into a sharded `model` on `meta`. A value head starts at 0. A
-    new adapter is filled by `new_adapter`. With `has_new_head`, `new_head` fills the head of a reward model, which the
-    files lack.  Raises: ModelError."""
+    new adapter is filled by `new_adapter`. With `has_new_head`, `new_head` fills the head of a reward model if the
+    files lack it.  Raises: ModelError."""
     body = body_of(model)
     layers = adapted_layers(body)
     with open_slices(path, allow_pickle) as files, without_weight_bars():

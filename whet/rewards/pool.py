@@ -97,9 +97,9 @@ class RewardPool:
     runs the same source files, as they were when the pool was created.
 
     Each item has `timeout_seconds` of wall-clock time: allow for a busy machine. A process that is late, dies or
-    corrupts its connection is killed with all its children, and replaced. Its item becomes a Failure with source
+    corrupts its connection is killed with its descendants, and replaced. Its item becomes a Failure with source
     "reward", as after an exception; other items are not affected. An async function of one response scores
-    `concurrency` items at a time in each process. A process is killed if it and its children use more than
+    `concurrency` items at a time in each process. A process is killed if it and its descendants use more than
     `memory_limit_mb`. A function that takes all items at once scores one `score` call in one process, with
     `timeout_seconds` times their number, and fails as a whole. Calls of all processes begin at least
     `seconds_between_calls` apart. `manager` and `tokenizer` are fields of WorkerSpec. Output that a function prints

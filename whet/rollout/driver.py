@@ -191,7 +191,7 @@ class Driver:
         self._take_scores(waits)
 
     def _limit(self) -> str | None:
-        """The part that the loop waits for: sampling, rewards or environments; if none, the loop itself."""
+        """The part that callers wait for. If none waits: the part that the loop is in, or None during sampling."""
         if not self._num_waiting:
             return None if self.is_sampling else self.does or None
         if self.is_sampling:

@@ -274,7 +274,7 @@ class Flow:
         self.queue = {each.prompt.uid: each for each in queue}
 
     def place(self) -> Mapping[str, Any]:
-        """Returns the position of the next prompt. With k = 0 and groups not yet trained on: of their step's start."""
+        """Returns the position of the next prompt; with k = 0, until a step is trained, of the step's first prompt."""
         return self._before or dict(self.source.state())
 
     def most_age(self, place: int) -> int:
@@ -300,13 +300,13 @@ class Flow:
 
     @property
     def _most_read(self) -> float:
-        """The largest number of groups, dropped ones included, that a step reads. With k = 0 it has no limit."""
+        """The largest number of groups, dropped ones included, that a step reads. With k = 0 only refills limit it."""
         if self.group_filter is None or not self.is_ahead:
             return math.inf
         return (1 + self.group_filter.max_refills) * self.batch_size
 
     def _together(self, admitted: Admitted, ended: Callable[[Admitted], Sized]) -> list[Admitted]:
-        """The groups to score and filter together: with k = 0, all groups of a round. Empty until all have ended."""
+        """The groups to score and filter together: with k = 0 without `extra`, a round. Empty until all have ended."""
         if len(ended(admitted)) < self.n:
             return []
         together = [admitted] if self.is_ahead or self._extra else self._undecided

@@ -22,7 +22,7 @@ OWN = {"accuracy", "groups_all_equal", "overlong_penalty", "truncated", "judge_t
 
 def measure_groups(metrics: Metrics, groups: Sequence[Group], environment: str = "") -> None:
     """Records scores, accuracy, reward parts and the environment's metrics over the trajectories that did not fail.
-    Counts the groups with equal rewards. `environment` is the environment's name in metrics."""
+    Also the share of groups with equal scores. `environment` is the environment's name in metrics."""
     measure_environment(metrics, groups, f"env/{environment}")
     groups = by_player(groups)
     valid = [[each for each in group.trajectories if each.failure is None] for group in groups]

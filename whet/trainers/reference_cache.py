@@ -79,5 +79,5 @@ class ReferenceCache:
 
 
 def digest_of_all(examples: Sequence[Comparison]) -> str:
-    """The digest of the examples, independent of their order."""
+    """The digest of the examples as a set, independent of their order and of repeats."""
     return hashlib.sha256("".join(sorted({each.digest for each in examples})).encode()).hexdigest()

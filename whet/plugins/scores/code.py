@@ -233,8 +233,8 @@ def _asserts(tests: Suite) -> bool:
 
 
 def _helpers(prompt: str, name: str) -> str:
-    """Returns the imports and functions that precede the function `name` in a code prompt. Tests use these versions,
-    not replacements in the response's code."""
+    """Returns the imports of a code prompt, and its functions other than `name`. Tests use these versions, not
+    replacements in the response's code."""
     body = tree.body if (tree := parsed(prompt)) and name else []
     kept = [each for each in body if isinstance(each, ast.Import | ast.ImportFrom | ast.FunctionDef)]
     return "\n".join(ast.unparse(each) for each in kept if getattr(each, "name", "") != name)

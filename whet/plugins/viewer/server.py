@@ -307,7 +307,7 @@ class Curves:
         return [name.lstrip("-~") for name in found]
 
     def points(self, names: Sequence[str], most: int) -> dict[str, object]:
-        """Returns the steps and values of these metrics, each thinned to about `most` points."""
+        """Returns steps and values of the metrics in `names` that the run has, each thinned to about `most` points."""
         return {name: thinned(*curve, most) for name, curve in self._named(names).items()}
 
     def seconds(self, names: Sequence[str], most: int) -> dict[str, object]:

@@ -99,8 +99,7 @@ class PrefillFlow:
         self.ends.extend({} for _ in self.lengths)
 
     def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Finds the inputs of each token's convolution by following predecessors, and the last windows.   [T, C] -> [T,
-        C]"""
+        """Convolves each token with the tokens before it, and keeps the last windows.   [T, C] -> [T, C]"""
         none, most = x.new_zeros(x.shape[1], weight.shape[1] - 1), weight.shape[1] - 1
         past = [(none if start is None else start[layer][0].to(x.dtype)).T for start in self.starts]
         firsts = self._firsts

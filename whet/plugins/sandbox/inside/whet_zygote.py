@@ -6,7 +6,7 @@
 It runs inside bubblewrap, has loaded common modules, and forks for every connection that it gets over the socket
 DESCRIPTOR. The fork reads a job, starts the program, watches its limits, kills it as a whole, and answers:
 
-zygote - supervisor - init (process 1 of the program's namespaces) - program and its children
+    zygote - supervisor - init (process 1 of the program's namespaces) - program and its children
 
 A program gets new namespaces (user, process, mount, network, IPC, host name, cgroup), an empty scratch folder at /tmp
 in memory with /dev/shm in it, another user id, no capabilities, a filter of system calls, and resource limits. /proc

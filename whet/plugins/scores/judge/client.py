@@ -79,8 +79,8 @@ class Client:
     async def complete(
         self, messages: Messages, *, sample: int = 0, read: Callable[[str], Any] | None = None
     ) -> JudgeReply:
-        """Returns the reply to `messages`. `sample` numbers independent replies to the same messages. If `read` returns
-        None for a reply, or the reply was cut off, the request is repeated and the reply is not cached.
+        """Returns the reply to `messages`. `sample` numbers independent replies to the same messages. With `read`, a
+        reply for which it returns None, or that was cut off, is requested again and not cached.
 
         Raises: RewardError, with the reason of the last attempt."""
         body = {"model": self.settings.model, "messages": list(messages), **dict(self.settings.sampling)}
@@ -230,7 +230,7 @@ class Cache:
         return found
 
     def put(self, digest: str, text: str) -> None:
-        """Writes a text atomically. If this fails, it logs a warning and switches the cache off."""
+        """Writes a text atomically. If this fails, it logs a warning and the text is not cached."""
         content = json.dumps({"text": text}).encode()
         partial = self._folder / f".{digest}.{os.getpid()}"
         try:
