@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uploads of exported models and checkpoints to the hub (settings HF_ENDPOINT and HF_TOKEN)."""
+"""Uploads of exported models and checkpoints to the hub (environment variables HF_ENDPOINT and HF_TOKEN)."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def algorithm_rule(algorithm: schema.AlgorithmConfig, at: SectionPlace) -> Itera
 
 
 def _of_pairs(algorithm: schema.AlgorithmConfig) -> Iterator[ConfigError]:
-    """Requires the aggregation of pairs, and an estimator that orders each group, for a preference loss."""
+    """Requires, for a preference loss, that it compares pairs and that the advantages are an order of each group."""
     loss, estimator = registry.POLICY_LOSSES[algorithm.policy_loss], _estimator(algorithm)
     if loss.kind != registry.PREFERENCE_LOSSES.kind:
         return

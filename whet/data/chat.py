@@ -313,7 +313,7 @@ def _without_calls(message: Message) -> Message:
 
 
 def _told(messages: Sequence[Message], options: Options, template: str) -> Sequence[Message]:
-    """Adds a system message that describes the tools, for templates that cannot describe tools."""
+    """Adds a system message with the tools, for templates that read tools only there, or that cannot describe them."""
     fields: dict[str, Any] = {}
     if options.get("tools") and _SYSTEM_TOOLS.search(template):
         fields["tools"] = json.dumps([tool.get("function", tool) for tool in options["tools"]], ensure_ascii=False)
@@ -339,7 +339,7 @@ def roles(messages: Sequence[Message]) -> str:
 
 
 def _num_sampled(tokenizer: Tokenizer, turn: Turn, ids: Sequence[int]) -> int:
-    """Counts the ids at the start of a continuation that the turn has already sampled: up to its stop token.
+    """Counts the ids at the start of a continuation, up to the stop token that the turn has already sampled.
 
     Usually the stop token is the first id. Some templates close with " </s>": then it is the first control token."""
     if turn.finish_reason != "stop":

@@ -63,8 +63,8 @@ def warn_once(text: str) -> None:
 
 
 def end_of_turn(tokenizer: Tokenizer, options: Mapping[str, Any] | None) -> int | None:
-    """Finds the token that ends an assistant turn: the chat template's with these `options`, else the tokenizer's, if
-    there is no template or it writes other text there."""
+    """Finds the token that ends an assistant turn: the chat template's with these `options`; the tokenizer's if there
+    is no template, or it writes only text or nothing there."""
     try:
         end = None if options is None else _end(tokenizer, template_text(tokenizer, options))
     except DataError:

@@ -49,7 +49,7 @@ class Mesh:
 
     @property
     def holders(self) -> int:
-        """The ranks over which FSDP shards a weight, in a replica, a pipeline stage and a tensor-parallel part."""
+        """The number of ranks over which FSDP shards a weight, of a replica, pipeline stage and tensor part."""
         return self.shard * self.context
 
     @property

@@ -81,5 +81,5 @@ def _of_json(call: Call) -> Call:
 
 
 def parser_of(template: str) -> str | None:
-    """Finds the parser for the tool calls of a chat template, by name; None if the template shows no known format."""
+    """Finds the name of the parser for tool calls of a chat template; None if the template shows no known format."""
     return next((name for sign, name in SIGNS.items() if sign in template), None)

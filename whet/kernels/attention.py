@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal attention over rows of equal length: torch's fused kernel, or for short rows on a CPU two matrix products."""
+"""Causal attention over rows of equal length: fused, or as two matrix products (short rows on a CPU; caps; sinks)."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def widened(value: torch.Tensor, size: int) -> torch.Tensor:
 
 def _writes_scores(query: torch.Tensor, *, is_masked: bool) -> bool:
     """Tells whether torch would choose its kernel that stores all scores for grouped heads. On an accelerator the other
-    kernels support grouped heads neither in float32, nor with a mask before Hopper, where torch prefers cuDNN's kernel
-    (sdp_utils.cpp, 2.11)."""
+    kernels support grouped heads neither in float32, nor with a mask before Hopper; from Hopper on, torch prefers
+    cuDNN's kernel (sdp_utils.cpp, 2.11)."""
     if query.device.type == "cpu":  # its fused kernel knows groups; a plan for an accelerator has SHORT at 0
         return not SHORT and (query.dtype == torch.float32 or is_masked)
     return query.dtype == torch.float32 or (is_masked and _generation(query.device) < HOPPER)

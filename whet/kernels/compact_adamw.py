@@ -133,7 +133,7 @@ class CompactAdamW(torch.optim.Optimizer):
             self._write(state, weight, at, new, draws)
 
     def _write(self, state: State, weight: torch.Tensor, at: slice, new: torch.Tensor, draws: Draws) -> None:
-        """Stores new weights, given in float32. They are rounded as the optimizer's rounding mode says."""
+        """Stores new float32 weights by the rounding mode. Without a mode, `new` is a view of float32 weights."""
         if self._rounding == "kahan":
             lost = as_rows(state["lost"])
             new.add_(lost[at])

@@ -97,7 +97,7 @@ def gradient_(
     products: torch.Tensor, targets: torch.Tensor, log_sums: torch.Tensor, entropies: torch.Tensor,
     grad_log_probs: torch.Tensor, grad_entropies: torch.Tensor | None, scale: float, cap: float, temperature: float,
 ) -> torch.Tensor:  # fmt: skip
-    """Overwrites unscaled logits, `products` [N, V], with their gradient; the other gradients are given, [N] each."""
+    """Overwrites unscaled logits [N, V] with their gradient, from the [N] float32 ones of log-probs and entropies."""
     rows, size = products.shape
     has_entropy = grad_entropies is not None
     _gradient[(rows, triton.cdiv(size, TILE))](

@@ -55,7 +55,7 @@ def add_adapter(
 ) -> None:
     """Adds a new adapter to `model` and freezes all other weights except a reward model's head. `dtype` is for the base
     weights of adapted layers. With `adapts_head` the output layer is adapted too; its own weight, which may be shared
-    with the embedding, stays.
+    with the embedding, keeps its dtype.
 
     Raises: ModelError for a target that no layer has."""
     config, head = peft_config(model, settings, adapts_head=adapts_head), model.get_output_embeddings()

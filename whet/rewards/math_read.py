@@ -102,7 +102,7 @@ def number(key: str) -> Decimal | None:
 
 def renamed(one: Reading, other: Reading) -> str | None:
     """Renames the variable in the condition of `one` to the name in `other`, and returns the text. None if the
-    conditions differ. The condition that a name is a whole number is ignored."""
+    conditions differ. A missing condition equals the condition that a name is a whole number."""
     if one.condition is None or other.condition is None:
         said = one.condition or other.condition
         return one.text if said is None or said[1] == WHOLE else None

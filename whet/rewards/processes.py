@@ -356,7 +356,7 @@ class ProcessScorer:
 def memory_below(pid: int, limit_bytes: float) -> int:
     """Sums the resident memory of the processes below `pid`, in bytes.
 
-    If the sum is above the limit, it is computed again with shared pages counted once, which takes longer."""
+    If the sum of several is above the limit, it is computed again, with shared pages once, which takes longer."""
     pids = [*_below(pid)]
     resident = sum(_kilobytes(each, "status", "VmRSS:") for each in pids) * 1024
     if resident <= limit_bytes or len(pids) == 1:

@@ -261,7 +261,7 @@ def rows_of(examples: Sequence[Comparison], of: str, list_size: int) -> list[tup
 
 
 def to_batch(examples: Sequence[Comparison], pad_token_id: int, of: str, list_size: int) -> Batch:
-    """Makes the batch of comparisons (`rows_of`). `label` is 1 for good responses and for the best of a comparison."""
+    """Makes the batch of `rows_of`: prompts padded left, responses right; `label` is 1 for good and for best ones."""
     rows = rows_of(examples, of, list_size)
     texts = [(each.prompt_ids, ((), ()) if number is None else each.responses[number]) for _, each, number in rows]
     scores = [0.0 if number is None else each.scores[number] for _, each, number in rows]

@@ -37,7 +37,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Features:
-    """The output of the vision tower for one image or video: features of its patch tokens, in token order."""
+    """The output of the tower for one media: the features of its patch tokens, in token order."""
 
     kind: str
     hidden: torch.Tensor  # [n, H]
@@ -171,8 +171,8 @@ class Encoders:
         metrics.seconds("perf/media_wait_seconds", (PREPARED.waited_seconds - before) / ranks)
 
     def prefetch(self, media: Iterable[Media], model: nn.Module | None = None) -> None:
-        """Decodes and prepares media in threads, ahead of the passes that read them and in their order. Skips media for
-        which the frozen tower of `model` has cached features."""
+        """Decodes and prepares media in threads, ahead of passes. `media` is in the order of the passes, each as often
+        as they read it. Skips media for which the frozen tower of `model` has cached features."""
         version = None if model is None else self.frozen_version(model)
         if version is not None and model is not None:
             held = _cache_of(body_of(model), version)
@@ -226,7 +226,7 @@ class Encoders:
 
     @torch.no_grad()
     def fingerprint(self, model: nn.Module) -> Hashable:
-        """Returns a hash that identifies the weights of the towers: the exclusive or of their bits."""
+        """Returns a hash that identifies the weights of the towers: the exclusive or of the bits of each."""
         return tuple(torch.stack([torch.hash_tensor(weight) for weight in self._weights(model)]).tolist())
 
     def is_frozen(self, model: nn.Module) -> bool:
@@ -280,7 +280,7 @@ class BoundedCache(Generic[Value]):
 
     Prefetched values stay until they are read: at most half of the limit at a time, more as they are read. `hits`
     counts the calls of `get` that found a value, finished or in progress; `misses` counts the calls that made one;
-    `waited_seconds` is the time that these calls took or waited."""
+    `waited_seconds` is the time that all calls of `get` took."""
 
     def __init__(self, limit_bytes: int, size: Callable[[Value], int], num_threads: int = 0) -> None:
         self.limit_bytes = limit_bytes

@@ -47,7 +47,7 @@ class Converted:
     speed: list[str] = field(default_factory=list)  # keys that concern speed, memory or logs alone
 
     def to_yaml(self) -> str:
-        """Returns the recipe as YAML, with the origin of each value. The other keys follow as comments."""
+        """Returns the recipe as YAML, with the origin of each value, after comments on the other keys, by weight."""
         tree: Values = {}
         for key, value in self.values.items():
             put(tree, key, value)
@@ -303,7 +303,7 @@ class Conversion:
                 by_kind.get(row.kind or "", self.result.without).append(f"{key}={value}" + _remark(row))
 
     def _drop_unread(self) -> None:
-        """Drops unknown options of functions, an aggregation if the loss fixes another one, and an unused critic."""
+        """Drops unknown options of functions, an aggregation if a function fixes another one, and an unused critic."""
         values = self.result.values
         self._drop_unregistered()
         self._rewrite_equals()
@@ -329,8 +329,8 @@ class Conversion:
             values["algorithm.kl.where"], self.result.origins["algorithm.kl.where"] = "none", "no KL term"
 
     def _rewrite_equals(self) -> None:
-        """Rewrites values that whet refuses into equivalent ones. Examples: several greedy responses become one; a
-        group of one response; a ratio's lower bound below 0."""
+        """Rewrites values that whet refuses into equivalent ones, such as several greedy responses (one), a group
+        of one response (verl does not subtract its mean), and a ratio's lower bound below 0 (0)."""
         values, low = self.result.values, "algorithm.loss_options.clip_ratio_low"
         if not values.get("trainer.validation.temperature") and values.get("trainer.validation.n", 1) > 1:
             values["trainer.validation.n"] = 1

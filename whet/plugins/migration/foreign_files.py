@@ -144,7 +144,7 @@ def _base(values: Values) -> str | None:
 
 
 def _lay_over(written: Written, base: str, script: Path, system: str) -> None:
-    """Adds the keys of the base file that a command names. The file is searched in the script's folder and above."""
+    """Adds the keys of a base file that a command names, found here, in the script's folder or above, or published."""
     for folder in (Path(), *script.absolute().parents):
         if os.path.isfile(folder / base):  # noqa: PTH113
             below = _of_yaml(folder / base)

@@ -98,7 +98,7 @@ def _programs(nodes: Iterable[ShellNode]) -> Iterator[tuple[str, ...]]:
 
 
 def _shown(nodes: Iterable[ShellNode]) -> str:
-    """Returns the text of a condition, with which messages name the branch."""
+    """Returns the text of a condition, the name under which its outcome is chosen."""
     inner = (node.words if node.kind == "simple" else [_shown(part) for part in node.parts if part] for node in nodes)
     return " ".join(word for words in inner for word in words)
 
@@ -201,7 +201,7 @@ class Shell:
         return True
 
     def _value(self, word: str) -> tuple[str, str]:
-        """Returns the name of an assigned variable and its value; for an unknown value, the assumed one."""
+        """Returns the name under which the value of a word can be set, and the value; if unknown, the assumed one."""
         text = self._words.text(word)
         unknown, variable = UNKNOWN.fullmatch(text), re.fullmatch(r"\"?\$\{?(\w+)(?::?-[^}]*)?\}?\"?", word)
         name = variable[1] if variable else ((unset_variables(text) or [unknown[1]])[0] if unknown else word)
@@ -397,7 +397,7 @@ class Shell:
 
 
 def _unset(text: str) -> list[str]:
-    """Returns the empty text, the first candidate for an unset variable."""
+    """Returns the first candidate of an unset variable, the empty text; none for a text without such a variable."""
     return [""] if unset_variables(text) else []
 
 

@@ -318,7 +318,7 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def batch_size(rows: int) -> int:
-    """The smallest batch size with a captured CUDA graph that has room for `rows` rows."""
+    """Rounds `rows` up to a batch size for which a step is recorded as a CUDA graph."""
     step = FINE_STEP if rows <= FINE_ROWS else COARSE_STEP
     return -(-max(rows, 1) // step) * step
 

@@ -187,7 +187,7 @@ async def _over_http(url: str, headers: dict[str, str]) -> AsyncIterator[Any]:
 
 
 def _part(content: Any) -> Part:
-    """Converts a part of a result to text or an image, other content to its type.  Raises: BadCallError."""
+    """Converts a part of a result to text, an image, or its type.  Raises: BadCallError for a broken image."""
     if content.type != "image":
         return str(content.text) if content.type == "text" else f"[{content.type}]"
     try:

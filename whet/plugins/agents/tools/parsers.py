@@ -319,7 +319,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _typed(value: str, kinds: set[str]) -> object:
-    """Converts a value of XML to one of the types `kinds`: to text, or from JSON if the schema has no text."""
+    """Converts a value of XML to one of the types `kinds`: JSON if it parses, else text. Numbers may stay text."""
     value = value.removeprefix("\n").removesuffix("\n")
     if not kinds or kinds == {"string"}:
         return value

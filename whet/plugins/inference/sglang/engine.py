@@ -288,7 +288,7 @@ def _positions(request: Request) -> list[list[int]]:
 
 
 def _seed(request: Request) -> int:
-    """Returns the key as a signed 64-bit number, minus the prompt's length, which SGLang's positions include."""
+    """Returns the key less GOLDEN for each prompt token but the last, as SGLang counts these too; signed 64-bit."""
     seed = (request.key - (len(request.prompt_ids) - 1) * GOLDEN) % 2**64
     return seed - 2**64 if seed >= 2**63 else seed
 
