@@ -101,8 +101,8 @@ class Entry:
         return found if callable(found := self.marks[mark]) else load_target(found)
 
     def check_row(self, *row: Any) -> None:
-        """Checks a row (ground truth, extra_info, data_source) with the function that the mark `rows_checked_by` names.
-        Raises: the errors of this function."""
+        """Checks a row (ground truth, extra_info, data_source) with the function that the mark `rows_checked_by` names,
+        if there is one.  Raises: the errors of this function."""
         if "rows_checked_by" in self.marks:
             self.marked("rows_checked_by")(*row)
 
@@ -288,8 +288,8 @@ def entry_of(
 
 
 def trainer_of(command: str) -> Entry:
-    """Returns the trainer of a command. For a trainer outside of whet, the command is its entry point's name, or its
-    target.  Raises: RegistryError."""
+    """Returns the trainer of a command. A trainer outside of whet has the command as its name: the name of its entry
+    point, or its target with the whole path.  Raises: RegistryError."""
     entry = TRAINERS[command]
     location, colon, name = command.rpartition(":")
     whole = str(Path(location).expanduser().resolve()) if location.endswith(".py") else location

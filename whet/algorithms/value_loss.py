@@ -39,8 +39,8 @@ def implicit_reward(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of the process reward model: cross-entropy of sigmoid(sum_t beta (l - b)) against the correctness.
 
-    l is from the reward model, b from its reference. The loss is one number per row, repeated on its tokens.   ->
-    [B, R] Yuan et al. 2024, https://arxiv.org/abs/2412.01981."""
+    l is from the reward model, b from its reference. One number per row, repeated on its tokens.   -> [B, R]
+    Yuan et al. 2024, https://arxiv.org/abs/2412.01981."""
     logit = beta * row_sums(log_probs - ref_log_probs, response_mask)
     right = (accuracy >= 1.0).to(logit.dtype)
     loss = F.binary_cross_entropy_with_logits(logit, right, reduction="none")

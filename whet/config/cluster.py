@@ -60,7 +60,7 @@ class HasDevices:
 
 
 class PoolConfig(Section, HasDevices):
-    """The config of a pool: processes that share roles."""
+    """The config of a pool: processes that its roles share."""
 
     processes: PositiveInt = key(1, "processes of the pool: ranks of each of its roles")
     devices: PositiveInt | Annotated[float, Gt(0), Lt(1)] = key(1, DEVICES)

@@ -96,7 +96,7 @@ def load_config(
 
 
 def _apply_reward_alias(values: Values, sources: dict[str, str]) -> None:
-    """Converts verl's `custom_reward_function.path` and `.name` to `reward.function`, above a recipe's."""
+    """Converts verl's `custom_reward_function.path` and `.name` to `reward.function`, which overrides a recipe's."""
     reward = values.get("reward")
     if "custom_reward_function" not in values or not isinstance(reward, dict):
         return

@@ -157,8 +157,8 @@ def tile_attention(
     tables: torch.Tensor, slots: torch.Tensor, tiles: torch.Tensor, scale: float, window: int, cap: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Computes `decode_attention` for several consecutive tokens of a sequence. slots [T] has the place of each key in
-    the cache, tiles [n, 4] come from `tiles.tiles_of`, and tables [S, W] has a row for each sequence."""
+    """Computes `decode_attention` for several consecutive tokens of each sequence. slots [T] has the place of each key
+    in the cache. tiles [n, 4] come from `tiles.tiles_of`, whose `rows` are rows of tables [S, W]."""
     kept = [each.flatten(1, 2) for each in (keys, values)]
     for there, new in zip(kept, (key, value), strict=True):
         there.index_copy_(1, slots, new.transpose(0, 1).to(there.dtype))

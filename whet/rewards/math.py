@@ -140,7 +140,7 @@ def geo3k(
 ) -> dict[str, float | str | None]:
     """(1 - format_weight) * accuracy + format_weight * format: the accuracy of `math`, the format of `format`.
 
-    The part is `format`; `pred` is from `math`. Style `geo3k` needs a `\\boxed{}` after the thought, `r1v` `<answer>`.
+    The part is `format`; `pred` is from `math`. `geo3k` needs a `\\boxed{}` after the thought, `r1v` an `<answer>`.
     """
     found = compute_score(solution_str, ground_truth, prompt_str)
     correct, shaped = float(found["reward"] == 1.0), float(has_format(solution_str, style))

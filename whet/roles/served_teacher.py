@@ -38,7 +38,7 @@ class ServedTeacher:
     def outcomes(self, batch: Batch, top_k: int, vocab_size: int) -> dict[str, Tensor]:
         """Gets `teacher_ids` [B, R, K] and `teacher_outcomes` [B, R, K + 1], K = `top_k`; 0 outside of responses.
 
-        Raises: EngineError for a server with another vocabulary, or one that returns fewer tokens."""
+        Raises: EngineError for a server with another vocabulary, or one that returns too few tokens or positions."""
         masks = batch["response_mask"]
         found = {
             "teacher_ids": torch.zeros(*masks.shape, top_k, dtype=torch.long),

@@ -128,7 +128,7 @@ class TrainWorker(EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save(self, path: str) -> None:
-        """Writes weights, optimizer state and step count; for an adapter also its base model's name (`start_of`).
+        """Writes weights, optimizer state and step count; for an adapter also a record of its base (`start_of`).
 
         Raises: CheckpointError."""
         try:
@@ -167,7 +167,7 @@ class TrainWorker(EngineWorker):
     @register(Dispatch.ONE_TO_ALL)
     def publish(self, version: int, dtype: str, only_adapter: bool, as_delta: bool = False) -> str | Broken | None:
         """Sends the weights of `version`, or only the adapter's, in the rollout's dtype; with `as_delta` only the
-        changes since the last version. Every rank must call this, because gathering the weights may need all.  Returns
+        changes since the last version on these links. Every rank must call this: gathering may need all.  Returns
         their digest; None on a rank without a link; Broken."""
         try:
             weights = with_adapter(self.engine).adapter_weights() if only_adapter else self.engine.named_weights()
@@ -270,7 +270,7 @@ def settings_trained(
 
 
 def tokenizer_of(config: RunConfig, *others: str | None) -> PreTrainedTokenizerBase:
-    """Returns the policy's tokenizer. Checks that the other models of the config share it.
+    """Returns the policy's tokenizer. Checks that the models at `others` too have embeddings of all its tokens.
 
     Raises: ModelError; ConfigError where the model's context is too short."""
     path, trusted = path_of(config.model), config.model.trust_remote_code

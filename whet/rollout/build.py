@@ -164,7 +164,7 @@ def check_media(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, prom
 
 
 def check_stages(config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Checks the config's environments and tools without a full start.  Raises: the errors of `stage_of`."""
+    """Checks the config's environments and tools, without starting an environment.  Raises: as `stage_of`."""
     for stage in (config.environment, *config.environment.agents.values()):
         _stage(stage, config, tokenizer)
 

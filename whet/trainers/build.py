@@ -422,7 +422,7 @@ def _group_filter(config: TrainConfig) -> Filter | None:
 def show_batch(
     config: TrainConfig, tokenizer: PreTrainedTokenizerBase, source: PromptSource, total_steps: int, roles: list[str]
 ) -> list[Prompt]:
-    """Logs the sizes of a dry run, and the first prompt rendered by the chat template.  Returns the first batch."""
+    """Logs the sizes of a dry run, and the first prompt as the model reads it.  Returns the first batch."""
     prompts = source.take(config.data.train_batch_size)
     lengths = [len(prompt.token_ids) for prompt in prompts]
     log.info(

@@ -244,9 +244,9 @@ def options_of(config: TrainConfig) -> dict[str, dict[str, Any]]:
 
 
 def unread(config: TrainConfig, plan: ColumnPlan) -> list[str]:
-    """Returns a warning for each config section whose columns no chosen function reads. It names possible readers.
+    """Returns a warning, with possible readers, for each config section with changed keys and unread columns.
 
-    The columns that a loop or a provider of the user reads are unknown here."""
+    Empty with a loop or a provider of the user, since the columns that these read are unknown here."""
     if config.trainer.loop is not None or any(COLUMNS[column.name] not in TABLE for column in plan.providers):
         return []
     found = []
@@ -272,7 +272,7 @@ def unread(config: TrainConfig, plan: ColumnPlan) -> list[str]:
 def plan_columns(readers: Iterable[tuple[str, Reader, Iterable[str]]], fields: Sequence[str]) -> ColumnPlan:
     """The plan for the columns of `readers`; `fields` are the columns that the reward function reports.
 
-    Raises: ConfigError for a column without a provider, or for a field whose name is taken."""
+    Raises: ConfigError for a column without a provider, naming its reader, or for a field whose name is taken."""
     for name in fields:
         if name in COLUMNS:
             change = "take it out, or let the reward report its number under another name"
@@ -349,7 +349,7 @@ def reward_baselines(batch: Batch, sources: Sources) -> torch.Tensor:
 
 @register_provider("draws")
 def draws(batch: Batch, sources: Sources, *, seed: int) -> torch.Tensor:
-    """A uniform random number in [0, 1) for each token; equal responses get equal numbers.   [B, R]"""
+    """A uniform number in [0, 1) for each token, by seed, name of the trajectory and place of the token.   [B, R]"""
     keys = torch.tensor([key(seed, "draws", name) for name in batch["trajectory_uid_name"]])
     return uniforms(keys[:, None], torch.arange(batch["responses"].shape[1]))
 

@@ -39,7 +39,7 @@ WATCHED = ("actor/grad_norm", "critic/grad_norm", "actor/ppo_kl", "actor/kl_loss
 
 
 class Health:
-    """Warns if a step's metrics differ from the last steps' metrics. Checkpoints keep those metrics."""
+    """Warns if a metric of a step jumps, compared with the last steps. Checkpoints keep the compared values."""
 
     def __init__(self) -> None:
         self._seen: dict[str, list[float]] = {}
@@ -57,7 +57,7 @@ class Health:
 
     def check_sampler(self, run: Run, batch: Batch, step: int) -> None:
         """Compares log-probs of rollout and trainer, if the rollout has a copy of the weights or replays recorded
-        steps. Warns of a jump.  Raises: WeightSyncError if they differ although both have the same weights."""
+        steps. Warns of a jump.  Raises: WeightSyncError for a jump if both have the same weights."""
         if not run.engine.reads_trained_weights:
             self._check_gap(*sampler_gap(run, batch, step), step, run.run_dir)
 

@@ -430,7 +430,7 @@ class PreferenceObjective:
 
 @dataclass(frozen=True)
 class StepObjective(PreferenceObjective):
-    """Averages the loss of process reward models over reasoning steps. `response_mask` is 1 after each step."""
+    """Averages the loss of process reward models over steps. `response_mask` is 1 on the token after each."""
 
     needs = frozenset({"values"})
     block = 1

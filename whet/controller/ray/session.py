@@ -106,8 +106,8 @@ def connected(cluster: ClusterConfig) -> Iterator[bool]:
 def authenticated(*, starts: bool) -> Iterator[None]:
     """Sends this machine's token to a running cluster, which may require it. Ray itself sends it only for address auto.
 
-    If the block `starts` a cluster and the machine has no token, the cluster gets a new token. Ray would write it to
-    ~/.ray/auth_token, and every later `ray start --head` would then require it of other nodes."""
+    If the block `starts` a cluster and the machine has no token, the cluster gets a new one. Ray itself would write one
+    to ~/.ray/auth_token, and every later `ray start --head` would then require it of other nodes."""
     if not HAS_TOKENS:
         yield
         return

@@ -60,8 +60,7 @@ class EnvironmentFinding:
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings of a check. `answers` replace the general answers; an environment with `choices()` supplies its own
-    answers."""
+    """The settings of a check. It plays `answers` if given, else the environment's `choices()`, else general ones."""
 
     prompt: Prompt
     answers: Sequence[str] = ()

@@ -55,7 +55,7 @@ def is_compiled(engine: str, options: Mapping[str, object]) -> bool:
 
 def tokens_within(room: float, held: float, of_token: float) -> int:
     """Returns the largest number of tokens in a micro-batch. A token takes `of_token` bytes; other tensors take `held`
-    of the `room` bytes. Tokens fill three quarters of the room, or half of the remaining room if that is more."""
+    of the `room` bytes. Both fill three quarters of the room, or tokens half of the remaining room if that is more."""
     left = max(FILLED * room - held, (room - held) / 2)
     return min(MOST_TOKENS, max(TOKEN_STEP, int(left / of_token) // TOKEN_STEP * TOKEN_STEP))
 

@@ -154,7 +154,7 @@ def num_begun(text: str, strings: Iterable[str]) -> int:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a sample, or all of it. Its text has no stop strings and special tokens; its ids do."""
+    """A part of a sample, or all of it. Its text has no stop strings and special tokens; its ids have them."""
 
     text: str
     calls: Sequence[ToolCall]
@@ -354,8 +354,8 @@ class ToolCall:
 class ToolText:
     """Splits text that comes in parts into calls and the text around them, as the parser splits the whole text.
 
-    Text is returned up to the place where a call may begin, a call at the end of its format, all other parts at the
-    last. An invalid call stays text, with its marks except ends of turns; other text has no marks. White space around
+    Text is returned up to the place where a call may begin, a call at the end of its format, all else with the last
+    part. An invalid call stays text, with its marks except ends of turns; other text has no marks. White space around
     calls is left out."""
 
     def __init__(self, asked: ToolsAsked, *, is_thinking: bool = False) -> None:

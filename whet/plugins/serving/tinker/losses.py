@@ -44,7 +44,7 @@ RELATIVE = ("ppo_clip", "gspo")  # their bounds are distances from 1, the SDK's 
 
 def objective_of(name: str, options: Mapping[str, float | str], *, is_picked: bool) -> SumObjective:
     """Builds the objective of the loss `name` with its options; `is_picked`: see SumObjective.  Raises: RegistryError,
-    ConfigError."""
+    ConfigError, DataError."""
     given = dict(options)
     aggregation = str(given.pop(AGGREGATION, "token-sum"))
     given.pop(SHORT, None)
