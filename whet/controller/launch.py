@@ -35,7 +35,7 @@ CLOSE_SECONDS = 10.0  # for workers to close before their processes are killed
 
 
 def launch_roles(specs: Sequence[WorkerSpec], cluster: ClusterConfig) -> dict[str, WorkerGroup]:
-    """Launches a worker group for each spec on the pools and the backend of the config.  Returns the groups by role."""
+    """Launches a group for each spec on the config's pools and backend.  Returns them by role.  Raises: as `launch`."""
     on_ray = cluster if cluster.backend == "ray" else None
     return launch(specs, pools_of(cluster, specs), cluster.deadline_seconds, on_ray)
 
@@ -54,7 +54,7 @@ def launch(
     there are no deadlines. Otherwise new processes are started. Each imports the caller's main module, so a script
     needs `if __name__ == "__main__":`. `deadline_seconds` bounds the start, every collective and every wait for a call.
     Sockets listen on the loopback address only. On Ray a process is an actor; `cluster.slots` gives its node. The
-    processes and their children end with `close`, with the first failure, and with this process, even after kill -9.
+    processes, and all that they started, end with `close`, the first failure, and this process, even after kill -9.
 
     Raises: WorkerError or the WhetError that a worker's constructor raised; DeadlineError; ConfigError."""
     pools = with_roles(specs, [pools] if isinstance(pools, ResourcePool) else pools)
@@ -183,7 +183,7 @@ class ProcessTransport(RemoteTransport[_Process]):
             self.lose(peer, self._death(peer))
 
     def end_processes(self, *, is_orderly: bool) -> None:
-        """Closes the sending side of the sockets, waits for processes to end if `is_orderly`, then kills the others."""
+        """Kills all processes. If `is_orderly`, first closes the sockets' sending sides and waits for their end."""
         until = time.monotonic() + CLOSE_SECONDS
         running = [peer for peer in self.peers if is_orderly and peer not in self._losses]
         for peer in running:

@@ -2,7 +2,7 @@
 """The caller's side of workers in other processes: the open calls of each process, and the end of all processes.
 
 The pools of a launch share one transport, so the first failure in any of them ends every process. The loss of a replica
-(`Worker.is_replica`) is the exception: the other processes keep running, and it may be started again."""
+(`Worker.is_replica`) is the exception: the other processes keep running, and the replica may be started again."""
 
 from __future__ import annotations
 

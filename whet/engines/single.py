@@ -70,7 +70,7 @@ class SingleEngine(Engine):
         return ()
 
     def whole_module(self) -> PreTrainedModel | None:
-        """Returns the language model itself; None for a value or reward model."""
+        """Returns the language model or reward model itself; None for a value model."""
         return self.model if isinstance(self.model, PreTrainedModel) else None
 
     def state(self) -> dict[str, Any]:

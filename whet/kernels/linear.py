@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers in float32 by a C++ kernel, for processors with AVX2: there MKL hardly uses a second core for few rows.
 
-On AMD processors the results equal MKL's bit by bit. On all other processors layers call `F.linear`, the reference."""
+On AMD processors the results equal MKL's bit by bit. Without the kernel layers call `F.linear`, the reference."""
 
 from __future__ import annotations
 

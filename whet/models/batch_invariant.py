@@ -24,7 +24,7 @@ KEY = "rollout.engine.options.batch_invariant"
 
 def fix_tiles(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> int:
     """Replaces a model's modules by their batch-invariant counterparts in `FIXED`; weights and names stay.  Returns the
-    number of tokens of an attention tile.  Raises: EngineError naming a part without a counterpart."""
+    number of tokens of an attention tile.  Raises: EngineError naming the property that prevents it."""
     if problem := _problem(model, device, dtype):
         raise EngineError(f"{KEY}=true", problem, "", "unset it")
     for module in model.modules():

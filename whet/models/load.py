@@ -164,7 +164,7 @@ def load_reward_model(
 ) -> PreTrainedModel:
     """Loads the sequence classifier with one label at `path` in float32, with whet's attention and without dropout.
 
-    With `new_head_seed`, a causal language model is accepted, and gets a new head.  Raises: ModelError."""
+    With `new_head_seed` a causal language model is accepted and gets a new head from this seed.  Raises: ModelError."""
     config = reward_config(path, is_new=new_head_seed is not None, trust_remote_code=trust_remote_code)
     check_weights(path, allow_pickle=allow_pickle)
     with reading(path, NO_CLASSIFIER), _without_report():

@@ -132,8 +132,8 @@ class Layout(Grid):
         return replace(whole, bunches=tuple(others), stretches=stretches)
 
     def with_runs(self, token_ids: Sequence[int]) -> Layout:
-        """Returns the layout in which each run of `token_ids`, the tokens of a media, attend to each other in both
-        directions. It has no `stretches`."""
+        """Returns the layout in which the tokens of each run of `token_ids`, an image or a video, attend to each other
+        in both directions. Only for a layout without `stretches`."""
         is_media = torch.isin(self.input_ids, self.input_ids.new_tensor(token_ids))
         begins = is_media & ~torch.nn.functional.pad(is_media, (1, -1))
         runs = begins.cumsum(0) * is_media  # 0 outside

@@ -314,7 +314,7 @@ def _recognise_trl(named: Sequence[inspect.Parameter], *, has_keywords: bool, op
 
 
 def _split_scored(raw: object, count: int) -> list[object]:
-    """Splits like `split_rows`. A row that the function does not score has None."""
+    """Splits like `split_rows`. Replaces None, the result of a row that the function does not score, by NOT_SCORED."""
     return [NOT_SCORED if row is None else row for row in split_rows(raw, count)]
 
 

@@ -74,7 +74,7 @@ class Direct:
             return self._engine.submit(request)
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """Samples until there are events.  Returns them."""
+        """Samples until there are events, at most for `timeout_seconds`.  Returns them."""
         with self._named("poll"):
             return self._engine.poll(timeout_seconds)
 
@@ -259,9 +259,9 @@ class RolloutWorker(MeasuredWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def sync(self, version: int) -> str:
-        """Takes the weights of `version` from the actor in this process. If it can, the engine samples from the actor's
-        own module. That module must be whole on this rank, have the same dtype, and have no adapter that slows down
-        every token."""
+        """Takes the weights of `version` from the actor in this process.  Returns their digest. If it can, the engine
+        samples from the actor's own module, which must be whole on this rank, have the same dtype, and have no adapter
+        that slows down every token."""
         actor = actor_beside(self)
         module, weights = actor.engine.whole_module(), actor.engine.named_weights()
         if isinstance(self.engine, SharesModule):

@@ -216,7 +216,7 @@ class LoadsAdapter(Protocol):
 
 @runtime_checkable
 class TakesDelta(Protocol):
-    """An engine that may receive only the weights that changed since the last version."""
+    """An engine that may receive weights as their changes since the last version."""
 
     takes_delta: bool
 
@@ -226,7 +226,7 @@ class Sleeps(Protocol):
     """An engine that can free the device for training between rollouts."""
 
     def sleep(self) -> None:
-        """Frees the memory that only sampling needs: the key and value cache, and the engine's own module."""
+        """Frees the device memory that only sampling needs: of the key and value cache, and of its own module."""
         ...
 
     def wake(self) -> None:

@@ -210,7 +210,7 @@ os.register_at_fork(after_in_child=_unlock)
 def is_begun(path: Path, config: RunConfig, inputs: Mapping[str, str]) -> bool:
     """Tells whether the folder holds the run that `config` and `inputs` describe, started as `trainer.resume` says.
 
-    Raises: ConfigError with the keys that would change the computation of a step, unless `trainer.resume` is a path."""
+    Raises: ConfigError with the keys that would change the computation of a step, if `trainer.resume` is `auto`."""
     before = noted(path, config)
     now = {**dict(flatten(config.model_dump(mode="json"))), **inputs}
     changed = {key: (before[key], now[key]) for key in now if key in before and today(before[key]) != today(now[key])}
@@ -274,7 +274,7 @@ def _of(content: bytes) -> str:
 
 
 def _of_rows(rows: Items) -> str:
-    """Digest of the parts of the rows that a step reads. Of an object without plain fields only the type counts."""
+    """Digest of the parts of the rows that a step reads. Of an object that JSON cannot hold only the type counts."""
     found = hashlib.sha256()
     for row in rows:
         read = (*row.content, [media.digest for media in row.media]) if row.media else row.content

@@ -56,7 +56,7 @@ Callbacks = Sequence[Callable[..., None]]  # get the run after every step
 
 @dataclass(kw_only=True, repr=False)
 class ExamplesRun(Frame):
-    """Base of runs on examples. A subclass adds `objective_of`, `batch`, `validate`. `callbacks` run every step."""
+    """Base of runs on examples. Subclasses add `objective_of`, `batch`, `validate`. `callbacks` run after each step."""
 
     default_best_metric = "-val/loss"
     noun: ClassVar[str] = "examples"

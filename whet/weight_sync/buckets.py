@@ -228,8 +228,8 @@ class _Packer:
 
 
 class Digest:
-    """A digest of weights in any order: the sum, modulo 2^64, of a hash of each weight's name, dtype, shape and
-    checksum. Checksums are computed on the weights' device; the host reads all of them at once, at the first use."""
+    """A digest of weights, in whatever order: the sum, modulo 2^64, of a hash of each weight's name, dtype, shape and
+    checksum. Checksums are computed on the weights' device; the host reads all of them at once, when one is needed."""
 
     def __init__(self) -> None:
         self._sum = 0

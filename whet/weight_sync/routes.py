@@ -78,8 +78,8 @@ class Route:
 def plan_routes(senders: Sequence[RankSite], receivers: Sequence[RankSite]) -> list[Route]:
     """Chooses a route for each receiver.
 
-    If all ranks have distinct accelerators, rank 0 broadcasts. Otherwise weights go through shared memory from the
-    first training rank on the receiver's machine; receivers on machines without one get a broadcast from rank 0."""
+    If rank 0 and all receivers have distinct accelerators, rank 0 broadcasts. Otherwise weights go through shared
+    memory from the first training rank on the receiver's machine; without such a rank, rank 0 broadcasts."""
     devices = [senders[0].accelerator, *(receiver.accelerator for receiver in receivers)]
     on_accelerator = None not in devices and len(set(devices)) == len(devices)
     first_on = {sender.machine: rank for rank, sender in reversed(list(enumerate(senders)))}
@@ -233,7 +233,7 @@ class CollectiveOutlet(Outlet):
         self._posted = 0
 
     def buffer(self) -> torch.Tensor:
-        """Returns the next slot, after its content has been sent."""
+        """Returns the next slot, after its previous content has been sent."""
         if self._group is None:
             with self.waiting("waiting for rollout ranks to connect for weights"):
                 self._group = _group(self._store, 0, self._size, self._host, self._slots.device, self.deadline_seconds)
@@ -369,7 +369,7 @@ class SharedMemoryOutlet(Outlet):
         self._posted = 0
 
     def buffer(self) -> torch.Tensor:
-        """Returns the next slot, after every receiver has read it."""
+        """Returns the next slot, after every receiver has read its previous content."""
         self._accept()
         self._wait_for(SLOTS - 1)
         return self._slots[self._posted % SLOTS]

@@ -120,7 +120,7 @@ class RayTransport(RemoteTransport[_Actor]):
         return peer
 
     def _found(self, peer: _Actor, location: Location) -> _Actor:
-        """Records the actor's location, and the GPUs that Ray assigned to it."""
+        """Returns the actor with its location. Records the GPUs that Ray assigned to it."""
         numbers = [(peer.slot.node, device) for device in peer.slot.devices]
         self._gpu_ids |= dict(zip(numbers, location.gpu_ids, strict=False))
         return replace(peer, location=location)

@@ -90,7 +90,7 @@ def _targets(node: Assignment) -> list[ast.expr]:
 
 
 def _configs(tree: ast.Module) -> set[str]:
-    """Returns names of configs: a trainer's `args`, results of ...Config(...) calls, or parsed from arguments."""
+    """Returns names of configs: a trainer's `args`, results of ...Config(...), or parsed from the command line."""
     trainers = [call for call in _nodes(tree, ast.Call) if ast.unparse(call.func).endswith("Trainer")]
     found = {ast.unparse(each.value) for call in trainers for each in call.keywords if each.arg == "args"}
     assignments: Iterator[Assignment] = _nodes(tree, ast.Assign, ast.AnnAssign)

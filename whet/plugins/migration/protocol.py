@@ -35,7 +35,7 @@ class DataProtoItem:
 
 
 class DataProto(Batch):
-    """A batch with verl's names and methods. `union`, `rename`, `reorder` and `pop` return a new batch: use the result.
+    """A batch with verl's names and methods. `union`, `rename`, `reorder` and `pop` do not change it: use their result.
 
     `batch` has the tensor columns as a TensorDict, None without any; writes to it change the batch. A DataProto without
     columns has no rows, and can be united with any other."""

@@ -75,7 +75,7 @@ class HttpSandbox:
         """Does nothing: the service keeps running."""
 
     def _ask(self, path: str, body: dict[str, Any] | None, seconds: float) -> dict[str, Any] | None:
-        """Sends POST with a body, or GET without one. Returns the reply; None if the path does not exist."""
+        """Sends POST with a body, or GET without one.  Returns the reply; None if GET finds no such path."""
         secret, method = os.environ.get(KEY), "GET" if body is None else "POST"
         headers = {"Authorization": f"Bearer {secret}"} if secret else None
         limits: dict[str, Any] = {"seconds": seconds, "attempts": ATTEMPTS, "most": MOST_BYTES}

@@ -139,7 +139,7 @@ def reading(
     most: Count = 2,
     prompt: str = "<image>Read the text.",
 ) -> Iterator[DataRow]:
-    """Yields rows with a picture of 1 to `most` four-letter words, four times as wide as high; `ocr` scores them."""
+    """Yields rows with a picture (4 times as wide as high) of 1 to `most` four-letter words, the answer for `ocr`."""
     check_room(pixels, most, 40)
     font = ImageFont.load_default(pixels / most / 4)
 

@@ -3,7 +3,7 @@
 
 - Weights: a transfer back end that loads them part by part into the live model. On a CPU linear layers compute with
   their own parameters: vLLM packs a copy of them once, which later weights would not reach.
-- Sampling: log-probs are log_softmax(logits / temperature) before any change of the choice. A token is drawn
+- Sampling: log-probs are log_softmax(logits / temperature) before anything that changes the choice. A token is drawn
   with a random number that is a function of the request's key and the token's place in the response, as in
   whet/kernels/sampling.py. Penalties and bad words read tokens of an earlier attempt as tokens of the response.
 - Images and videos: pixel values are read from a file in shared memory when the tower encodes them; features are kept
