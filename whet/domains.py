@@ -73,7 +73,7 @@ class Domains:
         return tuple(found)
 
     def check_used(self, prompts: Sequence[Prompt]) -> None:
-        """Checks that every domain has a row.  Raises: DataError naming the domains without rows."""
+        """Checks that every domain but `others` has a row.  Raises: DataError naming the domains without rows."""
         counts = Counter(prompt.domain for prompt in prompts)
         rows = ", ".join(f"{name} ({count})" for name, count in counts.items()) or "no domain"
         unused = [

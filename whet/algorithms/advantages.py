@@ -64,8 +64,7 @@ def vapo(
     alpha: Positive = 0.05,
     whiten: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`gae` with one lambda for the critic and another for the policy, by default set by the length.   -> A, returns
-    [B, R]
+    """`gae` with one lambda for the critic and one for the policy, by default set by length.   -> A, returns [B, R]
 
         lam_policy = max(0, 1 - 1 / (alpha l))        A = whiten(L(lam_policy))        returns = L(lam_critic) + V
 

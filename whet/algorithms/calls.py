@@ -58,7 +58,7 @@ class Bound:
 
     @cached_property
     def is_supplied(self) -> bool:
-        """Tells whether the function has parameters that are no columns, so that the caller supplies their values."""
+        """Tells whether the function has a parameter or option in `SUPPLIED`, whose value the caller supplies."""
         return not SUPPLIED.isdisjoint({*self.entry.parameters, *self.entry.options})
 
     @cached_property
@@ -94,7 +94,7 @@ class Bound:
 
 
 def _argument(parameter: str, name: str, column: Tensor, mask: Tensor | None) -> object:
-    """Returns the array or value that the function gets for a column."""
+    """Returns a column as the function reads it: floats are 0 outside the mask, `index` is a NumPy array."""
     if mask is not None and column.shape[:2] == mask.shape and name not in ROW_COLUMNS and column.is_floating_point():
         column = zero_outside(column, mask)
     # verl's estimators use the elements of `index` as dict keys; elements of a tensor are never equal as keys.
@@ -134,9 +134,9 @@ def estimate(
 
     Rows with the same `trajectory_uid` are concatenated first, so the estimator sees one row per trajectory: its reward
     counts once in the group, and all its rows get its advantage. If the estimator reads `returns` and the batch has
-    none, it gets the undiscounted reward-to-go. With `with_returns` a critic gets them too, if the estimator has no
-    returns of its own.  Raises: RegistryError where a column is missing or the result is not finite advantages of the
-    batch's shape; DataError where the rows of a trajectory disagree."""
+    none, it gets the undiscounted reward-to-go. With `with_returns` the result has these returns, for a critic, if the
+    estimator gives none of its own.  Raises: RegistryError where a column is missing or the result is not finite
+    advantages of the batch's shape; DataError where the rows of a trajectory disagree."""
     layout = _trajectory_layout(columns)
     seen = dict(columns) if layout is None else layout.joined(estimator, columns)
     if "returns" not in seen and ("returns" in estimator.columns or with_returns):
@@ -153,8 +153,8 @@ def estimate(
 
 
 def mini_batch_functions(entry: Entry) -> dict[str, Entry]:
-    """Returns the functions that compute columns for a loss, by column. The mark `before` of the loss names them. A
-    loss sees only the rows of a micro-batch; these functions see the whole mini-batch, before its update."""
+    """Returns the functions that compute columns for a loss, by column: its mark `before` names them, in its own file.
+    A loss sees only the rows of a micro-batch; these functions see the whole mini-batch, before its update."""
     location = entry.target.rpartition(":")[0]
     return {
         column: entry_of(load_target(f"{location}:{function}"), entry.kind, function, {})
@@ -163,7 +163,7 @@ def mini_batch_functions(entry: Entry) -> dict[str, Entry]:
 
 
 def with_mini_batch_columns(loss: Bound, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Adds the columns of `mini_batch_functions` to a whole mini-batch. They and the loss get options by name."""
+    """Calls `mini_batch_functions` with the loss's options, by name; adds their columns to a whole mini-batch."""
     resolved = {**loss.entry.options, **loss.options}
     own = {
         column: call(function, columns, {name: resolved[name] for name in function.options})
@@ -222,7 +222,7 @@ def _parts(entry: Entry, result: object) -> tuple[object, Tensor | None, Mapping
 def _column(
     entry: Entry, name: str, value: object, shape: torch.Size, layout: TrajectoryLayout | None, mask: Tensor
 ) -> Tensor:
-    """Converts a result, [B] or [B, R], to [B, R]: finite, and 0 where the mask is 0. `shape` is the columns' shape."""
+    """Converts a result, [B] or [B, R], to [B, R], finite and 0 outside the mask. `shape`: the estimator's columns'."""
     if not isinstance(value, Tensor) or value.shape not in (shape, shape[:1]):
         expected = f"a tensor of shape {list(shape)}, or {list(shape[:1])} for one number a row"
         raise _unusable(entry, value, expected, name)
@@ -293,7 +293,7 @@ class TrajectoryLayout:
         self.place = before[self.row] + sampled.cumsum(-1)[self.row, self.position] - 1
 
     def joined(self, estimator: Bound, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Joins the columns that an estimator reads, by trajectory.  Raises: RegistryError for one of batches."""
+        """Joins the columns that an estimator reads, by trajectory.  Raises: RegistryError if it takes the batch."""
         entry = estimator.entry
         if asked := BATCH & {*entry.parameters, *entry.options}:
             found = f"takes {min(asked)!r}, and in this batch a trajectory has several rows"

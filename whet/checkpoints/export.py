@@ -61,12 +61,12 @@ def export(
     trust_remote_code: bool = False,
 ) -> Path:
     """Writes the policy of a checkpoint, or of a run's newest one, as a folder for plain transformers.  Returns `out`.
-    `source` may also be a checkpoint of verl or EasyR1.
+    `source` may also be a checkpoint of verl or EasyR1; `dtype` is then by default the dtype of its weights.
 
     Weights are written in `dtype`, by default the dtype of the run's rollout, or float32 if that is unknown. If this
     rounds them, the remaining share of the update is logged. A trained adapter is merged into the model that training
-    started from, which is read from its original path or from `base`; with `adapter` only the adapter is written, in
-    peft's format. `out` must be new or empty.  Raises: CheckpointError."""
+    started from, which is read from its original path or from `base`; with `adapter` only the adapter is written, as it
+    was trained, in peft's format. `out` must be new or empty.  Raises: CheckpointError."""
     with disk_errors(out, "folder to write"), disk_errors(source, "checkpoint"):
         check_new(out)
         ranks = find_ranks(source)
@@ -179,7 +179,7 @@ def _write(
 
 
 def _start_weights(path: str | None) -> Mapping[str, torch.Tensor]:
-    """Returns the base weights by their names in the files; empty if they are not on this machine."""
+    """Returns the weights that training started from, by their names in the files; empty if they are not here."""
     with suppress(Exception):  # they are only compared with
         folder = Path(str(path))
         if not folder.is_dir():
@@ -211,7 +211,7 @@ def _names(model: PreTrainedModel) -> list[str]:
 
 
 def _with_adapter(folder: Path, origin: Origin, weights: Weights, base: str | None) -> PreTrainedModel:
-    """Loads the base model, and merges the trained adapter into it."""
+    """Loads the model that training started from, with the trained adapter in it, not yet merged."""
     path, options = base or origin["model_path"], {name: origin[name] for name in LOADED_WITH}
     try:
         if HEAD in weights:
@@ -296,7 +296,7 @@ def model_folder(path: str, *, trust_remote_code: bool = False) -> Iterator[str]
 def write_weights(
     out: Path, weights: Iterator[Named], model: PreTrainedModel, dtype: torch.dtype, start: Mapping[str, torch.Tensor]
 ) -> float | None:
-    """Writes `weights` in `dtype` under their Hugging Face names. `model`, which may be on meta, has the same names.
+    """Writes `weights`, named as in `model` (which may be on meta), in `dtype` and under their Hugging Face names.
 
     Returns the share of the update since `start` that survives rounding: 1 - |rounded - trained|^2 / |trained -
     start|^2, NaN if unknown; None without rounding. Memory: the weights of one file and one layer."""

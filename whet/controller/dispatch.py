@@ -227,7 +227,7 @@ def _join_rows(parts: Sequence[tuple[Any, Sequence[int]]], caller: str) -> Any:
 
 
 def _one_result_per_row(result: Any, shard: Sequence[int], caller: str) -> Any:
-    """Returns the result.  Raises: WorkerError if one of its columns lacks or adds rows to the rows of the shard."""
+    """Returns the result.  Raises: WorkerError unless each of its columns has one row for each row of the shard."""
     for each in result if isinstance(result, tuple) else [result]:
         columns = each if isinstance(each, dict) else {"rows": each} if isinstance(each, (Batch, list)) else {}
         sizes = {name: len(column) for name, column in columns.items()}

@@ -42,7 +42,7 @@ class Worker:
     `@register`. Methods must not modify their arguments: within one process they are the caller's own objects.
 
     `neighbours` are the workers of other roles in this process, by role; during `__init__`, only workers built earlier.
-    Through it, a rollout worker gets the actor's module without a copy."""
+    From there a rollout worker gets the actor's module without a copy."""
 
     # The ranks work apart from each other, without a process group: in a pool of such workers alone, one that is lost
     # may be started again.

@@ -206,7 +206,7 @@ def _is_whole(form: str, file: IO[bytes]) -> bool:
 
 
 def _is_animation(file: IO[bytes]) -> bool:
-    """Tells whether the file is an animation, which Pillow reads as a video."""
+    """Tells whether Pillow reads the file as a video, which may have a single frame."""
     try:
         with _picture(file, ANIMATIONS):
             return True

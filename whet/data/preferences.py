@@ -42,7 +42,7 @@ _TEXT = "only text in the pairs of a reward model"
 class Comparison(Example):
     """A prompt and responses to it, best first; a single response has the score 1 for good, 0 for bad.
 
-    For a reward model it may have a `margin` (the least difference of the scores) and an empty prompt."""
+    For a reward model it has a `margin` (the least difference of the scores), and the prompt may be empty."""
 
     prompt_ids: tuple[int, ...]
     responses: tuple[Response, ...]
@@ -118,10 +118,10 @@ def build_comparisons(
     """Makes comparisons from rows, in order; `numbers` are the row numbers for errors.
 
     A row has two responses (chosen, rejected), one response with a label, or a list with scores. They are texts,
-    messages, or whole conversations without a prompt. Comparisons with equal responses or scores are dropped; with
-    data.overlong=drop also those over data.max_length. If the first row has a list of `labels`, a reward model gets
-    `StepExample`s.  Raises: DataError for a row of another form, for a row that is too long if data.overlong=error, and
-    if no row is left."""
+    messages, or whole conversations without a prompt. Comparisons whose responses or scores are all equal are dropped;
+    with data.overlong=drop also those over data.max_length. If the first row has a list of `labels`, a reward model
+    gets `StepExample`s.  Raises: DataError for a row of another form, for a row that is too long if
+    data.overlong=error, and if no row is left."""
     of_steps = isinstance(data, PreferenceDataConfig) and bool(rows) and isinstance(rows[0].get("labels"), list)
     made: list[Comparison | StepExample] = []
     num_equal = num_long = 0

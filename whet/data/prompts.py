@@ -168,7 +168,7 @@ class PromptFormat:
         return media
 
     def with_media(self, row: Row, messages: Sequence[Message]) -> tuple[tuple[Message, ...], tuple[Media, ...]]:
-        """Returns the messages of one row, and reads its media.  Raises: DataError."""
+        """Reads the media of one row.  Returns its messages, with tags replaced, and the media.  Raises: DataError."""
         placed, values = self.place(row, messages)
         [media] = self.read([values])
         return placed, media
@@ -199,7 +199,7 @@ class PromptFormat:
         return encoded
 
     def check(self, ids: Sequence[int], media: Sequence[Media]) -> None:
-        """Checks that the special tokens of a text are exactly the tokens of its media.  Raises: DataError."""
+        """Checks that a text has as many media tokens as its media need, and no others.  Raises: DataError."""
         if self.reader is not None and self.reader.encoders is not None:
             check_ids(ids, media, self.reader.encoders.forbidden)
 
@@ -272,7 +272,7 @@ def build_prompts(
 def fit_prompts(prompts: Sequence[Prompt], prompt_format: PromptFormat, data: DataConfig) -> tuple[Prompt, ...]:
     """Returns the prompts within the length limit. Encodes the messages of prompts that have no ids.
 
-    Raises: DataError for an empty or no prompt, and if data.overlong_prompts=error for one that is too long."""
+    Raises: DataError for an empty prompt, if none is left, and if data.overlong_prompts=error for one too long."""
     limit = data.max_prompt_length
     whole = [p if p.token_ids else _completed(p, prompt_format) for p in prompts]
     kept = tuple(prompt for prompt in whole if len(prompt.token_ids) <= limit)

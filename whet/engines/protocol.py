@@ -130,7 +130,7 @@ class TrainEngine(Protocol):
         ...
 
     def save(self, path: Path, start: dict[str, Any] | None) -> None:
-        """Writes weights, optimizer, schedule and `start`, an adapter's base model. All ranks take part."""
+        """Writes all that a resume needs: weights, optimizer, schedule, an adapter's `start`. All ranks take part."""
         ...
 
     def load(self, path: Path) -> dict[str, Any] | None:

@@ -123,8 +123,8 @@ def _step(
 
 
 def step(work: Sequence[Work], tables: Sequence[torch.Tensor], rounding: str | None, width: int) -> None:
-    """Updates weights with equal dtypes and the same kind of moments. `tables` has for each of the two moments its
-    codes and its nearest codes, on the device. `width` is the number of columns of a block."""
+    """Updates weights with equal dtypes and the same kind of moments. `tables`, on the device, are the codes of the
+    first and of the second moment, then the nearest codes of both. `width` is the number of columns of a block."""
     for start in range(0, len(work), MOST):
         some = work[start : start + MOST]
         device, grads = some[0].weight.device, [each.grad.contiguous() for each in some]

@@ -95,7 +95,7 @@ def _products(
 def _of_chunk(
     at: slice, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None, like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the gradients of a chunk's log-probs and entropies. If nothing depends on the log-probs, zeros."""
+    """Returns the gradients of a chunk's log-probs (zeros if nothing depends on them) and entropies (None then)."""
     if grad_log_probs is None:
         own = torch.zeros(len(like), dtype=torch.float32, device=like.device)
     else:

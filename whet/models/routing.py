@@ -39,7 +39,7 @@ def recording(model: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 def as_bytes(chosen: list[torch.Tensor], keep: torch.Tensor | None) -> list[bytes]:
-    """Encodes the experts from `recording` as bytes for each token (of `keep`, if given): int16 k, [layers, k]."""
+    """Encodes the experts of `recording` for each token (of `keep`, if given): int16 k, then [layers, k] experts."""
     table = torch.stack(chosen, 1)
     table = (table if keep is None else table[keep]).flatten(1)
     return [row.tobytes() for row in F.pad(table, (1, 0), value=chosen[0].shape[1]).to(DTYPE).numpy()]

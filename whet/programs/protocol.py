@@ -120,7 +120,7 @@ def open_sandbox(name: str, python: str | None = None, languages: str = "{}", pa
 
     `python` is the interpreter of programs on this machine; `languages` has further languages as JSON: `{"lua":
     {"file": "a.lua", "run": ["lua", "a.lua"]}}`; `paths` are folders of toolchains on this machine.  Raises:
-    SandboxError if it cannot isolate programs."""
+    SandboxError if it cannot confine programs."""
     is_service = name.startswith(("http://", "https://"))
     is_known = name in SANDBOXES or ":" in name or missing_plugin("sandbox", name)
     if name == "service" or not is_known:

@@ -133,8 +133,8 @@ class RewardWorker(MeasuredWorker):
 
 
 class PlacedRewards:
-    """The scorer of a run whose reward processes belong to ranks. Each item goes to the rank with the fewest items. If
-    that rank is lost, the item goes to another; the loss of the last rank ends the run."""
+    """The scorer of a run whose reward processes belong to ranks. A batch of items goes to the rank with the fewest
+    items. If that rank is lost, the batch goes to another; the loss of the last rank ends the run."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self.ranks, self._uids = RankDriver(group, Fleet(), concurrent=True), map(str, count())
@@ -149,7 +149,7 @@ class PlacedRewards:
         return Placed(self, task.uid)
 
     def turn(self, timeout_seconds: float) -> None:
-        """Collects the outcomes that have arrived.  Raises: the errors of workers; LostWorkerError without a rank."""
+        """Collects the outcomes that have arrived.  Raises: errors of workers; LostWorkerError if no rank is left."""
         self.found |= {event.uid: event.what for event in self.ranks.turn(timeout_seconds)}
 
     def close(self) -> None:

@@ -234,7 +234,7 @@ class Episode:
             self._noted = Completion(tokens, log_probs, "abort", versions, routed=partial.routed)
 
     def go_on_from(self, sampled: Completion, context_digest: int | None = None) -> None:
-        """Starts the first turn with tokens that an earlier run sampled, unless its context has changed."""
+        """Lets the first turn begin with tokens that an earlier run sampled, unless its context has changed."""
         self._partial, self._behind, self._attempt = sampled, context_digest, self._attempt + 1
 
     @property

@@ -249,9 +249,9 @@ def status_bytes(name: str) -> int:
 
 
 class SystemMeter:
-    """Measures the process of the loop (`driver`) and all processes started since the last measurement, under the names
-    that `ps` shows (`reward`, `env`, `main_0`: rank 0 of a pool), or else `workers`. With `name`, measures this process
-    and its children under that name. Processes on other machines are not seen."""
+    """Measures the process of the loop (`driver`) and all processes below it, since the last measurement, under the
+    names that `ps` shows (`reward`, `env`, `main_0`: rank 0 of a pool), or else `workers`. With `name`, measures this
+    process and all below it under that name. Processes on other machines are not seen."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, name: str = "") -> None:
         self._clock, self._at, self._name = clock, clock(), name

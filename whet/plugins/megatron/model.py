@@ -204,7 +204,7 @@ def pack(body: PreTrainedModel, where: Layout, size: int, ranks: MeshGroups) -> 
 
 def in_halves(where: Layout, sizes: Sizes, size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the token order of Megatron-Core's context parallelism. Each row is padded and cut into 2 `context`
-    chunks: rank 0 has its first and last chunk, rank 1 the second and the second last, and so on.
+    chunks. First come rank 0's, of each row the first and the last; then rank 1's, the second and the second last.
 
     Returns: places [T] of the tokens; starts [rows + 1] of the padded rows, the last one extended to `size`."""
     ranks, step = sizes.context, 2 * sizes.context * sizes.tensor

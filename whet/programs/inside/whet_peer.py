@@ -91,8 +91,8 @@ class Reader(pickle.Unpickler):
         self.peer = peer
 
     def find_class(self, module: str, name: str) -> object:
-        """Returns a plain type; a type that is a Python class comes wrapped in a function, on which no message can set
-        attributes."""
+        """Returns a plain type. A class written in Python comes wrapped in a function, so that no message can set
+        attributes of the class."""
         kind = GLOBALS[module, name]
         return (lambda *values: kind(*values)) if kind in CHANGEABLE else kind
 

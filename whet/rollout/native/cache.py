@@ -135,9 +135,9 @@ class Prefixes:
             self._blocks.move_to_end(prefix)
 
     def kept_part(self, identity: Identity) -> tuple[list[int], int]:
-        """Returns the blocks of the longest kept prefix of a prompt, and the number of its tokens. Adds an owner to
-        them. The prompt's last token is never included, because the logits after it are needed. The caller gets a block
-        that is not full as its own, and fills it."""
+        """Returns the blocks of the longest kept prefix of a prompt, with one more owner, and the number of its tokens.
+        The prompt's last token is never included, because the logits after it are needed. A block that is not full goes
+        to the caller, who fills it, and is no longer kept here."""
         found, last, num_tokens = list[int](), list[int](), 0
         for before, tokens in _prefixes(identity[:-1]) if self._blocks else ():
             kept = next((count for count in range(len(tokens), 0, -1) if (before, tokens[:count]) in self._blocks), 0)

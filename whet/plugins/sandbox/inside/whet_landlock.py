@@ -36,8 +36,8 @@ def version() -> int:
 
 
 def leave_root(readable: Sequence[str]) -> None:
-    """Changes from root to the user nobody. Keeps the right to read any file only if Python's folder is closed to
-    nobody and Landlock confines the program.  Raises: PermissionError if root would stay unconfined."""
+    """Changes from root to the user nobody. Keeps the right to read any file only if that user cannot enter Python's
+    folder, and Landlock confines the program.  Raises: PermissionError if root would stay unconfined."""
     if os.geteuid() != 0:
         return
     LIBC.prctl(KEEP_CAPABILITIES, 1, 0, 0, 0)
@@ -100,7 +100,7 @@ def open_beneath(folder: int, name: str) -> int:
 
 
 def _set_capabilities(kept: int) -> None:
-    """Keeps only these capabilities. Fails if this process lacks one of them, as root does in many containers."""
+    """Keeps only these capabilities. Changes nothing if the process lacks one, as root does in many containers."""
     LIBC.capset(struct.pack("Ii", CAPABILITIES, 0), struct.pack("6I", kept, kept, kept, 0, 0, 0))
 
 

@@ -83,7 +83,7 @@ class Rubric:
             raise ConfigError(f"{place}: template", f"no {missing[0]!r}", reads, "add it to the template")
 
     def messages(self, texts: Mapping[str, str]) -> list[dict[str, str]]:
-        """Returns the messages that ask a judge about `texts`. Their keys are the names in `TEXTS`."""
+        """Returns the messages that ask a judge about `texts`, whose keys are the names in `TEXTS`."""
         fence, number = "", 0
         while not fence or any(fence in text for text in texts.values()):
             digest = hashlib.blake2b(json.dumps([number, dict(texts)]).encode(), digest_size=12).hexdigest()

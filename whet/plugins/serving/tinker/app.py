@@ -54,7 +54,7 @@ class Served:
 
 
 class TinkerApp:
-    """An ASGI application, as `asgi`. Its methods run in the event loop, work on models in the engine's thread."""
+    """An ASGI application, as `asgi`. Its methods run in the event loop; models run in the engine's thread."""
 
     def __init__(
         self, served: Served, models: Models, thread: EngineThread, samplers: Samplers, settings: ServeSettings

@@ -100,7 +100,7 @@ def size_of(place: Path) -> int:
 
 
 def _read(place: Path) -> Saved | None:
-    """Reads the meta.json of a folder; None if it is missing. An expired checkpoint is removed, and None too."""
+    """Reads the meta.json of a folder; None if it is missing, or expired: an expired checkpoint is removed."""
     try:
         raw: dict[str, Any] = json.loads((place / META).read_text())
     except (OSError, ValueError):
