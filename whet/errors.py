@@ -151,7 +151,7 @@ class ToolError(WhetError, RuntimeError):
 
 @contextmanager
 def no_exit() -> Iterator[None]:
-    """Marks a call during which nothing may end the process.  Raises: WhetError if user code calls `sys.exit`."""
+    """Marks a call that must not end the process.  Raises: WhetError naming user code that calls `sys.exit`."""
     try:
         yield
     except SystemExit as error:

@@ -67,7 +67,7 @@ class Message:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Message:
-        """Builds a message from a dict with `role` and `content`. Other keys are kept.  Raises: KeyError."""
+        """Builds a message from a dict with `role` and `content`. Other keys stay unless None.  Raises: KeyError."""
         rest = {key: value for key, value in raw.items() if key not in ("role", "content") and value is not None}
         return cls(role=raw["role"], content=raw["content"], fields=rest)
 
@@ -190,7 +190,7 @@ class Trajectory:
         return 0.0 if self.failure is not None else (self.reward or 0.0) + sum(turn.reward for turn in self.turns)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the trajectory as a dict, in the form that a reward function reads."""
+        """Returns the dict of a reward function: messages after the prompt, turn rewards, fields, and the limit."""
         return {
             "messages": [message.to_dict() for message in self.messages],
             "turn_rewards": [turn.reward for turn in self.turns],

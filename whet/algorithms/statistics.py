@@ -27,7 +27,7 @@ def row_blocks(x: Tensor) -> list[slice]:
 
 
 def zero_outside(column: Tensor, mask: Tensor) -> Tensor:
-    """Sets `column` to 0 where `mask` is 0. Copies only if needed.   [B, R, ...], [B, R]"""
+    """Returns `column` with 0 where `mask` is 0; on a CPU without a copy if it is so already.   [B, R, ...], [B, R]"""
     mask = mask.reshape(*mask.shape, *[1] * (column.dim() - mask.dim()))
     if column.device.type == "cpu":  # elsewhere the host would have to wait for the test
         values = column.detach()

@@ -31,7 +31,7 @@ class PreferenceDataConfig(ResponsesDataConfig):
 
 
 class ComparisonDataConfig(ResponsesDataConfig):
-    """The rows of `whet preference`: chosen and rejected responses, a response with a label, or a list with scores."""
+    """The rows: chosen and rejected, a response with a label, or a list with scores; pairs are its best and worst."""
 
     list_size: PositiveInt = key(
         4, "most responses of a list for a loss of lists: of a longer one the best, the worst, and those evenly between"
@@ -74,7 +74,7 @@ class PreferenceConfig(ExamplesConfig):
 
     @property
     def reads_reference(self) -> bool:
-        """Tells whether the loss reads log-probs of a reference model."""
+        """Tells whether log-probs of a reference are needed: the loss reads them, and `reference.mode` is not none."""
         return "ref_log_probs" in self.entry.columns and self.reference.mode != "none"
 
     @property

@@ -26,7 +26,7 @@ def uneven_sizes(use: EngineUse, key: str, given: Mapping[str, int]) -> Iterator
 
 
 def uneven_experts(key: str, size: int, holders: int, product: str) -> Iterator[ConfigError]:
-    """Yields an error if the experts cannot be split evenly over `holders` ranks; `product` names these ranks."""
+    """Yields an error if `size`, the split of the experts, does not divide `holders` ranks; `product` names these."""
     if holders % size:
         near = " or ".join(str(each) for each in nearest_divisors(holders, size))
         yield ConfigError(f"{key}.expert", size, f"a divisor of {product}", f"try {near}")

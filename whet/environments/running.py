@@ -363,7 +363,7 @@ def read_tuple(raw: object) -> Observation:
 
 
 def read_reply(raw: object) -> Observation:
-    """Converts the return value of a step function: an Observation, a reply, None (the end), or (reply, reward)."""
+    """Converts a step function's return value: an Observation, a reply, None (the end), or (reply or None, reward)."""
     match raw:
         case Observation():
             return raw

@@ -73,7 +73,7 @@ def reference(
     cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes `paged_attention` in torch: gathers every token's keys, and masks later keys and padding."""
+    """Computes `paged_attention` in torch: gathers every token's keys, and masks keys that the token does not see."""
     (tokens, heads, dim), kv_heads = query.shape, key.shape[1]
     real = rows >= 0
     table = tables[rows.clamp(min=0).long()].long()
@@ -165,7 +165,7 @@ class BlockIndex:
     def of(
         cls, tables: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, spare: int, longest: int, context: int
     ) -> BlockIndex:
-        """Builds an index from `paged_attention`'s arguments. `longest` is the largest number of tokens of a sequence,
+        """Builds an index from `paged_attention`'s arguments. `longest` is the most of these tokens in a sequence,
         `context` the largest position + 1, `spare` an unused block."""
         width = min(tables.shape[1], -(-context // (BLOCK_SIZE * WIDTH_STEP)) * WIDTH_STEP)
         real, row, tables = rows >= 0, rows.clamp(min=0).long(), tables.long()

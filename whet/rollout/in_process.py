@@ -30,7 +30,7 @@ from whet.types import FinishReason, Versions, last_versions
 
 @dataclass(eq=False)
 class LiveRequest:
-    """An unfinished request. While it is being sampled, its newest tokens stay on the device until they are read."""
+    """An unfinished request. While it is being sampled, the engine keeps its newest tokens until they are read."""
 
     request: Request
     tokens: list[int]  # of the response
@@ -309,7 +309,7 @@ class InProcessEngine(ABC, Generic[L]):
 
     @abstractmethod
     def _forget(self) -> None:
-        """Puts running requests back into the queue. Reads their tokens and drops their cache."""
+        """Puts running requests back into the queue, and drops their cache. Their tokens have been read."""
 
     def _forget_finished(self) -> None:
         """Frees the cached blocks of finished requests."""

@@ -138,12 +138,12 @@ class Run(Frame):
         self.sync(self.step)
 
     def check_health(self, batch: Batch, metrics: Metrics) -> None:
-        """Warns of jumps and skipped updates.  Raises: EngineError after three skipped updates."""
+        """Warns of jumps and skipped updates.  Raises: EngineError after three skipped updates in a row."""
         self.health.check(self, batch, self.step, metrics)
 
     def interruptible(self) -> AbstractContextManager[None]:
         """Marks a block at the start of a step, before weights change. A stop request ends the run inside it, with the
-        previous step's checkpoint. Workers in other processes finish their call first, unless nothing is saved yet."""
+        previous step's checkpoint. Workers in other processes finish their call first, unless no step is done yet."""
         if self.step == 0 or self.stays_here:
             return self.signals.at_once()
         self.signals.here()
@@ -277,7 +277,7 @@ def readable_tokens(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Iterato
 
 
 def reward_gap(history: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    """Returns the gap of training reward and held-out accuracy at the last validation, and its growth since the first.
+    """Returns the gap at the last validation, and its growth since the first; both 0 if there is nothing to compare.
 
     The gap is the mean training reward of the last steps, as a share of the range of all rewards so far, minus the
     held-out accuracy. With a reward model, its score is the training reward, if the reward function pays anything,

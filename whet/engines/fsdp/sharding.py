@@ -143,7 +143,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Splits the linear layers that `base_model_tp_plan` names: each rank has some heads and some neurons of an MLP.
     Embedding, norms and output stay whole on every rank. `split_experts` splits experts.  Raises: ConfigError if the
-    heads cannot be split.
+    layers cannot be split.
 
     Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053."""
     config, body = model.config.get_text_config(), model.base_model
@@ -234,7 +234,7 @@ class Ranks:
 
 
 def arrange(group: dist.ProcessGroup | None, device_type: str, given: Mapping[str, int] | None) -> Ranks:
-    """Arranges the ranks of `group` (None: this process alone) by the sizes of a mesh."""
+    """Arranges the ranks of `group` (None: this process alone) by the sizes of a mesh, which divide their number."""
     group = group if group is not None else _alone(device_type)
     mesh, everyone = Mesh.of(group.size(), given), group
     stages = torch.tensor(dist.get_process_group_ranks(group)).view(mesh.pipeline, -1)
@@ -265,7 +265,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _mesh(group: dist.ProcessGroup, sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
-    """Builds the mesh of the group's ranks without communication between ranks."""
+    """Builds a mesh of the group's ranks. Only ranks of the group have to call it."""
     grid = torch.tensor(dist.get_process_group_ranks(group)).view(*sizes.values())
     lines = [grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist() for dim in range(grid.dim())]
     groups = [_line(group, each) for each in lines]

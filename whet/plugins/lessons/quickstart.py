@@ -79,7 +79,7 @@ def quickstart(run_dir: Path, seed: int, program: str = "whet", lesson: Lesson |
     """Runs all stages of a lesson (default: addition), prints the results, and returns the content of summary.json.
     `program` is the name of the command in printed advice.
 
-    It replaces an earlier quickstart in `run_dir`.  Raises: ConfigError if the folder has other files."""
+    It replaces an earlier quickstart in `run_dir`.  Raises: ConfigError if anything else fills the folder."""
     with closing(clear(run_dir)):
         return _stages(run_dir, seed, program, lesson or ADDITION)
 

@@ -71,7 +71,7 @@ def write_model(path: Path, seed: int) -> str:
 
 
 def read_back(run_dir: Path, held_out: Rows) -> list[Shown]:
-    """Returns problems of each kind that only one of the two models solved, with the responses of both."""
+    """Returns some problems of each kind that only one of the two models solved, with the responses of both."""
     before, after = (read_rollouts(run_dir / name / "answers.jsonl") for name in ("before", "after"))
     shown: dict[str, list[Shown]] = {}
     for row, old, new in zip(held_out, before, after, strict=True):

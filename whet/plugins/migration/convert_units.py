@@ -84,8 +84,8 @@ def trackers(of: Conversion, key: Key) -> Unit:
 
 
 def ratio(of: Conversion, key: Key) -> Unit:
-    """Converts a fraction of all steps to updates, if the number of steps is known. In TRL it is a fraction of all
-    updates."""
+    """Converts a fraction of all steps (in TRL: of all updates) to updates, if their number is known. A number from 1
+    up already counts updates."""
     steps = of.result.values.get("trainer.total_steps")
     if not key.value:
         return
@@ -155,7 +155,7 @@ def _bounds(of: Conversion, row: KeyRow, default: Any) -> tuple[float | None, fl
 
 
 def verl_rejection(of: Conversion, key: Key) -> Unit:
-    """Converts verl's rejection: bounds of k1 become bounds of the ratio, by default (1 / upper, upper)."""
+    """Converts verl's rejection: its bounds of k1 bound the ratio, from 1 / upper by default; k2 and k3 have one."""
     if key.name != key.row.theirs[0] or not key.value:
         return
     level, _, form = key.value.rpartition("_")
@@ -284,7 +284,7 @@ def shares(of: Conversion, key: Key) -> Unit:
 
 
 def roll_norm(of: Conversion, key: Key) -> Unit:
-    """Converts ROLL's normalisation of rewards in environments, which applies with every estimator."""
+    """Converts ROLL's normalisation of rewards in environments, for all estimators but step_reinforce and gigpo."""
     if key.name != key.row.theirs[0] or of.value("adv_estimator") in ("step_reinforce", "gigpo"):
         return
     over = "batch" if of.given.get(key.row.theirs[1], "batch") == "batch" else "group"

@@ -38,7 +38,7 @@ class KeyRow:
     join: str | None = None
 
     def without(self, keys: Collection[str]) -> list[KeyRow]:
-        """Returns the row without `keys` in a list, which is empty if the row has no other key."""
+        """Returns the row without `keys` in a list, which is empty if no key is left, or if the row needs all."""
         left = [(key, ours) for key, ours in self.pairs() if key not in keys]
         if len(left) == len(self.theirs):
             return [self]
@@ -136,7 +136,7 @@ def foreign_config(name: str) -> str | None:
 
 @register_part("foreign_key")
 def foreign_key(schema: type[Section], key: str) -> str | None:
-    """Returns whet's keys for another framework's `key`, or for a key above it; None for an unknown key."""
+    """Returns advice for another framework's `key`: whet's keys for it or for a key above it; None if it is unknown."""
     found = [
         (len(theirs), system, ours, f" ({remark})" if remark else "")
         for system, theirs, ours, remark in foreign_keys()

@@ -91,8 +91,8 @@ def check_fits(setup: Setup, run_dir: Path, replan: Callable[[Any], Setup], recl
     """Checks that a run fits into memory and onto the disk, before its models are loaded.  Returns the bytes of a
     checkpoint, or 0 if unknown.
 
-    `reclaimed_bytes` of the disk become free when the run starts. A detailed plan is skipped if a fast upper bound
-    already fits.  Raises: ConfigError with the numbers, the settings that reduce them, and the way to start anyway."""
+    `reclaimed_bytes` of the disk become free when the run starts. No plan is made if a fast upper bound is below half
+    the memory.  Raises: ConfigError with the numbers, the settings that reduce them, and the way to start anyway."""
     if os.environ.get(ANYWAY, "0") not in ("", "0"):
         return 0
     free, cluster = setup.host or free_memory(), setup.config.cluster

@@ -30,7 +30,7 @@ class EngineStoppedError(EngineError):
 
 
 class EngineThread:
-    """Runs an engine until `stop`. Other threads may call all methods except `run`, which return at once.
+    """Runs an engine until `stop`. Other threads may call all methods but `run`. All but `stop` return at once.
 
     `on_death` is called with the error that ends the engine."""
 
@@ -155,7 +155,7 @@ class EngineThread:
                 self.run_elsewhere(deliver_all)
 
     def _die(self, error: WhetError, *, is_expected: bool = False) -> None:
-        """Delivers the error to all waiting requests."""
+        """Delivers the error to all unfinished requests and calls, and to `on_death` unless it is expected."""
         self.death = error
         self._tell_all(error)
         self._calls.fail(error)
