@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet rewards`: score functions that are listed, and the rule and examples of one."""
+"""`whet rewards` lists score functions, or shows the rule and examples of one."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class PendingCall:
     def result(self, deadline_seconds: float | None = None) -> Any:
         """Waits for the ranks, by default as long as the launch allows.  Returns the gathered result.
 
-        Raises: WorkerError or the WhetError that a worker raised; DeadlineError. After an error the group is closed."""
+        Raises: WorkerError or the WhetError of a worker; DeadlineError. Then the group is closed, unless `is_lost`."""
         seconds = self.deadline_seconds if deadline_seconds is None else deadline_seconds
         until = concurrent.futures.FIRST_EXCEPTION
         finished, late = concurrent.futures.wait(self.replies.values(), timeout=seconds, return_when=until)

@@ -106,7 +106,7 @@ def load_items(
 
 
 def numbered_rows(data: DataConfig, key: str) -> Iterator[tuple[int, DataRow]]:
-    """Yields the rows of all entries of `key`. Their numbers equal the `index` of their prompts.
+    """Yields the rows of all entries of `key`, each after its number, which is the `index` of its prompt.
 
     Raises: DataError for an entry that is a function; the errors of `load_items`."""
     first = 0

@@ -250,7 +250,7 @@ class MediaReader:
             return hashlib.file_digest(file, lambda: found).hexdigest()  # type: ignore[arg-type, return-value]
 
     def _stored(self, digest: str, source: Encoded, suffix: str) -> Encoded:
-        """Stores the bytes in the folder, if the reader has one. Returns their path.  Raises: StorageError."""
+        """Stores bytes in the folder, if there is one.  Returns their path, else `source`.  Raises: StorageError."""
         if self.folder is None or isinstance(source, str):
             return source
         path = self.folder.absolute() / f"{digest}{suffix}"

@@ -260,7 +260,7 @@ class Engine(ABC):
 
     @abstractmethod
     def save(self, path: Path, start: dict[str, Any] | None) -> None:
-        """Writes weights, optimizer state, progress, and `start`, an adapter's base model. All ranks call it."""
+        """Writes weights, optimizer, progress, and `start`, which describes an adapter's base. All ranks call it."""
 
     @abstractmethod
     def load(self, path: Path) -> dict[str, Any] | None:
@@ -283,7 +283,7 @@ class Engine(ABC):
         self._move(self.device, weights=True)
 
     def outputs(self, part: Columns, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
-        """Computes the model outputs of a micro-batch on the host; they are differentiable."""
+        """Computes the outputs, on the device and differentiable, of a micro-batch that is on the host."""
         where = layout_of(part, self.forward_settings)
         with span("forward"):
             return self._outputs(where.to(self.device), needs, temperature)

@@ -18,10 +18,10 @@ def micro_batches(
     """Returns the row numbers of each micro-batch. Only a micro-batch of one block may exceed `max_tokens`.
 
     A packed micro-batch costs its tokens; a padded one, its rows times its longest row. Rows are sorted by length, so
-    that padding stays small. Each `block` consecutive rows stay together; a list gives the rows of each block. Rows of
-    length 0 are left out. `prompts` has for each row the number and length of its prompt, if packed rows share prompts:
-    these rows stay neighbours, and their prompt costs once. With `first_fit` a block goes into any micro-batch with
-    room, preferably one with its prompt; this needs fewer micro-batches."""
+    that padding stays small. Each `block` consecutive rows stay together; a list gives the rows of each block. A block
+    without tokens is left out. `prompts` has for each row the number and length of its prompt, if packed rows share
+    prompts: these rows stay neighbours, and their prompt costs once. With `first_fit` a block goes into any micro-batch
+    with room, preferably one with its prompt; this needs fewer micro-batches."""
     shared = prompts if prompts is not None else [(row, 0) for row in range(len(lengths))]
     counted = [row for row, length in enumerate(lengths) if length]
     if counted and packing and block == 1 and _tokens(counted, lengths, shared, set()) <= max_tokens:

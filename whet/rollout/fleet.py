@@ -50,7 +50,7 @@ class FleetTask:
 
 @dataclass(frozen=True)
 class Done:
-    """The result of a task, or of one part of it."""
+    """The result of a task or of one part of it; with `is_last` false, a message before the result."""
 
     uid: str
     what: Any
@@ -186,7 +186,7 @@ class Fleet:
         return gives
 
     def shares(self, ready: Sequence[int]) -> Mapping[int, Sequence[Flight]]:
-        """Assigns each waiting task to the rank that has the fewest."""
+        """Assigns each waiting task to the rank with the smallest load: the sum of `size` of its tasks."""
         loads = {rank: sum(each.task.size for each in self.ranks[rank].given.values()) for rank in ready}
         found: dict[int, list[Flight]] = {rank: [] for rank in ready}
         for flight in self.waiting.values():
@@ -379,7 +379,7 @@ def assign(
     """Assigns requests to ranks. A block of requests with equal prompts goes to the rank with the fewest `unfinished`.
 
     No rank gets more than `most`, nor more than an even share of all unfinished requests. If all fit, all start at
-    once, because more rows make a decode step little slower. Otherwise a rank that long responses keep busy gets fewer.
+    once, as a decode step is hardly slower with more rows. Otherwise a rank that long responses keep busy gets fewer.
     Requests with the highest limits come first. `home` is the rank that has read a block's prefix: it gets the block
     while it has at most its even share."""
     loads = dict(unfinished)

@@ -62,7 +62,7 @@ def measure_filter(found: HandOut, metrics: Metrics, *, warns: bool) -> None:
 
 
 def measure_staleness(found: HandOut, metrics: Metrics) -> None:
-    """Records the age of tokens in versions, and the share of tokens that is not trained on."""
+    """Records the age of tokens in versions, and the number of tokens that are not trained on."""
     lags = Counter[int]()  # tokens by the number of versions that they are behind
     for version, count in _versions(each for group in found.kept for each in group.trajectories):
         lags[found.step - 1 - version] += count

@@ -114,7 +114,7 @@ class _Probe:
     def examine(
         self, packages: Sequence[str], paths: Sequence[str], others: Mapping[str, tuple[str, int]], seconds: float
     ) -> dict[str, Any]:
-        """Returns the fields of a `NodeReport`."""
+        """Returns the fields of a `NodeReport` that the node finds out itself."""
         unreached = {}
         for address, listener in others.items():
             try:
@@ -131,7 +131,7 @@ class _Probe:
 
 
 def _there(node: Node) -> dict[str, Any]:
-    """Returns the Ray options that place an actor on the node, even if its CPUs are in use."""
+    """Returns the Ray options that place an actor or task on the node, even if its CPUs are in use."""
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False)}
 
 

@@ -44,7 +44,7 @@ class Receives(Absent):
 
 
 def stages_of(model: nn.Module, count: int, own: Sequence[int]) -> tuple[nn.Module, list[nn.Module]]:
-    """Returns a rank's model, with the stages `own` of `count`, and each stage alone.  Raises: ConfigError."""
+    """Returns a rank's model, with the stages `own` of `count`, and each of these alone.  Raises: ConfigError."""
     body, listed = body_of(model), layers(body_of(model))
     config = body.config
     if config.get_text_config() is not config or config.tie_word_embeddings:

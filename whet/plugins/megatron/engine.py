@@ -118,7 +118,7 @@ class MegatronEngine(Engine):
         return everywhere(own, self.ranks.pipeline, self.device)
 
     def save(self, path: Path, start: dict[str, Any] | None) -> None:
-        """Writes a checkpoint in Megatron-Core's distributed form, and the weights in Hugging Face's form."""
+        """Writes Megatron-Core's distributed form and, with the option `hugging_face`, weights in Hugging Face's."""
         with self.ranks.used():
             checkpoint.save(path, self.stages, self.optimizer, {**self._progress(), "start": start})
         if self._hugging_face:

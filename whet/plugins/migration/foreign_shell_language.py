@@ -285,7 +285,7 @@ class Words:
         return " ".join(self.expand(word, split=False))
 
     def expand(self, word: str, *, split: bool = True) -> list[str]:
-        """Expands a word into one or more words."""
+        """Expands a word into any number of words; none if it is empty and not quoted."""
         if split and "{" in word and (braces := _BRACES.fullmatch(word)):
             return [each for inner in _in_braces(braces) for each in self.expand(f"{braces[1]}{inner}{braces[6]}")]
         fields, is_word, place = [""], False, 0

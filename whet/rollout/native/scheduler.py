@@ -142,7 +142,7 @@ class Scheduler:
         return live
 
     def admit(self) -> list[ScheduledRequest]:
-        """Admits preempted requests, then new ones.  Returns them."""
+        """Admits requests that have tokens (preempted or resumed), then new ones.  Returns them."""
         admitted: list[ScheduledRequest] = []
         headroom = sum(min(HEADROOM_BLOCKS, each.most_blocks - len(each.blocks)) for each in self.running.values())
         while len(self.running) < self.max_batch_size and (self._begun or self._unstarted):
@@ -196,7 +196,7 @@ class Scheduler:
         return {live: block for live, block in blocks.items() if live not in preempted}, preempted
 
     def remove(self, live: ScheduledRequest, *, keeps_cache: bool = False) -> None:
-        """Frees all blocks of an unfinished request, running or not. With `keeps_cache`, the blocks of a running
+        """Removes an unfinished request, running or not, and frees its blocks. With `keeps_cache`, blocks of a running
         request whose tokens have been read are kept for requests that continue it."""
         uid, prompt = live.request.uid, live.prompt
         if self.running.pop(uid, None) is not None:

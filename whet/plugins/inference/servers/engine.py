@@ -405,7 +405,7 @@ class ServerEngine(ServerWords):
 
     @contextmanager
     def _noting_loss(self) -> Iterator[None]:
-        """Records the loss of the server in its block, for the next call that reports it."""
+        """Records a loss of the server that its block raises; the next call that reports losses raises it."""
         try:
             yield
         except LostReplicaError as error:

@@ -49,7 +49,7 @@ def _tokens_so_far(state: Any) -> dict[str, Any]:
 
 
 def _no_decisions(*_: Any) -> None:
-    """Replaces vLLM's /v1/systemone, which fails at start if the tokenizer lacks a token for some words."""
+    """Leaves out vLLM's /v1/systemone, which fails at start if the tokenizer lacks a token for some words."""
 
 
 def _media(path: str) -> MultiModalKwargsItem:
