@@ -255,14 +255,14 @@ def negonly_seq_kl(t: Terms) -> Tensor:
 
 @register_wrapper("tok_kl")
 def tok_kl(t: Terms) -> Tensor:
-    """Right rows: + a+ U;  wrong: + a- k if the whole group is wrong, else + min(a- k, abs(A) / 2);  abs(k) <= 10."""
+    """Right rows: + a+ U;  wrong: + a- k in a group all wrong, else + min(a- k, abs(A) / 2);  k clamped to [-10, 10]."""
     pull = t.neg * t.k.clamp(-LARGEST, LARGEST)
     return where(t.right, t.pos * t.u, where(t.hard, pull, torch.minimum(pull, t.half)))
 
 
 @register_wrapper("negonly_tok_kl")
 def negonly_tok_kl(t: Terms) -> Tensor:
-    """Right rows: + a+ U;  wrong rows in a group that is all wrong: + a- k, abs(k) <= 10."""
+    """Right rows: + a+ U;  wrong rows in a group that is all wrong: + a- k, k clamped to [-10, 10]."""
     return where(t.right, t.pos * t.u, where(t.hard, t.neg * t.k.clamp(-LARGEST, LARGEST), 0.0))
 
 

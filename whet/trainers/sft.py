@@ -132,7 +132,7 @@ class ExamplesRun(Frame):
         return bool(self.val_examples) and super().validates
 
     def check_health(self, batch: Batch, metrics: Metrics) -> None:
-        """Warns of skipped updates, then calls the callbacks.  Raises: EngineError after three skipped updates."""
+        """Warns of a skipped update, then calls the callbacks.  Raises: EngineError after three of them in a row."""
         name = self.objective_of(self.config).name
         self.is_good = check_skipped(name, "optim.lr", metrics, self.run_dir)
         for callback in self.callbacks:
