@@ -255,7 +255,7 @@ def negonly_seq_kl(t: Terms) -> Tensor:
 
 @register_wrapper("tok_kl")
 def tok_kl(t: Terms) -> Tensor:
-    """Right rows: + a+ U;  wrong: + a- k in a group all wrong, else + min(a- k, abs(A) / 2);  k clamped to [-10, 10]."""
+    """Right rows: + a+ U; wrong: + a- k in a group all wrong, else + min(a- k, abs(A) / 2);  k clamped to [-10, 10]."""
     pull = t.neg * t.k.clamp(-LARGEST, LARGEST)
     return where(t.right, t.pos * t.u, where(t.hard, pull, torch.minimum(pull, t.half)))
 
