@@ -52,6 +52,17 @@ def test_whet_is_whole_without_it(plugin: str, tmp_path: Path) -> None:
     assert f"smoke: {folder}" in output(folder, str(SMOKE), str(folder / "work"))
 
 
+@pytest.mark.parametrize("plugin", manifests())
+def test_the_shape_of_the_package_holds_without_it(plugin: str, tmp_path: Path) -> None:
+    folder, test = without(plugin, tmp_path), "tests/test_architecture.py"
+    for each in (test, "tests/parsed.py", "docs/__init__.py", "docs/architecture.md", "pyproject.toml"):
+        (folder / each).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / each, folder / each)
+    shutil.copytree(ROOT / "docs" / "generate", folder / "docs" / "generate")
+    words = ("-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-m", "not slow", test)
+    assert " passed" in output(folder, *words)
+
+
 def test_the_types_of_the_core_need_no_plugin(tmp_path: Path) -> None:
     folder = without(ALL, tmp_path)
     shutil.copy(ROOT / "pyproject.toml", folder)
