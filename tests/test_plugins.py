@@ -9,7 +9,6 @@ import sys
 import tomllib
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -122,7 +121,8 @@ def test_a_module_is_found_under_its_old_name(old: str, new: str) -> None:
     sys.modules.pop(old, None)
     spec = find_spec(old)
     assert spec is not None and spec.origin == new and find_spec(new) is not None
-    assert not Path(*old.split(".")).with_suffix(".py").exists()
+    place = PLUGINS.parents[1].joinpath(*old.split("."))
+    assert not place.with_suffix(".py").exists() and not (place / "__init__.py").exists()
 
 
 def test_modules_inside_an_old_folder_are_those_of_today() -> None:

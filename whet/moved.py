@@ -48,10 +48,9 @@ MOVED = {  # by the old name of a file or folder
     "whet.rollout.sampling": "whet.kernels.sampling",
     "whet.protocol": "whet.plugins.migration.protocol",
     **{f"whet.rewards.{name}": f"whet.plugins.migration.{name}" for name in ("data_proto", "managers")},
-    **{f"whet.rewards.{name}": f"whet.plugins.scores.{name}" for name in ("auto", "check", "code", "ifeval", "judge")},
     **{
         f"whet.rewards.{name}": f"whet.plugins.scores.{name}"
-        for name in ("hostile_programs", "perception", "short_answers")
+        for name in ("auto", "check", "code", "hostile_programs", "ifeval", "judge", "perception", "short_answers")
     },
     **{f"whet.rollout.{name}": f"whet.plugins.inference.{name}" for name in ("servers", "sglang", "vllm")},
     "whet.rollout.vllm.routed": "whet.plugins.inference.vllm.plain",

@@ -388,8 +388,8 @@ REJECTIONS = Registry("rejection", "algorithms", "register_rejection")
 FILTERS = Registry("filter", "algorithms", "register_filter")
 REWARDS = Registry("reward", "rewards", "register_reward")
 ENVIRONMENTS = Registry("environment", "environments", "register_environment")
-TOOLS = Registry("tool", "environments", "register_tool", has_foreign_form=False)
-TOOL_PARSERS = Registry("tool parser", "environments", "register_tool_parser", ("text", "schemas"))
+TOOLS = Registry("tool", None, "register_tool", has_foreign_form=False)
+TOOL_PARSERS = Registry("tool parser", None, "register_tool_parser", ("text", "schemas"))
 SAMPLERS = Registry("sampler", "data", "register_sampler", ("prompts", "epoch", "seed", "total_draws"))
 ENGINES = Registry("training engine", "engines", "register_engine", ("role", "process_group", "device"))
 ROLLOUT_ENGINES = Registry(
@@ -405,10 +405,9 @@ ENCODERS = Registry("encoder", "models", "register_encoder", has_foreign_form=Fa
 TRAINERS = Registry("trainer", "trainers", "register_trainer", ("config",))  # marks: config, summary, setup, elsewhere
 PROVIDERS = Registry("provider of a column", "trainers", "register_provider", ("batch", "sources"))  # names: columns
 TRACKERS = Registry("tracker", "tracking", "register_tracker", ("run",))  # marks: package
-SANDBOXES = Registry("sandbox", "programs", "register_sandbox", ("address",))
-COMMANDS = Registry("command", "cli", "register_command")  # of plugins; marks: panel, settings, exits
-# Functions of plugins that the core calls by name: planner, tools, foreign_config, foreign_key, foreign_imports,
-# data_proto, reward_manager.
+SANDBOXES = Registry("sandbox", None, "register_sandbox", ("address",))
+COMMANDS = Registry("command", None, "register_command")  # marks: panel, settings, exits
+# Functions of plugins that the core calls by name; `plugin_names.csv` has the names.
 PARTS = Registry("part", None, "register_part", has_foreign_form=False)
 
 register_adv_est = ADV_ESTIMATORS.register

@@ -49,13 +49,14 @@ class Call:
 def parts_of(parser: str, text: str, schemas: Schemas, *, is_whole: bool = True) -> Iterator[str | Call]:
     """Yields the parts of a text by a registered parser. Thoughts are text, which the parser skips. A thought without
     closing tag lasts to the end. With `is_whole`, all text before the first closing tag is a thought, even without
-    opening tag. Tags inside a valid call belong to the call. The parser of gpt-oss handles channels itself."""
-    load = TOOL_PARSERS[parser].load()
+    opening tag. Tags inside a valid call belong to the call. A parser marked `gets_thoughts` reads all text."""
+    entry = TOOL_PARSERS[parser]
+    load = entry.load()
 
     def read(text: str) -> Iterator[str | Call]:
         return (_of_json(part) if isinstance(part, Call) else part for part in load(text, schemas))
 
-    if parser == "gpt-oss" or not ("think>" in text or "THINK]" in text):
+    if entry.marks.get("gets_thoughts") or not ("think>" in text or "THINK]" in text):
         yield from read(text)
         return
     masked, position = text, 0

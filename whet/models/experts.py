@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""whet's mixture of experts for transformers models. On a CPU, a token's result does not depend on other tokens.
-
-Kernels for few rows round differently from kernels for many rows, and other tokens decide how many rows an expert gets.
-So an expert's rows are padded to at least `MIN_ROWS`. Experts may be on several ranks (`ExpertShare`); then the hidden
-states of tokens are sent to the ranks of their experts and back."""
+"""whet's mixture of experts for transformers models. On a CPU, a token's result does not depend on other tokens
+(`whet/kernels/grouped_mm.py` says how). Experts may be on several ranks (`ExpertShare`); then the hidden states of
+tokens are sent to the ranks of their experts and back."""
 
 from __future__ import annotations
 

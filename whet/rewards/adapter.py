@@ -99,7 +99,7 @@ class RewardFunction:
             raw = await self._function(**self._form.arguments([item]), **self._kwargs)
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # as in _score_call; signals of the run do not reach this process
+        except BaseException as error:  # as in _score; signals of the run do not reach this process
             return self._failure(error)
         return self._read(raw, item)
 
@@ -169,7 +169,7 @@ def adapt(
 
 
 def stand_ins() -> AbstractContextManager[None]:
-    """Makes modules of other systems importable in the block, for reward files, if a plugin offers `imports`."""
+    """Makes modules of other systems importable in the block, for reward files, if a plugin has `foreign_imports`."""
     offered = PARTS.shipped.get("foreign_imports")
     return nullcontext() if offered is None else offered.load()()
 

@@ -21,7 +21,7 @@ from typing import Any
 from whet.errors import RewardError, WhetError, describe
 from whet.processes.template import Caller, Serve, sendable, serve_tasks
 from whet.processes.user_code import pin
-from whet.registry import PARTS, REWARDS, load_target
+from whet.registry import PARTS, REWARDS
 from whet.rewards.adapter import RewardFunction, adapt, stand_ins
 from whet.rewards.result import failure
 from whet.types import Failure, Outcome, RewardItem
@@ -54,7 +54,7 @@ class ScorerSpec:
             entry.check(self.kwargs, "reward.kwargs.")
             function = entry.load()
             if "checked_by" in entry.marks:  # a function of the options that are more than a type and a range
-                load_target(entry.marks["checked_by"])(**self.kwargs)
+                entry.marked("checked_by")(**self.kwargs)
         kwargs, runner = self.kwargs, None
         if inspect.isclass(function):
             (function, runner), kwargs = PARTS["reward_manager"].load()(function, self.kwargs, self.tokenizer), {}
@@ -85,6 +85,7 @@ class Scored:
 def prepare(spec: bytes) -> Serve:
     """Returns the main function of the workers. Each worker loads the user's code itself, because the template process
     must not have threads."""
+    _ = REWARDS.shipped, PARTS.shipped  # read from source files here, once for all workers
     return partial(_serve, spec)
 
 

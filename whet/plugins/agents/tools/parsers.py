@@ -133,7 +133,9 @@ def qwen3_coder(text: str, schemas: Schemas) -> Iterator[str | Call]:
     yield from _tagged(text, lambda part, body: [_xml_call(part, body, schemas)], whole=whole)
 
 
-@register_tool_parser("gpt-oss", begin=("<|start|>", "<|channel|>", "to="), end=("<|message|>", "<|call|>", "<|end|>"))
+@register_tool_parser(
+    "gpt-oss", begin=("<|start|>", "<|channel|>", "to="), end=("<|message|>", "<|call|>", "<|end|>"), gets_thoughts=True
+)
 def gpt_oss(text: str, schemas: Schemas) -> Iterator[str | Call]:
     """`<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>`, the format of gpt-oss."""
     for part in re.split(r"(?<=<\|call\|>)|(?<=<\|end\|>)|(?=<\|start\|>)", text):
