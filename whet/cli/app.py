@@ -36,7 +36,6 @@ from whet.version import __version__
 COME_WITH = {"play": f"install it; it comes with {registry.GAMES}"}
 LOOK = "Checks and reference"
 
-
 app = typer.Typer(
     cls=CommandGroup,
     help="Post-train language models with reinforcement learning.",

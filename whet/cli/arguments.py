@@ -94,8 +94,6 @@ ConfigName = Annotated[
     str | None,
     typer.Option("--config-name", "--config_name", metavar="RECIPE", help="the recipe, in Hydra's syntax", hidden=True),
 ]
-
-
 DeviceMemory = Annotated[float | None, typer.Option(help="plan for accelerators with this many GiB, one a process")]
 HostMemory = Annotated[float | None, typer.Option(help="plan for nodes with this many GiB, and large enough disks")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="run Python code of the model's folder")]

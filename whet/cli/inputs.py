@@ -29,8 +29,6 @@ STRIPES = ("on grey23", "on grey35")  # backgrounds of alternating tokens
 LEARNED, READ = "bold green", "dim"
 OPEN, CLOSE = "⟦", "⟧"  # around trained tokens, where there are no colours
 MAX_FACT_CHARACTERS = 300
-
-
 TRAINING = ", ".join(TRAINERS.shipped)
 For = Annotated[
     str | None,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ from whet.rollout.requirements import CacheRoom, Lengths
 
 if TYPE_CHECKING:
     from whet.planning.doctor import Finding
+
+log = logging.getLogger(__name__)
+NOT_ESTIMATED = "memory, disk and time are not estimated", "put whet/plugins/planner back"
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +52,7 @@ class Counts:
 def _not_estimated(config: RunConfig) -> Iterator[Finding]:
     from whet.planning.doctor import Finding
 
-    yield Finding("plan", "memory, disk and time are not estimated", "put whet/plugins/planner back")
+    yield Finding("plan", *NOT_ESTIMATED)
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Planner:
     # Checks memory and disk, by the setups of other configs too; of the disk, bytes become free at the start. Returns
     # the bytes of a checkpoint; 0 where they are not estimated.  Raises: ConfigError.
     check_fits: Callable[[Setup, Path, Callable[[Any], Setup], int], int] = lambda setup, run_dir, replan, freed: 0
-    introduce: Callable[[Setup, Counts], None] = lambda setup, counts: None  # logs the first lines of the run
+    introduce: Callable[[Setup, Counts], None] = lambda *_: log.warning("%s; %s", *NOT_ESTIMATED)  # logs first lines
     # The settings of a role, with the tokens of its micro-batches where an accelerator's memory decides.
     sized: Callable[[RoleSettings, Setup, str], RoleSettings] = lambda settings, setup, role: settings
     # The room for a cache of keys and values on an accelerator; by default the cache has `KV_CACHE_BYTES`.
