@@ -18,9 +18,10 @@ import pytest
 
 from tests.raising import check_fields, raises
 from whet.errors import RegistryError, RewardError
-from whet.registry import REWARDS, load_target, register_reward
+from whet.registry import PARTS, REWARDS, load_target, register_reward
 from whet.rewards.pool import RewardPool
 from whet.rewards.result import RESULT
+from whet.rewards.worker import prepare
 from whet.types import Failure, RewardItem, RewardResult
 
 RIGHT, WRONG = RewardResult(1.0, 1.0), RewardResult(0.0, 0.0)
@@ -574,3 +575,10 @@ def test_processes_end_with_a_killed_program(behaviours, state):
     process.kill()
     process.communicate()
     assert wait_until(lambda: not any(map(is_running, pids)), seconds=3.0)
+
+
+def test_the_template_reads_what_ships_once_for_all_workers(monkeypatch):
+    for each in (REWARDS, PARTS):
+        monkeypatch.delitem(vars(each), "shipped", raising=False)
+    prepare(b"")
+    assert all("shipped" in vars(each) for each in (REWARDS, PARTS))

@@ -231,6 +231,10 @@ def test_a_call_of_no_tool_is_an_error_where_it_is_all_the_text() -> None:
         == []
     )
     assert len(told("gpt-oss", f"<|channel|>final<|message|>{ADD}<|return|>")) == 1
+    call = '<|channel|>commentary to=functions.add<|message|>{"a": 1}<|call|>'
+    tag = "<|start|>assistant<|channel|>final<|message|>a </think> of no thought, as its thoughts are a channel"
+    for parser in ("gpt-oss", "whet.plugins.agents.tools.parsers:gpt_oss"):
+        assert told(parser, call + tag) == [("add", {"a": 1})]
 
 
 def test_text_of_a_parser_of_ones_own_may_be_a_call_too(tmp_path: Path) -> None:
