@@ -15,6 +15,7 @@ import pytest
 
 from tests.raising import raises
 from whet import registry
+from whet.cli.app import GROUPS, LOOK, PANELS
 from whet.config import TrainConfig
 from whet.config.compose import advice
 from whet.errors import RegistryError
@@ -62,6 +63,12 @@ def test_a_manifest_names_what_its_plugin_registers(plugin: str) -> None:
 def test_a_manifest_names_the_recipes_of_its_plugin(plugin: str) -> None:
     found = {path.stem: f"recipes/{path.name}" for path in (PLUGINS / plugin / "recipes").glob("*.yaml")}
     assert manifests()[plugin].get("recipe", {}) == found
+
+
+def test_every_command_of_a_plugin_has_a_place_in_the_help() -> None:
+    for entry in registry.COMMANDS.shipped.values():
+        group = entry.name.rpartition(" ")[0]
+        assert group in {*GROUPS, "config"} and entry.marks.get("panel", LOOK) in PANELS, entry.name
 
 
 def test_the_table_of_names_is_that_of_the_manifests() -> None:
