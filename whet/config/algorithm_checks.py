@@ -66,7 +66,7 @@ def algorithm_rule(algorithm: schema.AlgorithmConfig, at: SectionPlace) -> Itera
     estimator, teacher = _estimator(algorithm), at.whole["teacher"]
     if "teacher_log_probs" in estimator.columns and not teacher.model_paths and teacher.hint is None:
         expected = "a teacher or a hint, without which teacher_log_probs are the policy's own"
-        change = "set teacher.hint (reference, peer, own, judge) or teacher.model_paths"
+        change = f"set teacher.hint ({', '.join(registry.HINTS.names())}) or teacher.model_paths"
         yield ConfigError("algorithm.adv_estimator", estimator.name, expected, change)
     hint = registry.HINTS[teacher.hint] if teacher.hint is not None and teacher.hint in registry.HINTS else None
     if hint is not None and "options_checked_by" in hint.marks:
