@@ -35,7 +35,7 @@ def test_a_run_starts_without_advice_and_with_fixed_sizes(
     with caplog.at_level("INFO", "whet"):
         answers.introduce(setup, Counts(20, 0, 1))
     [message] = caplog.messages
-    assert "not estimated; put whet/plugins/planner back" in message
+    assert "whet/plugins/planner" in message
     assert answers.check_fits(setup, tmp_path, lambda other: setup, 0) == 0
     sized = answers.sized(setup.roles["actor"], setup, "actor")
     assert [sized.micro_batch_tokens(each) for each in ("cpu", "cuda")] == [2048, 16_384]
