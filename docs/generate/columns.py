@@ -20,9 +20,9 @@ which the token was chosen. Estimators, losses, weights and rejections cannot re
 Parameters before `*` in a function's signature name the columns that it reads. A part of the reward is a column [B] if
 `reward.columns` lists it; `examples/extending/provider.py` adds a column of your own.
 
-"Model" is the role whose forward pass computes the column, and the name of the output. Some columns the loop itself
-passes to functions that it calls later: to the estimator, to corrections (weights, rejections), to the loss of actor or
-critic. "Read by" lists shipped functions.
+"Model" is the role whose forward pass computes the column, and the name of the output. The loop itself passes some
+columns to functions that it calls later: the estimator, corrections (weights, rejections), the loss of actor or critic.
+"Read by" lists shipped functions.
 """
 KINDS = (ADV_ESTIMATORS, WEIGHTS, REJECTIONS, POLICY_LOSSES, KL_FORMS, VALUE_LOSSES)
 TITLES = ("column", "shape", "meaning", "model", "the loop passes it to", "read by")

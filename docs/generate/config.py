@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import html
+import inspect
 from collections.abc import Sequence
 
 from whet.config.commands import commands, schema_of
@@ -41,7 +42,7 @@ def _section(section: Section, prefix: str, where: str, seen: dict[tuple[type[Se
         if not is_section(field.annotation)
     ]
     if prefix:
-        lines += [type(section).__doc__ or "", ""]
+        lines += [inspect.getdoc(type(section)) or "", ""]
     lines += ["| key | takes | default | meaning |", "|---|---|---|---|", *rows] if rows else []
     for name, field in fields.items():
         if is_section(field.annotation):

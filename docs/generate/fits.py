@@ -73,10 +73,11 @@ HEAD = """\
 Plans of GRPO for Qwen3 by card and size. `python -m docs.generate.fits` writes this page with the estimates of
 `whet plan` ([how they are made](planning.md)): prompts of 512 tokens, responses of 1,024, 32 prompts a step with 8
 responses each, no reference model, `model.gradient_checkpointing=true`, and `rollout.free_cache_engine=true` (the KV
-cache is freed while models train). Micro-batches and cache have no size that is set: they follow from the card.
+cache is freed while models train). No size of micro-batches or cache is set: both follow from the card's memory.
 
 A cell has the memory that each card needs with a cache of 1 GiB, the tokens of a micro-batch, and the cache that the
-card has room for; - is a run that does not fit. A card has less than its name says; counted are {cards} GiB.
+card has room for; - is a run that does not fit. A card has less memory than its name says; these plans count
+{cards} GiB.
 {gpus}
 
 - all weights: `model.dtype=bfloat16`, float32 master weights and AdamW's two moments in float32
@@ -102,14 +103,14 @@ rows in micro-batches of 16,384 tokens, `sample` of 512 requests with a cache of
 """
 NOTES = """\
 
-- Fitted to the three updates: what compiled layers keep of a token (4 numbers times the hidden size and 2 times the
-  inner size; with checkpoints 3.5 layers of it), and 4 bytes a logit. These errors are of a fit, not of a prediction.
+- Fitted to the three updates: memory that compiled layers keep for a token (4 numbers times the hidden size and 2 times
+  the inner size; with checkpoints 3.5 layers of it), and 4 bytes a logit. The errors are of a fit, not of a prediction.
 - Measured on an H100: libraries took 0.5 GiB (1 GiB is counted), and the allocator held 1.05 to 1.13 bytes for each
   byte of tensors (1.1 is counted). Plans of runs without compiled layers were 0.95 to 1.00 times what was measured.
-- Computed alone, never measured on a card: all runs on 8 cards, adapters, compact moments and weights, models above
-  1.5B, cards of 24 and 48 GB, models that see, and layers that are not compiled (`fsdp`, float32, caps on scores,
-  mixtures of experts), which keep more of a token: `whet plan` traces their passes, and the columns on 8 cards have the
-  formula that was fitted to such plans, within a fifth.
+- Only computed, never measured on a card: all runs on 8 cards, adapters, compact moments and weights, models above
+  1.5B, cards of 24 and 48 GB, vision-language models, and layers that are not compiled (`fsdp`, float32, caps on
+  scores, mixtures of experts), which keep more for a token: `whet plan` traces their passes, and the columns on 8 cards
+  have the formula that was fitted to such plans, within a fifth.
 
 `whet plan ... --device-memory 80` makes such a plan for your own model, data and settings.
 """

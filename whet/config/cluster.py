@@ -25,12 +25,12 @@ ADDRESS = (
     "new one that ends with the run"
 )
 PROCESSES = (
-    "ranks of every role; 1 with backend=local runs in the calling process; 1 with several GPUs or nodes means one for "
-    "each"
+    "ranks of every role; 1 with backend=local runs in the calling process; 1 with several GPUs or nodes means one "
+    "for each GPU or node"
 )
 GPUS = (
-    "GPUs to reserve on each node, one for each process, or as devices of its pool says; a list has the number of each "
-    "node, as [8, 8, 4, 0]; 0: none"
+    "GPUs to reserve on each node: one for each process, or the number in devices of its pool; a list has a number "
+    "for each node, as [8, 8, 4, 0]; 0: none"
 )
 DEVICES = (
     "GPUs of each process: several only for a rollout engine that computes on several; less than 1: a share of a GPU, "

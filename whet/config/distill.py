@@ -19,8 +19,8 @@ TEACHERS = (
     "server with prompt_logprobs (http://127.0.0.1:8000/v1)"
 )
 TOP_K = (
-    "tokens in each place that are compared, the teacher's likeliest; all others count as one more; unset: the whole "
-    "vocabulary of a teacher that is no server"
+    "number of the teacher's likeliest tokens to compare at each position; all others count as one token; unset: the "
+    "whole vocabulary (a server needs top_k)"
 )
 
 
@@ -42,7 +42,7 @@ class DistillConfig(ExamplesConfig):
     on_policy: NonNegativeFloat = key(
         0.0, "share of rows whose last response the student samples, in place of the data's", le=1.0
     )
-    max_response_length: PositiveInt = key(256, "most tokens that the student samples; with the prompt data.max_length")
+    max_response_length: PositiveInt = key(256, "most tokens that the student samples; data.max_length holds too")
     trainer: TrainerConfig = TrainerConfig(experiment_name="distill")
 
     command: ClassVar[str] = "distill"

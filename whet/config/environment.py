@@ -21,7 +21,7 @@ ENTRIES = (
     "tools: a shipped name, path/file.py:function (or class), {python: ..., options: {...}}, "
     "{mcp: {command: [...]}}, {mcp: {url: http://..., headers: {...}}}, {mcp: {python: path/file.py:server}}"
 )
-ROLE = "role of results: tool, or user for chat templates that know no tools, which then are told in the system message"
+ROLE = "role of tool results; user: for chat templates without tools, whose system message then describes the tools"
 
 
 @dataclass(frozen=True)

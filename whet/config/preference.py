@@ -19,7 +19,7 @@ class ResponsesDataConfig(ExamplesDataConfig):
 
     chosen_key: str = key("chosen", "field with the better response, or with a whole conversation that ends in it")
     rejected_key: str = key("rejected", "field with the worse response, or with a whole conversation that ends in it")
-    overlong: Literal["drop", "error"] = key("drop", "what to do with rows of which one response is over max_length")
+    overlong: Literal["drop", "error"] = key("drop", "drop rows with a response over max_length, or error")
 
     builder: ClassVar[str] = "whet.data.preferences:build_comparisons"
 
@@ -31,10 +31,10 @@ class PreferenceDataConfig(ResponsesDataConfig):
 
 
 class ComparisonDataConfig(ResponsesDataConfig):
-    """The rows: chosen and rejected, a response with a label, or a list with scores; pairs are its best and worst."""
+    """Rows with two responses, a response with a label, or a list with scores, whose best and worst are a pair."""
 
     list_size: PositiveInt = key(
-        4, "most responses of a list for a loss of lists: of a longer one the best, the worst, and those evenly between"
+        4, "most responses of a list for a loss of lists; of more, it takes best, worst, and some evenly between them"
     )
 
 

@@ -62,7 +62,7 @@ FILES = (
     "files (.jsonl, .json, .parquet, with * too), folders of `datasets`, owner/name:config@split on the hub, functions "
     "as path/file.py:name; an entry may be a mapping: path, and weight, split, config, filter, options, prompt_key, ..."
 )
-DATA_WEIGHTS = "sampling weight of each entry of train_files, normalised to sum to 1; unset: all rows have one weight"
+DATA_WEIGHTS = "sampling weight of each entry of train_files, normalised to sum to 1; unset: equal for all rows"
 DATA_FILTER = (
     "condition on fields of the rows: a value, a list of values, {min: , max: } or {not: }; filters train_files (in "
     "`whet eval` val_files)"
@@ -98,11 +98,11 @@ class MediaRowsConfig(RowsConfig):
     image_key: str = key("images", "field with the images of a row; `images` is also read from `image`")
     video_key: str = key("videos", "field with the videos of a row; `videos` is also read from `video`, one video")
     image_dir: str | None = key(None, "folder of relative paths of images; unset: the folder of the data file")
-    min_pixels: PositiveInt | None = key(None, "smaller images and frames are enlarged to it; unset: the processor's")
-    max_pixels: PositiveInt | None = key(None, "larger images and frames are reduced to it; unset: the processor's")
+    min_pixels: PositiveInt | None = key(None, "smaller images and frames are enlarged to it; unset: the model's limit")
+    max_pixels: PositiveInt | None = key(None, "larger images and frames are reduced to it; unset: the model's limit")
     video_fps: PositiveFloat = key(2.0, "frames a second that are read of a video, evenly spread")
     max_frames: PositiveInt = key(16, "most frames of a video")
-    limit_images: PositiveInt | None = key(None, "most images and videos of a row; more is an error; unset: any number")
+    limit_images: PositiveInt | None = key(None, "most images and videos of a row; more are an error; unset: no limit")
     allow_media_urls: bool = key(False, "fetch images and videos that rows name by http(s) URL")
 
 
@@ -130,7 +130,7 @@ class DataConfig(MediaRowsConfig):
     val_max_prompts: PositiveInt | None = key(None, "number of prompts to validate on, from the first; unset: all")
     max_prompt_length: PositiveInt = key(512, "most tokens of a prompt")
     max_response_length: PositiveInt = key(512, "most tokens of a response")
-    overlong_prompts: Literal["drop", "error"] = key("drop", "what to do with prompts over max_prompt_length")
+    overlong_prompts: Literal["drop", "error"] = key("drop", "drop prompts over max_prompt_length, or error")
     difficulty_key: str | None = key(None, "field with the difficulty of a row, a number; unset: all rows are used")
     difficulty_window: tuple[float, float] = key((0.0, 1.0), "train on rows with a difficulty strictly between these")
     sampler: Annotated[str | None, Choice(SAMPLERS, "sampler_options")] = key(
@@ -203,7 +203,7 @@ class RewardConfig(Section):
         None, "registered reward function, module:function or file.py:function; or a list of them"
     )
     domains: dict[str, DomainConfig] = key(
-        {}, "functions by domain, for rows of several; reward.function then scores the rows of no domain"
+        {}, "reward functions by domain of a row; reward.function then scores rows without a domain"
     )
     weights: list[float] | None = key(None, "weight of each function in the sum; unset: 1 each")
     kwargs: Values = key({}, "keyword arguments of the function")
@@ -251,7 +251,7 @@ MUON = (
 # By `make bench` (docs/benchmarks.md, "Packed or padded") on a CPU; that of an accelerator whose memory is not known.
 MICRO_BATCH_TOKENS = {"cpu": 2048, "accelerator": 16384}
 KV_CACHE_BYTES = 2**30  # of the native engine with kv_cache_bytes=auto: on the host, and at least
-MICRO_BATCH = "most tokens of a forward pass, per device; unset: by an accelerator's memory, else 2,048; at least a row"
+MICRO_BATCH = "most tokens of a forward pass, per device; at least one row; unset: by accelerator memory, else 2,048"
 
 
 class EngineConfig(Section):
@@ -386,8 +386,8 @@ class ExamplesDataConfig(MediaRowsConfig):
 
 
 UNWRITTEN = (
-    "what to do with conversations of which the chat template leaves text out, such as thoughts of earlier turns: "
-    "as_is (a warning counts them), split (an example of each turn, in which it is the last), error"
+    "conversations from which the chat template leaves out text, such as thoughts of earlier turns: as_is trains on "
+    "them (a warning counts them), split makes an example of each turn, which ends with that turn"
 )
 
 
@@ -396,7 +396,7 @@ class SupervisedDataConfig(ExamplesDataConfig):
 
     messages_key: str = key("messages", "field with a whole conversation; rows without it have prompt and response")
     response_key: str = key("response", "field with the response")
-    overlong: Literal["truncate", "drop", "error"] = key("truncate", "what to do with examples over max_length")
+    overlong: Literal["truncate", "drop", "error"] = key("truncate", "truncate or drop examples over max_length")
     unwritten: Literal["as_is", "split", "error"] = key("as_is", UNWRITTEN)
 
 

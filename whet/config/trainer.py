@@ -32,7 +32,7 @@ class SamplingConfig(Section):
     frequency_penalty: float = key(0.0, "subtracted for each time that a token is in the response", ge=-2.0, le=2.0)
     stop: list[str] = key([], "strings that end a response; the string stays in the response")
     bad_words: list[str] = key([], "strings that are never sampled, with and without a space before them")
-    allowed_token_ids: list[NonNegativeInt] | None = key(None, "the only tokens sampled, the end token among them")
+    allowed_token_ids: list[NonNegativeInt] | None = key(None, "the only tokens sampled; include the end token")
 
 
 class TrainerConfig(Section):
@@ -48,11 +48,11 @@ class TrainerConfig(Section):
         2, "newest checkpoints to keep, besides the best and the last good; unset: all"
     )
     best_metric: str | None = key(
-        None, "metric of the best checkpoint, -NAME if lower is better; unset: val/accuracy, on examples -val/loss"
+        None, "metric that selects the best checkpoint; -NAME: lower is better; unset: val/accuracy or -val/loss"
     )
     resume: str = key("auto", "auto: newest checkpoint, if any; never; overwrite: delete the earlier run; or a path")
     hub_repo: str | None = key(
-        None, "owner/name on the hub that gets each checkpoint, and the exported model at the end; made private"
+        None, "owner/name on the hub, made private; gets each checkpoint, and the exported model at the end"
     )
     max_restarts: NonNegativeInt = key(0, "restarts from the newest checkpoint after a worker is lost")
     seed: NonNegativeInt = key(0, "seed of all random draws")
