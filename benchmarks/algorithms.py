@@ -15,7 +15,7 @@ TITLE = "The mathematics"
 NOTE = """\
 Functions of whet and of verl on the same batch in the same environment, each in a process of its own. whet's
 estimators run as the loop calls them (`estimate`: columns checked, advantages of every token) and, "alone", as
-`Bound` does, which gives one number a row where that is what the function gives. Losses: forward, diagnostics
+`Bound` runs them, with one number a row if the function returns one. Losses: forward, diagnostics
 as numbers, token-mean or the loss's own aggregation, backward. Memory is what the process needed beyond its inputs.
 """
 ROUNDS = 3

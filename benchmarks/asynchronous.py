@@ -21,8 +21,8 @@ TITLE = "Asynchronous training"
 NOTE = """\
 One process of one core trains, another samples. *Side by side* is the floor: one process updates on an old batch and
 sends its weights, the other samples, and neither waits for the other. All runs compute old log-probs, as two updates a
-step and stale tokens need them. Responses of up to k steps may be there when the time
-starts, so a short run with a large k may be faster than the floor.
+step and stale tokens need them. Responses of up to k steps may have been sampled before
+the time starts, so a short run with a large k may be faster than the floor.
 """
 STALENESS = (0.5, 1.0, 2.0, 4.0)
 APART = "cluster.placement={train: {processes: 1, roles: [actor]}, sample: {processes: 1, roles: [rollout]}}"

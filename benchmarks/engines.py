@@ -19,8 +19,8 @@ from whet.plugins.inference.vllm.engine import PACKAGE
 
 TITLE = "Rollout engines"
 NOTE = """\
-The same requests, with log-probs from whet's two engines. vLLM runs in a server of its own that whet starts and speaks
-to. A weight update sends all weights to an engine that has no requests.
+The same requests, with log-probs from whet's two engines. vLLM runs in a server of its own, which whet starts and
+calls. A weight update sends all weights to an engine that has no requests.
 """
 log = logging.getLogger(__name__)
 

@@ -31,11 +31,11 @@ Turns: 16 episodes of 8 turns, each of 64 sampled tokens and 16 of the environme
 30 M parameters or more, after a prompt of 32 tokens, or of 384, of which 320 are a system prompt that all have. "Read
 again" computes the whole context for every turn; both take turns, one round after the other. Steps: an engine that
 costs nothing, episodes of 10 turns in an environment that costs nothing, in the trainer's process (pure) and in others,
-through episodes, stream and rewards; a process is forked for each episode, which is most of their time. A reset, a
-step: calls of 32 such environments together, two seconds after the episodes before have closed. Slow: 512
-episodes of an async environment in one process, of which one waits two seconds in its step. Two cores of an Intel with
-AMX, which reads contexts faster, had 1.7x with the short prompts before turns shared their last block; it was not tried
-there again.
+through episodes, stream and rewards; a process is forked for each episode, which is most of their time. Rows of a
+reset and a step, if measured: calls of 32 such environments together, two seconds after earlier episodes. Slow: 512
+episodes of an async environment in one process, of which one waits two seconds in its step. On two cores of an Intel
+with AMX, which reads contexts faster, the ratio with short prompts was 1.7x before turns shared their last block; it
+was not measured there again.
 """
 TURNS, SAMPLED, READ = 8, 64, 16
 PROMPTS = {32: 0, 384: 320}  # tokens of a prompt, and those of them that all episodes begin with

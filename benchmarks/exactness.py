@@ -11,8 +11,8 @@ from benchmarks.setting import Setting
 
 TITLE = "Exactness"
 NOTE = """\
-Not times, but how far numbers are apart that should be equal. Gradients are compared with those of one padded
-micro-batch in one process.
+This section has no times, but the differences between numbers that should be equal. Gradients are compared with those
+of one padded micro-batch in one process.
 """
 SPLITS = (  # layout, tokens a micro-batch, processes; all against one padded micro-batch in one process
     ("packed", 10**9, 1),

@@ -22,7 +22,7 @@ The whole step of whet's shipped loop and of TRL's `GRPOTrainer`: rollout, rewar
 have the same forced lengths: whet by a limit of each request, TRL by a logits processor that ends a row when it is due.
 TRL runs without gradient checkpointing, in bfloat16 autocast, with four choices of weights and micro-batches; ratios
 are against the fastest of them (bold). On a processor without bfloat16 instructions all is float32. In brackets, how
-many times its floor a phase takes. `rest` is what no phase claims, in TRL's columns the optimizer's step too.
+many times its floor a phase takes. `rest` is the time outside of all phases, in TRL's columns the optimizer's step too.
 """
 LEARNING_RATE = 1e-6
 # TRL's weights, and in how many micro-batches it takes a step: it is compared at its fastest.

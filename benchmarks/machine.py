@@ -21,9 +21,9 @@ from benchmarks.setting import Setting
 
 TITLE = "The machine"
 NOTE = """\
-What the floors below are computed from. A floor is the least time that a phase can take: its arithmetic at the rate of
-the large product, or its memory traffic at the rate of the copy, whichever is longer. Only what has to be done is
-counted (benchmarks/floors.py). The matrices of this model are small: the last rows say what its own products allow.
+The floors below are computed from these rates. A floor is the least time that a phase can take: its arithmetic at the
+rate of the large product, or its memory traffic at the rate of the copy, whichever is longer. Only necessary work is
+counted (benchmarks/floors.py). The matrices of this model are small: the last rows have the rates of its own products.
 """
 RATES = ("bfloat16_flops", "float32_flops", "bytes_per_second")
 ROWS = (64, 128, 4096)  # tokens: two sizes of a decode step, one of a training pass

@@ -23,9 +23,9 @@ NOTE = """\
 Responses are the worked solutions of GSM8K with their last number in a box, and for the other problems a few lines that
 end with the answer in a box: the right one for two of three, else that of another problem. MATH-500 is a response to
 each problem; then follow the answers of MATH-500, AIME and DeepMath, each once (small numbers are the answers of most
-problems, and few of the different answers), and those that are no numbers. The cache of parsed answers is emptied
-before each. math-verify parses both sides and compares them, one response after the other, with its own deadlines; the
-pool has two processes. A ratio is of one round.
+problems, and few of the different answers), and last the answers that are no numbers. The cache of parsed answers is
+emptied before each. math-verify parses both sides and compares them, one response after the other, with its own
+deadlines; the pool has two processes. A ratio is of one round.
 """
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 UNCACHED = """

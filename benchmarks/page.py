@@ -93,7 +93,7 @@ HEAD = """\
 
 Written by `make bench` from benchmarks/results.json. Competitors run in processes of their own that take turns on one
 machine (A B C A B C ...), on all cores, after a warm-up. Times are medians; a ratio is the median over rounds of the
-ratio within a round, with its range. What the first turn takes beyond a warm one (compiling, caches) is shown apart.
+ratio within a round, with its range. The extra time of the first turn (compiling, caches) is shown separately.
 Memory is the peak of the whole process. The model is {model}.
 """
 

@@ -17,7 +17,7 @@ from benchmarks.setting import Setting
 
 TITLE = "The quickstart against TRL"
 NOTE = """\
-Training by a clock that stands still while the held-out problems are answered greedily, every 10 steps. whet trains by
+Time of training; the clock stops while the held-out problems are answered greedily, every 10 steps. whet trains by
 its recipe, which has the Muon optimizer. TRL trains on the same problems with 256 samples a step and AdamW, its
 default, with the best learning rate and dtype tried.
 """

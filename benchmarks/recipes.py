@@ -18,14 +18,14 @@ from benchmarks.competitor import take_turns
 from benchmarks.quickstart import prepare
 from benchmarks.record import Record
 from benchmarks.setting import Setting
-from whet.config.compose import SHIPPED, shipped_recipes
+from whet.config.compose import find_recipe, shipped_recipes
 from whet.tracking.plot import COLOURS
 
 TITLE = "The recipes"
 NOTE = """\
 Accuracy on the held-out problems, answered greedily, by step. All recipes start from the same SFT model and differ from
 the recipe `quickstart` in their algorithm alone: learning rate and batch were chosen for GRPO. The task rewards a right
-answer of two or three digits and has one turn, so that what an algorithm is for may have no room here.
+answer of two or three digits and has one turn, so the strength of an algorithm may not show here.
 """
 EVALUATE_EVERY = 50  # steps
 SHOWN = (0, 50, 100, 200, 400)  # steps of the table; and the last
@@ -58,7 +58,7 @@ def run(setting: Setting) -> dict[str, Any]:
 def report(results: Mapping[str, Any]) -> list[str]:
     """A table, the best at the end first."""
     lines = [
-        f"| recipe | seed | {' | '.join(f'step {step}' for step in SHOWN)} | last | says of itself |",
+        f"| recipe | seed | {' | '.join(f'step {step}' for step in SHOWN)} | last | description |",
         "|---|---|" + "---|" * (len(SHOWN) + 2),
     ]
     rows = [
@@ -79,7 +79,7 @@ def curve_of(record: Mapping[str, Any]) -> dict[int, float]:
 
 def comment_of(name: str) -> str:
     """The first line of a recipe."""
-    return (SHIPPED / f"{name}.yaml").read_text().split("\n", 1)[0].lstrip("# ")
+    return find_recipe(name).read_text().split("\n", 1)[0].lstrip("# ")
 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:

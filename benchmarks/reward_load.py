@@ -19,8 +19,8 @@ NOTE = """\
 Answers of about 1,500 characters and 500 tokens, in batches of 500, of which four wait at a time, go through two reward
 processes (`gsm8k` in a user's file, deadline 2 s). One answer in 1,000 raises; among the first tenth five hang and five
 end their process. Memory is what is resident after so many answers. A batch may wait for several answers that hang, one
-after the other; no outcome at all comes for at most the deadline and the start of a process. `python -m benchmarks
-reward_load` measures it, and tests/rewards/test_steady.py holds the bounds.
+after the other; the time without any outcome is at most the deadline plus the start of a process. `python -m benchmarks
+reward_load` measures it, and tests/rewards/test_steady.py has the bounds.
 """
 ANSWERS, BATCH, PART, AHEAD, SECONDS, POINTS = 100_000, 500, 10, 4, 2.0, 5
 WORDS = "Each of the boxes holds as many as the one before it, so the sum is what was asked for. " * 17

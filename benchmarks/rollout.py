@@ -15,7 +15,7 @@ from benchmarks.workload import Answers
 
 TITLE = "Rollout"
 NOTE = """\
-Useful tokens are those that were asked for. `transformers.generate` gets one left-padded batch and goes on for all rows
+Useful tokens are the requested ones. `transformers.generate` gets one left-padded batch and continues with all rows
 until the longest is done. whet returns log-probs as well.
 """
 BASELINE = "transformers.generate"

@@ -16,8 +16,8 @@ NOTE = """\
 A DataProto split over two actors, which hand their rows back, and put together again, each library in its own way: whet
 balances the rows by their tokens, copies them once into Ray's object store, reads them there, and puts the results into
 the caller's order; verl cuts the batch in two. `bytes alone` writes the same bytes into shared memory and copies them
-out, there and back, in one process: what any transport between two processes needs. All have warmed up: memory that is
-written to for the first time costs several times as much, and a run sends batches of a size again and again.
+out, there and back, in one process: the least that any transport between two processes needs. All have warmed up: the
+first write to new memory costs several times as much, and a run sends batches of the same size again and again.
 `controller` is a call of eight workers that return one column of zeros at once: whet's own time in the calling process.
 """
 OPPONENTS = {"verl": "verl", "bytes alone": "memory"}  # and their modules

@@ -15,8 +15,8 @@ from benchmarks.workload import Answers
 
 TITLE = "One setting at a time"
 NOTE = """\
-The step of whet's loop with one setting changed, against the same step as it is; the setting that it is compared with
-stands in the second column. Less than 1x is slower.
+The step of whet's loop with one setting changed, against the same step without the change; the second column has the
+unchanged setting. Less than 1x is slower.
 """
 BASE = "as it is"
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {  # by what is changed: the value as it is, and the keys

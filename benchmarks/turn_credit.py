@@ -14,7 +14,7 @@ NOTE = """\
 `python examples/games.py number_game --seed SEED trainer.total_steps=80 algorithm.adv_estimator=...`: a game has ten
 cards, each paid at once, and the number is the share of right cards in 256 held-out games. `grpo` pays every turn with
 the sum of its episode. `segment_reinforce` and `step_reinforce` pay a turn with its return, the second less the mean of
-the group: with gamma 0 what the turn itself earned, with gamma 1 all that came after it too. `gigpo` adds both: the
+the group: with gamma 0 the reward of the turn itself, with gamma 1 all later rewards too. `gigpo` adds both: the
 episode, and the turns of a group that saw the same cards. All runs of a seed begin with one model, and none has the
 entropy bonus of the recipe, with which both runs of `segment_reinforce` ended below 0 (LOG.md).
 """

@@ -24,7 +24,7 @@ NOTE = """\
 `whet view` over a run of 1,000 steps with 40 metrics and 100,000 trajectories of about a kilobyte, 1,000 in each of
 100 files. "First" is a new server's first answer, which reads files; "again" is the median of the next ones. A query
 over all steps is answered in parts while files are read: the longest part is what a reader waits for.
-Chromium's times are from the call to what is on the page.
+Chromium's times are from the call until the page shows the result.
 """
 FILES, ROWS, STEPS, METRICS = 100, 1000, 1000, 40
 BOUND_SECONDS = 1.0  # of every answer

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Expert iteration: in each round the newest model samples, the best responses are kept, and MODEL is trained on them.
-# One round is rejection-sampling SFT. Killed at any time, the same command goes on where it was.
+# One round is rejection-sampling SFT. If it is killed, the same command continues.
 #
 #   MODEL=DIR DATA=train.jsonl REWARD=gsm8k ROUNDS=3 examples/expert_iteration.sh [KEY=VALUE of whet sft ...]
 #

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model learns to be paid by a weak reward without being right; the same with the reward repaired.
+"""A model learns to get a weak reward without being right; a second run has the repaired reward.
 
     python examples/hacked_reward.py [--run-dir runs/hacked_reward] [--seed 0] [--steps 150]
 

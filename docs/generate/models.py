@@ -23,7 +23,7 @@ SEES = re.compile("(?<=<!-- sees -->\n).*?(?=<!-- end of sees -->)", re.DOTALL)
 def page(text: str) -> str:
     """The page with the table as it is now."""
     rows = "\n".join(row(name, support_at(name)) for name in sorted(NANO))
-    head = "| `model_type` | way | for |\n|---|---|---|\n"
+    head = "| `model_type` | way | reason |\n|---|---|---|\n"
     text = TABLE.sub(lambda _: f"{head}{rows}\n", text)
     return SEES.sub(lambda _: sees(), text)
 

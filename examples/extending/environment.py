@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An environment of your own: whet train ... environment.name=examples/extending/environment.py:Doubling
 
-`whet env check examples/extending/environment.py:Doubling` holds it to what training needs."""
+`whet env check examples/extending/environment.py:Doubling` checks it against the needs of training."""
 
 import random
 

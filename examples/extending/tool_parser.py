@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A format of tool calls: whet train ... environment.tool_parser=examples/extending/tool_parser.py:lines
 
-It yields the text of a turn in parts, calls and what stands around them. What was meant as a call and is none is a Call
-with an error, which the model reads."""
+It yields the parts of a turn's text: calls, and the text around them. A malformed call is a Call with an error, which
+the model reads."""
 
 import json
 from collections.abc import Iterator, Mapping

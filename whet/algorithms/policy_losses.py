@@ -267,7 +267,7 @@ def dppo_tv(
 
     A > 0 allows p - p_o <= high, A < 0 allows p - p_o >= -low. For a rare token a ratio is misleading: from 1e-5 to
     1e-4 is a factor of ten but a small change. In the paper o is the rollout's log-probs
-    (`algorithm.old_log_probs=rollout`). https://arxiv.org/abs/2602.04879.
+    (`algorithm.correction.old_log_probs=rollout`). https://arxiv.org/abs/2602.04879.
     """
     moved = (log_probs.exp() - old_log_probs.exp()).detach()
     allowed = torch.where(advantages > 0, moved <= clip_ratio_high, moved >= -clip_ratio_low)

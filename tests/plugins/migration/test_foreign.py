@@ -26,7 +26,7 @@ from whet.plugins.migration.foreign_files import Written
         ("actor_rollout_ref.actor.use_kl_loss=True", "a key of verl; write algorithm.kl.where=loss"),
         (
             "actor_rollout_ref.actor.clip_ratio=0.2",
-            "write algorithm.loss_options.clip_ratio_low and algorithm.loss_options.clip_ratio_high (both; there",
+            "write algorithm.loss_options.clip_ratio_low and algorithm.loss_options.clip_ratio_high (both; in verl",
         ),
         ("worker.rollout.val_override_config.temperature=0.5", "a key of EasyR1; write trainer.validation"),
         ("rewards.llm_judge.worker_cls=a.B", "write reward.function (a function instead of a worker class)"),

@@ -147,10 +147,10 @@ def page(found: list[Mutant]) -> str:
 
 <!-- `python -m tests.plugins.scores.mutants` writes this page; `tests/plugins/scores/test_code.py` compares it. -->
 
-The canonical solutions of HumanEval with one expression of the tested function changed, at most four of a task:
-{len(found)} programs. `code`
-([Rewards](rewards.md#programs-and-tests)) pays {len(paid)} of them. Each of these passes HumanEval's tests without any
-sandbox too, and no other does: either the change makes no difference, or the tests do not see it.
+In these {len(found)} programs, one expression of the tested function of a canonical solution of HumanEval is changed;
+there are at most four programs for a task. `code`
+([Rewards](rewards.md#programs-and-tests)) pays {len(paid)} of them. The same programs, and no others, pass HumanEval's
+tests without any sandbox: either the change makes no difference, or the tests do not detect it.
 
 | task | line | before | after |
 |---|---|---|---|

@@ -44,7 +44,7 @@ class FSDPEngine(Engine):
     """Weights, gradients and optimizer state in shards over the ranks of `process_group`, by torch's FSDP2.
 
     mesh: sizes of the grid of processes: replicate (copies), shard (parts of the weights and of a mini-batch's rows),
-        context (parts of a row's tokens), tensor (parts of heads and inner numbers), expert (parts of the experts,
+        context (parts of a row's tokens), tensor (parts of heads and inner dimension), expert (parts of the experts,
         over shard x context), pipeline (parts of the layers); of shard and replicate the unset one takes the rest.
     reshard_after_forward: gives up gathered layers before the backward pass and gathers them again.
     cpu_offload: weights and optimizer stay on the host, gradients go there.

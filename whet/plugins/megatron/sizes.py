@@ -18,7 +18,7 @@ from whet.errors import ConfigError
 class Sizes:
     """The sizes of the mesh."""
 
-    tensor: int = 1  # of a layer's heads and inner numbers
+    tensor: int = 1  # of a layer's heads and inner dimension
     pipeline: int = 1  # of the layers, one after another
     virtual: int = 1  # of a rank's layers, interleaved with those of other ranks
     expert: int = 1  # of the experts
