@@ -120,14 +120,16 @@ def _correction(algorithm: schema.AlgorithmConfig) -> Iterator[ConfigError]:
         reads = entry_at(kind, f"algorithm.correction.{name}", chosen).columns if chosen is not None else ()
         if {"old_log_probs", "rollout_log_probs"} <= set(reads):
             is_same = correction.old_log_probs == "rollout"
-            does = "uses the rollout's for both" if is_same else "has the trainer's only in the loss"
+            does = "uses the rollout's for both" if is_same else "has the trainer's in the loss alone"
             expected = (
                 "no value: it compares the trainer's log-probs with the rollout's, but "
                 f"algorithm.correction.old_log_probs={correction.old_log_probs} {does}"
             )
             yield ConfigError(f"algorithm.correction.{name}", chosen, expected, "unset one of the two keys")
     if correction.old_log_probs == "interpolated" and algorithm.kl.where == "reward":
-        expected = "loss with algorithm.correction.old_log_probs=interpolated, which has old log-probs only in the loss"
+        expected = (
+            "loss with algorithm.correction.old_log_probs=interpolated, which has old log-probs in the loss alone"
+        )
         change = "set algorithm.kl.where=loss, or unset one of the two keys"
         yield ConfigError("algorithm.kl.where", algorithm.kl.where, expected, change)
 
