@@ -68,9 +68,9 @@ def vapo(
 
         lam_policy = max(0, 1 - 1 / (alpha l))        A = whiten(L(lam_policy))        returns = L(lam_critic) + V
 
-    l is the number of sampled tokens of the row: in a longer row a reward reaches further back. Yue et al. 2025,
-    https://arxiv.org/abs/2504.05118. A given `lam_policy` holds for all rows: Yuan et al. 2025,
-    https://arxiv.org/abs/2503.01491."""
+    L(lambda) is the estimate of `gae`, l the number of sampled tokens of the row: in a longer row a reward counts for
+    more of the earlier tokens. Yue et al. 2025, https://arxiv.org/abs/2504.05118. A given `lam_policy` is the lambda of
+    all rows: Yuan et al. 2025, https://arxiv.org/abs/2503.01491."""
     deltas = _deltas(token_level_rewards, values, response_mask, gamma)
     lengths = response_mask.sum(-1).clamp(min=1).to(deltas.dtype)
     by_length = (1.0 - 1.0 / (alpha * lengths)).clamp(min=0.0)
@@ -94,7 +94,7 @@ def grpo(
 
 @register_adv_est("dr_grpo", aggregation="seq-mean-token-sum-norm")
 def dr_grpo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tensor:
-    """A = s - mu_G: `grpo` without the division by sd_G, which gives easy and hard prompts more weight.   -> [B]
+    """A = s - mu_G: `grpo` without the division by sd_G, as this favours easy and hard prompts.   -> [B]
 
     The other half of Dr.GRPO is an aggregation that does not divide by a row's own length.
     Liu et al. 2025, https://arxiv.org/abs/2503.20783.

@@ -303,8 +303,8 @@ class TrajectoryLayout:
         return {name: self.join(name, column) for name, column in columns.items() if name in wanted}
 
     def join(self, name: str, column: Tensor) -> Tensor:
-        """[B, R] -> [T, L]; a column with one value per row -> one value per trajectory.
-        Raises: DataError where the rows of a trajectory disagree about such a value."""
+        """Joins a column by trajectory: [B, R] -> [T, L]; one value per row [B] -> one value per trajectory [T].
+        Raises: DataError if the rows of a trajectory have different values [B]."""
         if column.shape == self.row_shape and name not in ROW_COLUMNS:
             joined = column.new_zeros(self.shape)
             joined[self.trajectory, self.place] = column[self.row, self.position]
@@ -319,7 +319,7 @@ class TrajectoryLayout:
         return first
 
     def cut(self, result: Tensor) -> Tensor:
-        """[T, L] -> [B, R], 0 where no token was sampled; [T] -> [B]."""
+        """Splits a result of trajectories into rows: [T, L] -> [B, R], 0 where no token was sampled; or [T] -> [B]."""
         if result.ndim == 1:
             return result[self.trajectory_of_row]
         rows = result.new_zeros(self.row_shape)
@@ -330,7 +330,7 @@ class TrajectoryLayout:
 def _tokens_before(trajectory_of_row: Tensor, row_lengths: Tensor, num_trajectories: int) -> tuple[Tensor, Tensor]:
     """Returns the number of tokens in earlier rows of the same trajectory [B], and each trajectory's length [T]."""
     lengths = row_lengths.new_zeros(num_trajectories).index_add(0, trajectory_of_row, row_lengths)
-    starts = lengths.cumsum(0) - lengths  # of each trajectory in the concatenation of all
+    starts = lengths.cumsum(0) - lengths  # start of each trajectory, if all of them were concatenated
     order = trajectory_of_row.argsort(stable=True)
     ordered = row_lengths[order]
     before = torch.empty_like(row_lengths)

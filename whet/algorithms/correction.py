@@ -31,7 +31,7 @@ def importance(
     floor: NonNegative = 0.0,
     normalise: bool = False,
 ) -> Tensor:
-    """max(min(w, cap), floor), w = exp(x), x = old_log_probs - rollout_log_probs, by `level`.   -> [B, R]
+    """max(min(w, cap), floor), with x = old_log_probs - rollout_log_probs and w = exp(x) at `level`.   -> [B, R]
 
     `level` sets the unit of w: exp(x) of a "token", exp(sum_t x) of the row ("sequence"), exp(mean_t x) of the row
     ("geometric") or of a run of sampled tokens ("segment"). With `normalise`, w is divided by its mean over the sampled

@@ -69,7 +69,7 @@ def cpo(
 
 
 def positions(which: str, entropy: Tensor, response_mask: Tensor) -> Tensor:
-    """Marks sampled tokens: "all", "entropy" (above its 80 % quantile in the row) or "first" fifth.   -> [B, R] bool"""
+    """Marks sampled tokens, [B, R] bool: "all", "entropy" (above its 80 % quantile in the row), "first" (a fifth)."""
     sampled = response_mask != 0
     if which == "entropy":
         return sampled & (entropy > entropy.masked_fill(~sampled, torch.nan).nanquantile(0.8, dim=-1, keepdim=True))
@@ -81,7 +81,7 @@ def positions(which: str, entropy: Tensor, response_mask: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Terms:
     """The symbols of the wrappers' formulas, all [B, R] or [B, 1]. A is `advantages` (GRPO's), H is `entropy`; pos, neg
-    and lambda (`bound`) are the options pos_alpha, neg_alpha and cpo_lambda."""
+    and lambda (`bound`) are the options pos_alpha, neg_alpha and cpo_lambda; the properties are k, MI, U, Hmax, ..."""
 
     advantages: Tensor
     o: Tensor
@@ -162,8 +162,8 @@ def _mean(x: Tensor, where_: Tensor) -> Tensor:
 
 @register_wrapper("naive", keeps_sign=True)
 def naive(t: Terms) -> Tensor:
-    """Right rows: + pos H where exp(k) >= lambda and exp(g) > 0.1 (symbols: `Terms`). Wrong rows: - neg (Hmax - H)
-    where exp(k) <= 1 / lambda and exp(o) > 0.1."""
+    """Adds pos H in right rows where exp(k) >= lambda and exp(g) > 0.1. Subtracts neg (Hmax - H) in wrong rows where
+    exp(k) <= 1 / lambda and exp(o) > 0.1. `Terms` has the symbols."""
     return _lifted(t).masked_fill(~t.right, 0.0) - _lowered(t).masked_fill(t.right, 0.0)
 
 
@@ -200,7 +200,7 @@ def mi_clamp_unify(t: Terms) -> Tensor:
 
 @register_wrapper("mi_clamp_unify_difficulty")
 def mi_clamp_unify_difficulty(t: Terms) -> Tensor:
-    """Adds pos min(MI, 10) (1 - U) in groups all right or all wrong; neg for pos in mixed groups (symbols: `Terms`)."""
+    """Adds pos min(MI, 10) (1 - U) in groups all right or all wrong, in mixed groups with neg for pos (see `Terms`)."""
     return pick(t.difficulty != 0, t.pos, t.neg, t.k) * t.mi.clamp(max=LARGEST) * (1 - t.u)
 
 

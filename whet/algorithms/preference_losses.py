@@ -133,7 +133,7 @@ def orpo(log_probs: Tensor, response_mask: Tensor, *, beta: Positive = 0.1) -> L
 
     Hong et al. 2024, https://arxiv.org/abs/2403.07691.
     """
-    means = row_means(log_probs, response_mask).clamp(max=-1e-7)  # a certain response has no odds
+    means = row_means(log_probs, response_mask).clamp(max=-1e-7)  # a response of probability 1 has no odds
     odds = means - torch.log(-torch.expm1(means))
     return _imitation(log_probs, response_mask) - beta * F.logsigmoid(pair_differences(odds)), odds
 

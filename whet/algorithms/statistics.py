@@ -29,7 +29,7 @@ def row_blocks(x: Tensor) -> list[slice]:
 def zero_outside(column: Tensor, mask: Tensor) -> Tensor:
     """Returns `column` with 0 where `mask` is 0; on a CPU without a copy if nothing changes.   [B, R, ...], [B, R]"""
     mask = mask.reshape(*mask.shape, *[1] * (column.dim() - mask.dim()))
-    if column.device.type == "cpu":  # elsewhere the host would have to wait for the test
+    if column.device.type == "cpu":  # on an accelerator the host would wait for the result of the test
         values = column.detach()
         outside = ((values[rows] != 0) & (mask[rows] == 0) for rows in row_blocks(values))
         # A maximum of bytes is many times faster than torch's own `any`.
@@ -207,7 +207,7 @@ def reverse_scan(terms: Tensor, mask: Tensor, decay: float | Tensor) -> Tensor:
 
 
 def next_sampled(x: Tensor, mask: Tensor) -> Tensor:
-    """Gives each sampled position the x of the row's next sampled position, the last 0; 0 elsewhere.   [B, R]"""
+    """Returns at each sampled position x of the next one in the row; 0 at the last one and elsewhere.   [B, R]"""
     sampled, lengths = mask != 0, mask.sum(-1)
     following = x[sampled].roll(-1)
     following[lengths[lengths > 0].cumsum(0) - 1] = 0.0

@@ -28,7 +28,7 @@ UNLIMITED = 10_000  # console width where the output is no terminal, so that no 
 
 @cache
 def chosen_by() -> dict[str, tuple[str, str | None]]:
-    """Maps each kind of function to the first config key that selects such a function, and the key of its options."""
+    """Maps each kind of function to the first config key that selects such a function, and to the key of options."""
     from whet.config.distill import DistillConfig
     from whet.config.preference import PreferenceConfig
     from whet.config.schema import TrainConfig

@@ -22,7 +22,7 @@ from whet.registry import COMMANDS, TRAINERS, Entry
 
 
 class _Plain:
-    """Mixin that changes a command's help: flags show no type, lists the type of an element, choices have spaces."""
+    """Mixin for the help of commands: flags show no type, lists the type of an element, choices have spaces between."""
 
     def get_params(self, ctx: object) -> Any:
         """Returns the parameters, after adjusting how help shows their types."""

@@ -82,7 +82,7 @@ def algorithm_rule(algorithm: schema.AlgorithmConfig, at: SectionPlace) -> Itera
 
 
 def _of_pairs(algorithm: schema.AlgorithmConfig) -> Iterator[ConfigError]:
-    """Requires, with a preference loss, a loss of pairs, an estimator that orders each group, and no other weights."""
+    """Checks a policy loss that is a preference loss: it needs pairs, an estimator that orders groups, no weights."""
     loss, estimator = registry.POLICY_LOSSES[algorithm.policy_loss], _estimator(algorithm)
     if loss.kind != registry.PREFERENCE_LOSSES.kind:
         return

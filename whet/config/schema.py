@@ -167,7 +167,7 @@ class RolloutConfig(SamplingConfig):
     engine: RolloutEngineConfig = RolloutEngineConfig()
     n: PositiveInt = key(8, "responses a prompt")
     temperature: NonNegativeFloat = key(1.0, "sampling temperature; 0 is greedy")
-    length_stages: dict[int, PositiveInt] = key({}, "length limit of responses from each step on; empty: one limit")
+    length_stages: dict[int, PositiveInt] = key({}, "new length limit of responses at each of these steps; empty: none")
     dtype: Dtype = key("auto", "dtype of sampling; auto: model.dtype")
     max_staleness: NonNegativeFloat = key(0.0, MAX_STALENESS)
     max_batch_size: PositiveInt = key(256, "most sequences that are decoded together")

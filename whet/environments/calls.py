@@ -7,7 +7,7 @@ call but is malformed becomes a `Call` with an `error`, which the model reads as
 Keyword arguments of the decorator let a server stream text and calls during sampling. Each call begins with one of the
 texts `begin` or a match of `begin_patterns`; all text before it is plain. After one of the texts `end`, earlier parts
 no longer change, except a final call with an error. Without `begin`, all parts wait for the end of the response.
-`opening` has the texts before and after the tool's name in a call; with it a server can force the model to call."""
+`opening` has the texts before and after the tool's name in a call: a server can force the model to begin with them."""
 
 from __future__ import annotations
 

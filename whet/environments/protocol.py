@@ -40,7 +40,7 @@ class Answer:
 class Task:
     """A task for a sub-agent: the first messages of an episode, which runs in the sub-agent's own environment."""
 
-    agent: str  # of `environment.agents`
+    agent: str  # a name in `environment.agents`
     messages: tuple[Message, ...]
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
@@ -69,11 +69,11 @@ class Observation:
     media: tuple[Media, ...] = ()  # in the order of their placeholders in the messages
     context: Literal["append", "replace"] = "append"  # "replace": the messages replace the whole conversation so far
     state_key: str | None = None  # equal for equal states, for estimators that compare steps
-    max_tokens: int | None = None  # of the next turn
-    player: str = ""  # reads the messages and takes the next turn; each has a conversation of its own
-    rewards: Mapping[str, float] = field(default_factory=dict)  # by player, each for its last turn
+    max_tokens: int | None = None  # limit of the next turn
+    player: str = ""  # the player of the next turn, who reads the messages; each player has its own conversation
+    rewards: Mapping[str, float] = field(default_factory=dict)  # rewards by player, each for the player's last turn
     is_trained: bool = True  # False: the next turn is sampled, and not trained on
-    tasks: tuple[Task, ...] = ()  # run now, side by side; the next `step` gets their results
+    tasks: tuple[Task, ...] = ()  # tasks to run now, concurrently; the next `step` gets their results
 
 
 GOES_ON, ENDS = Observation(done=False), Observation(done=True)  # with nothing to read: objects that need no check
