@@ -61,7 +61,7 @@ for panel, functions in PANELS.items():
     for function in functions:
         name = "eval" if function is evaluate else function.__name__.replace("_", "-")
         app.command(name, cls=Command, rich_help_panel=panel)(function)
-    for entry in registry.COMMANDS.shipped.values():  # of plugins: their signatures are read later, by calls
+    for entry in registry.COMMANDS.shipped.values():  # of plugins, whose signatures are read when they are called
         group, _, name = entry.name.rpartition(" ")
         if group in GROUPS and entry.marks.get("panel", LOOK) == panel:
             shown = None if group else panel
