@@ -134,7 +134,7 @@ def members(words: Sequence[str]) -> list[Member]:
             raise ConfigError(word, found, forms, "list them") from error
     if not swept or "trainer.run_dir" in swept:
         found = "trainer.run_dir with several values" if swept else "no key with several values"
-        raise ConfigError("-m", found, "several values of another key, such as actor.optim.lr=1e-5,2e-5", "sweep such a key")
+        raise ConfigError("-m", found, "several values of another key, such as actor.optim.lr=1e-5,2e-5", "add them")
     made = []
     for chosen in product(*swept.values()):
         values = dict(zip(swept, chosen, strict=True))
