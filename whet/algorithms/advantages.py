@@ -68,9 +68,9 @@ def vapo(
 
         lam_policy = max(0, 1 - 1 / (alpha l))        A = whiten(L(lam_policy))        returns = L(lam_critic) + V
 
-    l is the number of sampled tokens of the row: in a longer row a reward reaches further back. Yue et al. 2025,
-    https://arxiv.org/abs/2504.05118. A given `lam_policy` holds for all rows: Yuan et al. 2025,
-    https://arxiv.org/abs/2503.01491."""
+    L(lambda) is the estimate of `gae`, l the number of sampled tokens of the row: in a longer row a reward counts for
+    more of the earlier tokens. Yue et al. 2025, https://arxiv.org/abs/2504.05118. A given `lam_policy` is the lambda of
+    all rows: Yuan et al. 2025, https://arxiv.org/abs/2503.01491."""
     deltas = _deltas(token_level_rewards, values, response_mask, gamma)
     lengths = response_mask.sum(-1).clamp(min=1).to(deltas.dtype)
     by_length = (1.0 - 1.0 / (alpha * lengths)).clamp(min=0.0)
@@ -85,8 +85,8 @@ def grpo(
 ) -> Tensor:
     """A = (s - mu_G) / (sd_G + eps), or s - mu_G without `std_norm`.   -> [B]
 
-    Shao et al. 2024, https://arxiv.org/abs/2402.03300.
-    """
+    s is the score of a row, mu_G and sd_G are the mean and the standard deviation of s in the row's group G.
+    Shao et al. 2024, https://arxiv.org/abs/2402.03300."""
     scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)
     return groups.normalised(scores, eps) if std_norm else groups.deviation(scores)
@@ -94,7 +94,7 @@ def grpo(
 
 @register_adv_est("dr_grpo", aggregation="seq-mean-token-sum-norm")
 def dr_grpo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tensor:
-    """A = s - mu_G: `grpo` without the division by sd_G, which gives easy and hard prompts more weight.   -> [B]
+    """A = s - mu_G: `grpo` without the division by sd_G, as this favours easy and hard prompts.   -> [B]
 
     The other half of Dr.GRPO is an aggregation that does not divide by a row's own length.
     Liu et al. 2025, https://arxiv.org/abs/2503.20783.
@@ -148,7 +148,7 @@ def remax(token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: 
 
 @register_adv_est("opo")
 def opo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tensor:
-    """A = s - sum_G len s / sum_G len: the baseline of least variance if gradients grow with the length.   -> [B]
+    """A = s - sum_G(len s) / sum_G(len): the baseline of least variance if gradients grow with the length.   -> [B]
 
     Hao et al. 2025, https://arxiv.org/abs/2505.23585."""
     scores, lengths = token_level_rewards.sum(-1), response_mask.sum(-1)
@@ -202,10 +202,10 @@ def lite_ppo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, *,
 
 @register_adv_est("raft")
 def raft(accuracy: Tensor) -> Tensor:
-    """A = 1 for a correct response, 0 for a wrong one: with loss `reinforce` RAFT, with `ppo_clip` RAFT++.   -> [B]
+    """A = 1 for a correct response, 0 for a wrong one.   -> [B]
 
-    Reinforce-Rej also drops groups that are all correct or all wrong (`algorithm.filter.name=dapo`).
-    Xiong et al. 2025, https://arxiv.org/abs/2504.11343.
+    With the loss `reinforce` this is RAFT, with `ppo_clip` RAFT++. Reinforce-Rej also drops groups that are all correct
+    or all wrong (`algorithm.filter.name=dapo`). Xiong et al. 2025, https://arxiv.org/abs/2504.11343.
     """
     return (accuracy >= 1.0).to(accuracy.dtype)
 
@@ -214,8 +214,8 @@ def raft(accuracy: Tensor) -> Tensor:
 def grpo_passk(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, *, std_norm: bool = True) -> Tensor:
     """A = (s_max - s_second) / (sd_G + 1e-6) for the best row of a group, 0 for the others and for ties.   -> [B]
 
-    s_max and s_second are the two highest scores. It is the gradient of E[max of n]: the best response's contribution
-    to pass@n. https://arxiv.org/abs/2503.19595."""
+    s_max and s_second are the two highest scores. With this A, the update follows the gradient of E[max of n]: A is the
+    best response's contribution to pass@n. https://arxiv.org/abs/2503.19595."""
     scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)
     best = groups.max(scores)
@@ -263,11 +263,10 @@ def optimal_token_baseline(
     """A_t = R_t - B_t,  B_t = sum_G R_t W_t / (sum_G W_t + 1e-8),  W_t = sum_{k <= t} (1 - 2 pi_k + sum_v pi_v^2).
 
     W_t is the expected squared norm of the score function up to t, the weight of a token's return in the variance. With
-    `cap` each term is multiplied by min(exp(o - u), cap)^2, for losses with such importance weights. Rows are compared
-    at equal numbers of sampled tokens, without the text of tools. Where only one row of a group has that many, B is 0.
-    The baseline includes the row itself, so the estimate is biased.   -> A, R [B, R]
-    https://arxiv.org/abs/2602.07078.
-    """
+    `cap` each term of W_t is multiplied by min(exp(old_log_probs - rollout_log_probs), cap)^2, for losses with such
+    importance weights. Rows are compared at equal numbers of sampled tokens; text of tools does not count. B_t is 0 if
+    no other row of the group has so many tokens. The baseline includes the row itself, so the estimate is biased.
+    -> A, R [B, R].   https://arxiv.org/abs/2602.07078."""
     sampled = response_mask != 0
     returns = reward_to_go(token_level_rewards, response_mask)
     weights = 1 - 2 * old_log_probs.exp() + sum_pi_squared
@@ -277,7 +276,7 @@ def optimal_token_baseline(
     groups, place = Groups(uid, response_mask), (sampled.cumsum(-1) - 1).clamp(min=0)
 
     def total(x: Tensor) -> Tensor:
-        """Sum over the group's k-th sampled tokens, at the k-th sampled token of each row."""
+        """The sum of x over the k-th sampled tokens of a group's rows, at the k-th sampled token of each row."""
         compact = torch.zeros_like(x).scatter_add(1, place, x * sampled)
         return groups.sum(compact).gather(1, place)
 
@@ -288,7 +287,7 @@ def optimal_token_baseline(
 
 @register_adv_est("win_rate")
 def win_rate(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tensor:
-    """A = p - 1/2: p is the fraction of other rows in G with a lower score, ties count half. For `sppo`.   -> [B]
+    """A = p - 1/2: p is the fraction of other rows in G with a lower score, ties count half. For loss `sppo`.   -> [B]
 
     Wu et al. 2024, https://arxiv.org/abs/2405.00675."""
     scores = token_level_rewards.sum(-1)
@@ -302,10 +301,10 @@ def win_rate(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) ->
 
 @register_adv_est("best_worst")
 def best_worst(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """A = 1 for the best row of G, -1 for the worst, 0 for the others, and for all where no score differs.   -> [B]
+    """A = 1 for the best row of a group, -1 for the worst, 0 for the others; all 0 if the scores are equal.   -> [B]
 
-    Of tied rows the first counts. It chooses the pairs of a preference loss: online DPO, Guo et al. 2024,
-    https://arxiv.org/abs/2402.04792."""
+    If several rows tie as best or worst, the first is chosen. A preference loss compares the two chosen rows: online
+    DPO, Guo et al. 2024, https://arxiv.org/abs/2402.04792."""
     scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)
     differ, rows = groups.differ(scores), torch.arange(len(uid), device=uid.device).to(scores.dtype)
@@ -321,9 +320,9 @@ def best_worst(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) 
 
 @register_adv_est("all_pairs")
 def all_pairs(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """A = 1 + the number of rows in G with a lower score; 0 if no score differs: all pairs for a preference loss.
+    """A = 1 + the number of rows in the group with a lower score; all 0 if the scores are equal.   -> [B]
 
-    -> [B]. Rows that tie are no pair."""
+    A preference loss then compares all pairs of rows of the group, except rows with equal scores."""
     scores = token_level_rewards.sum(-1)
     groups = Groups(uid, response_mask)
     differ = groups.differ(scores)
@@ -349,10 +348,10 @@ def prime(
 ) -> Tensor:
     """A_t = whiten(w_o (s - mean of the others' s) + w_p sum_{k >= t} (q_k - mean of the others' mean q)).   -> [B, R]
 
-    q = beta (log pi_prm - log pi_ref) of each token, `process_rewards` times beta. The process reward model is the
+    The others are the other rows of the group, s is a row's score, w_o `outcome_weight`, w_p `process_weight`, and
+    q = beta (log pi_prm - log pi_ref) of a token: `process_rewards` times beta. The process reward model is the
     critic: critic.value_loss=implicit_reward trains it online. A group of one has no baseline: its advantage is 0.
-    Cui et al. 2025, https://arxiv.org/abs/2502.01456.
-    """
+    Cui et al. 2025, https://arxiv.org/abs/2502.01456."""
     groups = Groups(uid, response_mask)
     process_rewards = beta * process_rewards
     means = row_means(process_rewards, response_mask)
@@ -365,11 +364,11 @@ def prime(
 
 @register_adv_est("on_policy_distillation")
 def on_policy_distillation(old_log_probs: Tensor, teacher_log_probs: Tensor, *, coef: Positive = 1.0) -> Tensor:
-    """A = -coef (o - g): with loss `reinforce` the policy gradient of each token's KL to the teacher.   -> [B, R]
+    """A = -coef (o - g), where o is `old_log_probs` and g `teacher_log_probs`.   -> [B, R]
 
-    The teacher may be the policy itself with a hint in its prompt (self-distillation).
-    Agarwal et al. 2023 (GKD), https://arxiv.org/abs/2306.13649.
-    """
+    With the loss `reinforce` this is the policy gradient of each token's KL to the teacher. The teacher may be the
+    policy itself with a hint in its prompt (self-distillation).
+    Agarwal et al. 2023 (GKD), https://arxiv.org/abs/2306.13649."""
     return -coef * (old_log_probs - teacher_log_probs)
 
 
@@ -384,13 +383,13 @@ def grpo_distillation(
     coef: NonNegative = 1.0,
     std_norm: bool = True,
 ) -> Tensor:
-    """A = A_GRPO - coef (o - g): combines a reward with distillation from a teacher.   -> [B, R]"""
+    """A = A_GRPO - coef (old_log_probs - teacher_log_probs): a reward and distillation from a teacher.   -> [B, R]"""
     base = grpo(token_level_rewards, response_mask, uid, std_norm=std_norm)[:, None]
     return base - coef * (old_log_probs - teacher_log_probs)
 
 
 def _deltas(token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
-    """r_t + gamma V_next - V_t.   -> [B, R]"""
+    """TD errors r_t + gamma V_next - V_t, with V_next the value of the next sampled token.   -> [B, R]"""
     return token_level_rewards + gamma * next_sampled(values, response_mask) - values
 
 
@@ -398,9 +397,9 @@ def _deltas(token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, 
 def segment_reinforce(
     token_level_rewards: Tensor, turn_ids: Tensor, response_mask: Tensor, *, gamma: Share = 1.0
 ) -> Tensor:
-    """A_t = G_k, where turn k sampled token t: gamma discounts once per turn.   -> [B, R]
+    """A_t = G_k, the discounted return of the turn k that sampled token t.   -> [B, R]
 
-    ROLL's "agentic_reinforce"."""
+    gamma discounts once per turn. ROLL's "agentic_reinforce"."""
     returns, _ = turn_returns(token_level_rewards, turn_ids, response_mask, gamma)
     return to_tokens(returns, turn_ids, response_mask)
 
@@ -411,7 +410,7 @@ def step_reinforce(
 ) -> Tensor:
     """A_t = (G_k - mean) / (sd + 1e-6), mean and deviation over all turns of all rows of the group.   -> [B, R]
 
-    ROLL's "step_reinforce".
+    G_k is the discounted return of the turn k that sampled token t. ROLL's "step_reinforce".
     """
     returns, has_turn = turn_returns(token_level_rewards, turn_ids, response_mask, gamma)
     alone = (Groups(uid, response_mask).size < 2)[:, None]
@@ -434,9 +433,9 @@ def gigpo(
 ) -> Tensor:
     """A = w_ep norm(s over the group) + w_step norm(G_k over the group's turns in the same state).   -> [B, R]
 
-    norm(x) = (x - mean) / (sd + 1e-6), without the division if not `std_norm`. `state_hash` [B, R] identifies the state
-    in which a turn was sampled, the same number on all its tokens; a state that occurs once gives 0.
-    Feng et al. 2025, https://arxiv.org/abs/2505.10978.
+    s is a row's score, G_k the discounted return of turn k, norm(x) = (x - mean) / (sd + 1e-6), without the division if
+    not `std_norm`. `state_hash` [B, R] identifies the state in which a turn was sampled, the same number on all its
+    tokens; the second term is 0 for a state that occurs once. Feng et al. 2025, https://arxiv.org/abs/2505.10978.
     """
     groups = Groups(uid, response_mask)
     scores = token_level_rewards.sum(-1)

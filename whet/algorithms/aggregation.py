@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Aggregations reduce a loss per token to one number.
+"""Aggregations reduce a loss per token to one number. In the formulas x is the loss of a token, and m the mask.
 
 N (`num_tokens`) and S (`num_sequences`) are the results of `counts`, summed over the global mini-batch, not over the
 rows of one call, so that every split (micro-batches, packing, processes) adds up to the same loss and gradient. F is
-`fixed_length`. Where a count is 0 the result is 0. A function gets those of the three that its signature names after
-the `*`."""
+`fixed_length`. Where a count is 0 the result is 0. A function gets only those of the three numbers that its signature
+names after the `*`."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ def _bound(mode: str) -> Bound:
 
 @register_aggregation("token-mean")
 def token_mean(values: Tensor, response_mask: Tensor, *, num_tokens: Count) -> Tensor:
-    """sum(x m) / N: every token has the same weight, long rows more (DAPO, https://arxiv.org/abs/2503.14476)."""
+    """sum(x m) / N: the mean over all N tokens, so long rows weigh more (DAPO, https://arxiv.org/abs/2503.14476)."""
     return _divide(row_sums(values, response_mask).sum(), num_tokens)
 
 
 @register_aggregation("token-sum")
 def token_sum(values: Tensor, response_mask: Tensor) -> Tensor:
-    """sum(x m): grows with the mini-batch."""
+    """sum(x m): the sum over all tokens, which grows with the mini-batch."""
     return row_sums(values, response_mask).sum()
 
 
 @register_aggregation("seq-mean-token-sum", unbiased=True)
 def seq_mean_token_sum(values: Tensor, response_mask: Tensor, *, num_sequences: Count) -> Tensor:
-    """sum(x m) / S: the log-likelihood of a sequence, averaged over sequences."""
+    """sum(x m) / S: the sum over a row's tokens, averaged over the S rows, as for the log-likelihood of sequences."""
     return _divide(row_sums(values, response_mask).sum(), num_sequences)
 
 
@@ -66,7 +66,7 @@ def seq_mean_token_sum(values: Tensor, response_mask: Tensor, *, num_sequences: 
 def seq_mean_token_sum_norm(
     values: Tensor, response_mask: Tensor, *, num_sequences: Count, fixed_length: int
 ) -> Tensor:
-    """sum(x m) / (S F): as seq-mean-token-sum, on the scale of a token (Dr.GRPO, https://arxiv.org/abs/2503.20783)."""
+    """sum(x m) / (S F): seq-mean-token-sum divided by `fixed_length` (Dr.GRPO, https://arxiv.org/abs/2503.20783)."""
     return _divide(row_sums(values, response_mask).sum(), num_sequences) / fixed_length
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls registered functions on columns. Binds their options once, and converts their results to one form.
 
-A trajectory has several rows if its context was rewritten. Functions read the rows of a trajectory as one."""
+A trajectory has several rows if its context was rewritten. An estimator gets these rows joined to one row."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ BATCH = frozenset({"batch", "non_tensor_batch"})
 class Bound:
     """A registered function with its options, to be called on columns [B, ...] by name.
 
-    Float columns [B, R, ...] are set to 0 where `response_mask` is 0; the function must not write into columns. An
-    option has its value in `options`, else in `supplied`, else its default.  Raises: ConfigError for an option that
-    does not fit; a call RegistryError for a missing column or value."""
+    Float columns [B, R, ...] are set to 0 where `response_mask` is 0; the function must not write into columns. The
+    value of an option comes from `options`, else from the `supplied` of a call, else from its default.
+    Raises: ConfigError for an option that does not fit. A call raises RegistryError for a missing column or value."""
 
     entry: Entry
     options: Mapping[str, Any]
@@ -94,7 +94,7 @@ class Bound:
 
 
 def _argument(parameter: str, name: str, column: Tensor, mask: Tensor | None) -> object:
-    """Returns a column as the function reads it: floats are 0 outside the mask, `index` is a NumPy array."""
+    """Returns a column as the parameter needs it: floats are 0 outside the mask, `index` is a NumPy array."""
     if mask is not None and column.shape[:2] == mask.shape and name not in ROW_COLUMNS and column.is_floating_point():
         column = zero_outside(column, mask)
     # verl's estimators use the elements of `index` as dict keys; elements of a tensor are never equal as keys.
@@ -153,8 +153,8 @@ def estimate(
 
 
 def mini_batch_functions(entry: Entry) -> dict[str, Entry]:
-    """Returns the functions that compute columns for a loss, by column: its mark `before` names them, in its own file.
-    A loss sees only the rows of a micro-batch; these functions see the whole mini-batch, before its update."""
+    """Returns the functions that compute extra columns for a loss, by column; its decorator names them (`before=`).
+    They are in the loss's file, and see the whole mini-batch before its update; the loss sees only a micro-batch."""
     location = entry.target.rpartition(":")[0]
     return {
         column: entry_of(load_target(f"{location}:{function}"), entry.kind, function, {})
@@ -163,7 +163,7 @@ def mini_batch_functions(entry: Entry) -> dict[str, Entry]:
 
 
 def with_mini_batch_columns(loss: Bound, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Calls `mini_batch_functions` with the loss's options, by name; adds their columns to a whole mini-batch."""
+    """Adds to a whole mini-batch the columns that `mini_batch_functions` compute; they get the loss's options."""
     resolved = {**loss.entry.options, **loss.options}
     own = {
         column: call(function, columns, {name: resolved[name] for name in function.options})
@@ -222,7 +222,7 @@ def _parts(entry: Entry, result: object) -> tuple[object, Tensor | None, Mapping
 def _column(
     entry: Entry, name: str, value: object, shape: torch.Size, layout: TrajectoryLayout | None, mask: Tensor
 ) -> Tensor:
-    """Converts a result, [B] or [B, R], to [B, R], finite and 0 outside the mask. `shape`: the estimator's columns'."""
+    """Converts a result to [B, R], finite and 0 outside the mask. The result must have `shape`, or one number a row."""
     if not isinstance(value, Tensor) or value.shape not in (shape, shape[:1]):
         expected = f"a tensor of shape {list(shape)}, or {list(shape[:1])} for one number a row"
         raise _unusable(entry, value, expected, name)
@@ -237,7 +237,7 @@ def _column(
 
 
 def _check_finite(entry: Entry, name: str, column: Tensor) -> None:
-    """Checks that a column is finite.  Raises: RegistryError. Finite numbers with an infinite sum are accepted."""
+    """Checks that all numbers of a column are finite; an infinite sum of them is accepted.  Raises: RegistryError."""
     if len(bad := (~column.isfinite()).nonzero()):
         row, position = bad[0].tolist()
         raise RegistryError(
@@ -293,18 +293,18 @@ class TrajectoryLayout:
         self.place = before[self.row] + sampled.cumsum(-1)[self.row, self.position] - 1
 
     def joined(self, estimator: Bound, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Joins the columns that an estimator reads, by trajectory.  Raises: RegistryError if it takes the batch."""
+        """Joins the columns that an estimator reads, by trajectory.  Raises: RegistryError if it reads a `BATCH`."""
         entry = estimator.entry
         if asked := BATCH & {*entry.parameters, *entry.options}:
             found = f"takes {min(asked)!r}, and in this batch a trajectory has several rows"
-            change = "let it take the columns that it reads instead"
+            change = "name the columns that it reads as its parameters instead"
             raise RegistryError(_named(entry), found, "columns, of one row per trajectory", change)
         wanted = {*entry.columns, "response_mask", "token_level_rewards"}
         return {name: self.join(name, column) for name, column in columns.items() if name in wanted}
 
     def join(self, name: str, column: Tensor) -> Tensor:
-        """[B, R] -> [T, L]; a column with one value per row -> one value per trajectory.
-        Raises: DataError where the rows of a trajectory disagree about such a value."""
+        """Joins a column by trajectory: [B, R] -> [T, L]; one value per row [B] -> one value per trajectory [T].
+        Raises: DataError if the rows of a trajectory have different values [B]."""
         if column.shape == self.row_shape and name not in ROW_COLUMNS:
             joined = column.new_zeros(self.shape)
             joined[self.trajectory, self.place] = column[self.row, self.position]
@@ -319,7 +319,7 @@ class TrajectoryLayout:
         return first
 
     def cut(self, result: Tensor) -> Tensor:
-        """[T, L] -> [B, R], 0 where no token was sampled; [T] -> [B]."""
+        """Splits a result of trajectories into rows: [T, L] -> [B, R], 0 where no token was sampled; or [T] -> [B]."""
         if result.ndim == 1:
             return result[self.trajectory_of_row]
         rows = result.new_zeros(self.row_shape)
@@ -330,7 +330,7 @@ class TrajectoryLayout:
 def _tokens_before(trajectory_of_row: Tensor, row_lengths: Tensor, num_trajectories: int) -> tuple[Tensor, Tensor]:
     """Returns the number of tokens in earlier rows of the same trajectory [B], and each trajectory's length [T]."""
     lengths = row_lengths.new_zeros(num_trajectories).index_add(0, trajectory_of_row, row_lengths)
-    starts = lengths.cumsum(0) - lengths  # of each trajectory in the concatenation of all
+    starts = lengths.cumsum(0) - lengths  # start of each trajectory, if all of them were concatenated
     order = trajectory_of_row.argsort(stable=True)
     ordered = row_lengths[order]
     before = torch.empty_like(row_lengths)

@@ -3,8 +3,7 @@
 
 u is `rollout_log_probs` (with the rollout's kernels and weights), o `old_log_probs` (the trainer's, before the update),
 x = o - u. Weights multiply a token's loss; a rejection removes tokens from the mask, and so from every count. Neither
-has a gradient.
-"""
+has a gradient."""
 
 from __future__ import annotations
 
@@ -32,11 +31,12 @@ def importance(
     floor: NonNegative = 0.0,
     normalise: bool = False,
 ) -> Tensor:
-    """max(min(w, cap), floor), w = exp(x) of each token, or of the larger unit in `level`.   -> [B, R]
+    """max(min(w, cap), floor), with x = old_log_probs - rollout_log_probs and w = exp(x) at `level`.   -> [B, R]
 
-    "sequence" is exp(sum_t x), "geometric" exp(mean_t x) of the row, "segment" the same of a run of sampled tokens.
-    With `normalise` the weight is divided by its mean over the mini-batch's sampled tokens (or sequences), so that the
-    size of a step stays the same. Yao et al. 2025, https://fengyao.notion.site/off-policy-rl."""
+    `level` sets the unit of w: exp(x) of a "token", exp(sum_t x) of the row ("sequence"), exp(mean_t x) of the row
+    ("geometric") or of a run of sampled tokens ("segment"). With `normalise`, w is divided by its mean over the sampled
+    tokens (or sequences) of the mini-batch, so that the size of a step stays the same.
+    Yao et al. 2025, https://fengyao.notion.site/off-policy-rl."""
     weight = ratio(old_log_probs, rollout_log_probs, response_mask, level).clamp(floor, cap)
     if not normalise:
         return weight
@@ -58,8 +58,7 @@ def icepop(
 ) -> Tensor:
     """w where low <= w <= high, else 0: drops tokens on which rollout and trainer disagree.   -> [B, R]
 
-    Ling team 2025, https://arxiv.org/abs/2510.18855.
-    """
+    w and its `level` are as in `importance`. Ling team 2025, https://arxiv.org/abs/2510.18855."""
     weight = ratio(old_log_probs, rollout_log_probs, response_mask, level)
     return weight * ((weight >= low) & (weight <= high))
 
@@ -68,8 +67,7 @@ def icepop(
 def top_entropy(entropy: Tensor, response_mask: Tensor, *, share: Annotated[float, Gt(0), Le(1)] = 0.2) -> Tensor:
     """1 on the fraction `share` of the mini-batch's tokens with the highest entropy, 0 on the others.   -> [B, R]
 
-    Wang et al. 2025, https://arxiv.org/abs/2506.01939.
-    """
+    Wang et al. 2025, https://arxiv.org/abs/2506.01939."""
     sampled = response_mask != 0
     values = entropy[sampled]
     if not values.numel():
@@ -88,8 +86,8 @@ def off_policy_sequence(
 ) -> Tensor:
     """0 on tokens with A < 0 in a row whose mean of u - o exceeds the threshold, else 1.   -> [B, R]
 
-    The policy need not unlearn a text that it has become unlikely to sample. DeepSeek-V3.2,
-    https://arxiv.org/abs/2512.02556."""
+    u is `rollout_log_probs`, o `old_log_probs`, A `advantages`. The policy need not unlearn a text that it has become
+    unlikely to sample. DeepSeek-V3.2, https://arxiv.org/abs/2512.02556."""
     moved = row_means(rollout_log_probs - old_log_probs, response_mask)
     return ((advantages >= 0) | (moved <= threshold)[:, None]).to(old_log_probs.dtype)
 
@@ -133,8 +131,8 @@ def divergence(
 ) -> Tensor:
     """True where low <= k <= high (None: no bound): k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x.   -> [B, R] bool
 
-    k estimates KL(u || o); `form` chooses it. `level` chooses the bounded value: each token's k, or the row's mean, sum
-    or maximum."""
+    x is old_log_probs - rollout_log_probs. `form` chooses k, an estimate of KL(rollout || trainer); `level` chooses the
+    bounded value: each token's k, or the row's mean, sum or maximum of k."""
     x = (old_log_probs - rollout_log_probs).clamp(-LARGEST, LARGEST)
     k = {"k1": -x, "k2": 0.5 * x.square(), "k3": x.expm1() - x}[form]
     values = _of_row(k, response_mask, level)
@@ -143,9 +141,9 @@ def divergence(
 
 
 def gap(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
-    """Computes metrics of the difference between rollout and trainer: mean and largest abs(x), KL(u || o) by k3,
-    effective sample size of exp(x) as a fraction of the tokens, chi2(o || u) = mean of exp(x)^2 - 1, both perplexities
-    and the trainer's over the rollout's. Scalars."""
+    """Computes metrics of the difference between rollout (u) and trainer (o), with x = o - u: mean and largest abs(x),
+    KL(u || o) by k3, effective sample size of exp(x) as a fraction of the tokens, chi2(o || u) = mean of exp(x)^2 - 1,
+    both perplexities, and the trainer's perplexity divided by the rollout's. Scalars."""
     sampled = response_mask != 0
     x = (old_log_probs - rollout_log_probs).masked_fill(~sampled, 0.0)
     weight = x.clamp(-LARGEST, LARGEST).exp().masked_fill(~sampled, 0.0)
@@ -177,7 +175,9 @@ def out_of_bounds(weight: Tensor, mask: Tensor, low: float, high: float) -> Tens
 
 
 def ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, level: str) -> Tensor:
-    """exp of x, of its mean over a segment or row, or of its sum over a row; at most exp(20).   [B, R] -> [B, R]"""
+    """exp of x = o - u, of its mean over a segment or row, or of its sum over a row (`level`); at most exp(20).
+
+    o is `old_log_probs`, u `rollout_log_probs`.   -> [B, R]"""
     x = old_log_probs - rollout_log_probs
     if level == "segment":
         x = segment_means(x, response_mask)
@@ -189,7 +189,7 @@ def ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tenso
 
 
 def _of_row(k: Tensor, response_mask: Tensor, level: str) -> Tensor:
-    """Selects a token's own k, or its row's mean, sum or maximum.   [B, R] -> [B, R]"""
+    """Returns k of each token, or the mean, sum or maximum of its row, as `level` says.   [B, R] -> [B, R]"""
     if level == "token":
         return k
     by_row = {

@@ -2,8 +2,7 @@
 """CPO: a hint in the prompt shows which tokens of a response mattered. A wrapper adds a term to GRPO's advantage.
 
 g is `teacher_log_probs`, the policy's log-probs of the response after a prompt with a hint; o `old_log_probs`, without
-the hint. k = g - o is high where the hint makes a token likelier. Wrappers use `Terms`; a+ and a- are pos_alpha and
-neg_alpha."""
+the hint. k = g - o is high where the hint makes a token likelier. `Terms` has the symbols of the wrappers' formulas."""
 
 from __future__ import annotations
 
@@ -44,9 +43,8 @@ def cpo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A = A_GRPO + the term of `wrap_method`, at the tokens that `loss_position` selects.   -> [B, R]
 
-    A row is right if its score is at least `correct_threshold`. With `gate` the term is added only in groups that the
-    hint helped: in at least half of the rows it raised the mean log-prob of a right row, or lowered that of a wrong
-    row."""
+    A row is right if its score is at least `correct_threshold`. With `gate` the term is added only in groups in which
+    the hint helped at least half of the rows: it raised a right row's mean log-prob, or lowered a wrong row's."""
     base = grpo(token_level_rewards, response_mask, uid, std_norm=std_norm)[:, None].expand(response_mask.shape)
     groups = Groups(uid, response_mask)
     right = token_level_scores.sum(-1) >= correct_threshold
@@ -71,7 +69,7 @@ def cpo(
 
 
 def positions(which: str, entropy: Tensor, response_mask: Tensor) -> Tensor:
-    """Marks tokens: "all" sampled; "entropy" above the row's 80 % quantile; "first" fifth of the row.   [B, R] bool"""
+    """Marks sampled tokens, [B, R] bool: "all", "entropy" (above its 80 % quantile in the row), "first" (a fifth)."""
     sampled = response_mask != 0
     if which == "entropy":
         return sampled & (entropy > entropy.masked_fill(~sampled, torch.nan).nanquantile(0.8, dim=-1, keepdim=True))
@@ -82,7 +80,8 @@ def positions(which: str, entropy: Tensor, response_mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of the wrappers' formulas, all [B, R] or [B, 1]. `advantages` are GRPO's; `pos`, `neg` are a+, a-."""
+    """The symbols of the wrappers' formulas, all [B, R] or [B, 1]. A is `advantages` (GRPO's), H is `entropy`; pos, neg
+    and lambda (`bound`) are the options pos_alpha, neg_alpha and cpo_lambda; the properties are k, MI, U, Hmax, ..."""
 
     advantages: Tensor
     o: Tensor
@@ -102,7 +101,7 @@ class Terms:
 
     @cached_property
     def right(self) -> Tensor:
-        """[B, 1]: True for a right row."""
+        """[B, 1]: True for a right row, whose score is at least `correct_threshold`."""
         return self.is_right[:, None]
 
     @cached_property
@@ -163,56 +162,57 @@ def _mean(x: Tensor, where_: Tensor) -> Tensor:
 
 @register_wrapper("naive", keeps_sign=True)
 def naive(t: Terms) -> Tensor:
-    """exp k >= lambda, exp g > .1, right rows: + a+ H;  exp k <= 1 / lambda, exp o > .1, wrong: - a- (Hmax - H)."""
+    """Adds pos H in right rows where exp(k) >= lambda and exp(g) > 0.1. Subtracts neg (Hmax - H) in wrong rows where
+    exp(k) <= 1 / lambda and exp(o) > 0.1. `Terms` has the symbols."""
     return _lifted(t).masked_fill(~t.right, 0.0) - _lowered(t).masked_fill(t.right, 0.0)
 
 
 @register_wrapper("noaccmask", keeps_sign=True)
 def noaccmask(t: Terms) -> Tensor:
-    """`naive` without the condition on right and wrong: both terms apply to all rows."""
+    """`naive` without its conditions on right and wrong rows: both of its terms apply to all rows."""
     return _lifted(t) - _lowered(t)
 
 
 @register_wrapper("mi", keeps_sign=True)
 def mi(t: Terms) -> Tensor:
-    """MI >= 0: + a+ MI U;  MI < 0: + a- MI (1 - U)."""
+    """Adds pos MI U where MI >= 0, neg MI (1 - U) where MI < 0. `Terms` has the symbols."""
     return where(t.mi >= 0, t.pos * t.mi * t.u, t.neg * t.mi * (1 - t.u))
 
 
 @register_wrapper("mi_accmask", keeps_sign=True)
 def mi_accmask(t: Terms) -> Tensor:
-    """Right rows with MI >= 0: + a+ MI (1 + U);  wrong rows with MI < 0: + a- MI (2 - U)."""
+    """Adds pos MI (1 + U) in right rows where MI >= 0, neg MI (2 - U) in wrong rows where MI < 0 (symbols: `Terms`)."""
     up, down = t.pos * t.mi * (1 + t.u), t.neg * t.mi * (2 - t.u)
     return where((t.mi >= 0) & t.right, up, 0.0) + where((t.mi < 0) & ~t.right, down, 0.0)
 
 
 @register_wrapper("mi_unify", keeps_sign=True)
 def mi_unify(t: Terms) -> Tensor:
-    """Right rows: + a+ MI (1 - U);  wrong rows: + a- MI (1 - U)."""
+    """Adds pos MI (1 - U) in right rows, neg MI (1 - U) in wrong rows. `Terms` has the symbols."""
     return pick(t.right, t.pos, t.neg, t.k) * t.mi * (1 - t.u)
 
 
 @register_wrapper("mi_clamp_unify")
 def mi_clamp_unify(t: Terms) -> Tensor:
-    """`mi_unify` with MI <= 10."""
+    """`mi_unify` with MI clamped to at most 10."""
     return pick(t.right, t.pos, t.neg, t.k) * t.mi.clamp(max=LARGEST) * (1 - t.u)
 
 
 @register_wrapper("mi_clamp_unify_difficulty")
 def mi_clamp_unify_difficulty(t: Terms) -> Tensor:
-    """Groups that are all right or all wrong: + a+ MI (1 - U);  mixed: + a- MI (1 - U);  MI <= 10."""
+    """Adds pos min(MI, 10) (1 - U) in groups all right or all wrong, in mixed groups with neg for pos (see `Terms`)."""
     return pick(t.difficulty != 0, t.pos, t.neg, t.k) * t.mi.clamp(max=LARGEST) * (1 - t.u)
 
 
 @register_wrapper("mi2")
 def mi2(t: Terms) -> Tensor:
-    """Right rows: + a+ U;  wrong rows: + a- MI."""
+    """Adds pos U in right rows, neg MI in wrong rows. `Terms` has the symbols."""
     return where(t.right, t.pos * t.u, t.neg * t.mi)
 
 
 @register_wrapper("mi3")
 def mi3(t: Terms) -> Tensor:
-    """Right rows: + a+ U;  wrong rows: + a- MI U where MI >= 0, + a- MI (1 - U) where MI < 0."""
+    """Adds pos U in right rows; in wrong rows neg MI U if MI >= 0, neg MI (1 - U) if MI < 0 (symbols: `Terms`)."""
     return where(t.right, t.pos * t.u, _mi3_wrong(t))
 
 
@@ -236,33 +236,33 @@ def addition_mi3(t: Terms) -> Tensor:
 
 @register_wrapper("negonly_mi")
 def negonly_mi(t: Terms) -> Tensor:
-    """Right rows: + a+ U;  wrong rows in a group that is all wrong: + a- MI."""
+    """Adds pos U in right rows, neg MI in the rows of groups that are all wrong. `Terms` has the symbols."""
     return where(t.right, t.pos * t.u, where(t.hard, t.neg * t.mi, 0.0))
 
 
 @register_wrapper("seq_kl")
 def seq_kl(t: Terms) -> Tensor:
-    """Right rows: + a+ Hbar;  wrong rows: + a- Kbar if the whole group is wrong, else + min(a- Kbar, abs(A) / 2)."""
+    """Adds pos Hbar in right rows, neg Kbar in wrong rows, at most abs(A) / 2 in mixed groups (symbols: `Terms`)."""
     pull = t.neg * t.mean_k
     return where(t.right, t.pos * t.mean_entropy, where(t.hard, pull, torch.minimum(pull, t.half)))
 
 
 @register_wrapper("negonly_seq_kl")
 def negonly_seq_kl(t: Terms) -> Tensor:
-    """Right rows: + a+ Kbar, Kbar the row's mean of k;  wrong rows in a group that is all wrong: + a- Kbar."""
+    """Adds pos Kbar in right rows, neg Kbar in the rows of groups that are all wrong. `Terms` has the symbols."""
     return where(t.right, t.pos * t.mean_k, where(t.hard, t.neg * t.mean_k, 0.0)).expand_as(t.k)
 
 
 @register_wrapper("tok_kl")
 def tok_kl(t: Terms) -> Tensor:
-    """Right rows: + a+ U; wrong: + a- k in a group all wrong, else + min(a- k, abs(A) / 2);  k clamped to [-10, 10]."""
+    """Adds pos U in right rows, neg k in wrong rows, at most abs(A) / 2 in mixed groups; k is clamped to [-10, 10]."""
     pull = t.neg * t.k.clamp(-LARGEST, LARGEST)
     return where(t.right, t.pos * t.u, where(t.hard, pull, torch.minimum(pull, t.half)))
 
 
 @register_wrapper("negonly_tok_kl")
 def negonly_tok_kl(t: Terms) -> Tensor:
-    """Right rows: + a+ U;  wrong rows in a group that is all wrong: + a- k, k clamped to [-10, 10]."""
+    """Adds pos U in right rows, neg k in the rows of groups that are all wrong; k is clamped to [-10, 10]."""
     return where(t.right, t.pos * t.u, where(t.hard, t.neg * t.k.clamp(-LARGEST, LARGEST), 0.0))
 
 

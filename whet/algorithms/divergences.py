@@ -48,8 +48,7 @@ def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
 def jsd(student: Tensor, teacher: Tensor, *, beta: Annotated[float, Gt(0), Lt(1)] = 0.5) -> Tensor:
     """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q: at most log 2.   [..., M] -> [...]
 
-    Near forward_kl times beta for a small beta, near reverse_kl times 1 - beta for a large one. Agarwal et al. 2023
-    (GKD), https://arxiv.org/abs/2306.13649.
-    """
+    For a small beta it is close to beta forward_kl, for a large beta to (1 - beta) reverse_kl. Agarwal et al. 2023
+    (GKD), https://arxiv.org/abs/2306.13649."""
     mixed = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
     return beta * forward_kl(mixed, teacher) + (1 - beta) * forward_kl(mixed, student)

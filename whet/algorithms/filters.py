@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters choose the groups to train on. Each gets the metric of a group's trajectories, without failed ones, and
-returns True to keep the group. The caller decides what replaces dropped groups.
+"""Filters choose the groups to train on. A filter gets the metric of each trajectory of a group, without failed ones,
+and returns True to keep the group. The caller decides what replaces dropped groups.
 
 The caller (`rollout/flow.py`) reads an option `extra`: a step begins with (1 + extra) batches of prompts, and aborts
-those that have not ended when the batch is full."""
+the prompts whose groups have not ended when the batch is full."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """KL divergence to the reference policy: estimators per token, and the penalty in the reward.
 
-d = l - b is the log-ratio of the policy to the reference at the sampled token (o - b in the reward). As a loss,
-on-policy and summed over the sequence, `k1` has zero expected gradient, `k2` and every `+` form have the gradient of
-the per-token KL with the state distribution held fixed, and `k3` is biased. On samples of an older policy all of these
-are biased; the `_ratio` forms and `full` are not. In the reward, `k1` gives the gradient of the sequence KL if it is
-neither discounted nor divided by a group's deviation; `k3` does not."""
+l is `log_probs`, b `ref_log_probs`, o `old_log_probs`; d = l - b (o - b in the reward) is the log-ratio of the policy
+to the reference at the sampled token. A + form, such as `k3+`, has the value of `k3` and the gradient of `k2`. As a
+loss, on-policy and summed over the sequence, `k1` has zero expected gradient, `k2` and every + form have the gradient
+of the per-token KL with the state distribution held fixed, and `k3` is biased. On samples of an older policy all of
+these are biased; the `_ratio` forms and `full` are not. In the reward, `k1` gives the gradient of the sequence KL if it
+is neither discounted nor divided by a group's deviation; `k3` does not."""
 
 from __future__ import annotations
 
@@ -23,9 +24,8 @@ from whet.registry import KL_FORMS, register_kl
 def kl_penalty(form: str, columns: Mapping[str, Tensor]) -> Tensor:
     """Computes the registered `form` of the KL per token, differentiable in the policy's log-probs.   -> [B, R]
 
-    It reads `log_probs`, `ref_log_probs`, `old_log_probs`, or [B, R, V] `vocab_log_probs` and `ref_vocab_log_probs`.
-    Values where `response_mask` is 0 affect neither result nor gradient.  Raises: RegistryError.
-    """
+    Forms read `log_probs`, `ref_log_probs`, `old_log_probs`, or [B, R, V] `vocab_log_probs` and `ref_vocab_log_probs`.
+    Values where `response_mask` is 0 affect neither result nor gradient.  Raises: RegistryError."""
     penalty: Tensor = call(KL_FORMS[form], columns, {})
     return penalty
 
@@ -52,28 +52,26 @@ def apply_kl_to_reward(
 
 @register_kl("k1", aliases={"k1+": {"gradient": "k2"}})
 def k1(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Literal["own", "k2"] = "own") -> Tensor:
-    """d: unbiased for KL(pi || ref), positive or negative. For the reward; as a loss its expected gradient is zero.
+    """d = log_probs - ref_log_probs: unbiased for KL(pi || ref), positive or negative. For the reward, not as a loss.
 
-    Schulman 2020, http://joschu.net/blog/kl-approx.html.
-    """
+    As a loss its expected gradient is zero. Schulman 2020, http://joschu.net/blog/kl-approx.html."""
     return _with_gradient(gradient, log_probs - ref_log_probs, log_probs, ref_log_probs)
 
 
 @register_kl("k2", aliases=("k2+",))
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """d^2 / 2: biased in value, with low variance; on-policy its gradient is the gradient of the per-token KL.
+    """d^2 / 2, d = log_probs - ref_log_probs: biased in value, with low variance; on-policy unbiased in gradient.
 
-    Schulman 2020, http://joschu.net/blog/kl-approx.html.
-    """
+    On-policy its gradient is the gradient of the per-token KL. Schulman 2020, http://joschu.net/blog/kl-approx.html."""
     return 0.5 * (log_probs - ref_log_probs).square()
 
 
 @register_kl("k3", aliases={"k3+": {"gradient": "k2"}})
 def k3(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Literal["own", "k2"] = "own") -> Tensor:
-    """exp(-d) + d - 1, -d within 20 and the result at most 10: never negative, unbiased in value, biased as a loss.
+    """exp(-d) + d - 1, d = log_probs - ref_log_probs: never negative, unbiased in value, biased as a loss.
 
-    Schulman 2020, http://joschu.net/blog/kl-approx.html; GRPO's choice, https://arxiv.org/abs/2402.03300.
-    """
+    d is clamped to [-20, 20], and the result to at most 10. Schulman 2020, http://joschu.net/blog/kl-approx.html;
+    GRPO's choice, https://arxiv.org/abs/2402.03300."""
     x = (ref_log_probs - log_probs).clamp(-20.0, 20.0)
     # expm1: exp(x) - 1 - x would be 0 for a small x
     return _with_gradient(gradient, (x.expm1() - x).clamp(max=10.0), log_probs, ref_log_probs)
@@ -81,7 +79,7 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Literal["own", "k2
 
 @register_kl("abs", aliases={"abs+": {"gradient": "k2"}})
 def absolute(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Literal["own", "k2"] = "own") -> Tensor:
-    """abs(d)."""
+    """abs(log_probs - ref_log_probs)."""
     return _with_gradient(gradient, (log_probs - ref_log_probs).abs(), log_probs, ref_log_probs)
 
 
@@ -89,8 +87,8 @@ def absolute(log_probs: Tensor, ref_log_probs: Tensor, *, gradient: Literal["own
 def k1_ratio(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     """rho d with rho = exp(clamp(l - o, -20, 20)): the KL per token and its gradient, for samples of any policy.
 
-    As a loss unbiased, unlike k1, because the ratio has a gradient; with more variance than `k3_ratio`.
-    """
+    d is l - b; l, b, o are `log_probs`, `ref_log_probs`, `old_log_probs`. As a loss it is unbiased, unlike k1, because
+    the ratio rho has a gradient. It has more variance than `k3_ratio`."""
     return log_ratio(log_probs, old_log_probs).exp() * k1(log_probs, ref_log_probs)
 
 
@@ -98,8 +96,8 @@ def k1_ratio(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) ->
 def k3_ratio(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     """rho k3 with rho = exp(clamp(l - o, -20, 20)): the KL per token and its gradient, for samples of any policy.
 
-    With several updates per step, samples are from the policy before the first update. The gradient includes the
-    ratio's gradient. DeepSeek-V3.2, https://arxiv.org/abs/2512.02556."""
+    l is `log_probs`, o `old_log_probs`: the policy before the first update of the step, which sampled. The gradient
+    includes the gradient of rho. DeepSeek-V3.2, https://arxiv.org/abs/2512.02556."""
     return log_ratio(log_probs, old_log_probs).exp() * k3(log_probs, ref_log_probs)
 
 
@@ -107,14 +105,14 @@ def k3_ratio(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) ->
 def full(vocab_log_probs: Tensor, ref_vocab_log_probs: Tensor) -> Tensor:
     """sum_v pi_v (log pi_v - log ref_v): the exact KL of the next token; needs two tensors [B, R, V].
 
-    As a loss, with the states of the samples held fixed, it is the expectation of `k2` and every `+` form, without
-    their variance. For small vocabularies only: all of it stays in memory until the update.
+    As a loss, with the states of the samples held fixed, its gradient is the expectation of the gradient of `k2` and of
+    every + form, without their variance. Only for small vocabularies: all of it stays in memory until the update.
     """
     return (vocab_log_probs.exp() * (vocab_log_probs - ref_vocab_log_probs)).sum(-1)
 
 
 def _with_gradient(gradient: str, value: Tensor, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Returns the value, with its own gradient or, for `+` forms, the gradient of k2."""
+    """Returns `value` with its own gradient, or if `gradient` is "k2" (as in form `k3+`) with the gradient of k2."""
     if gradient == "own":
         return value
     other = k2(log_probs, ref_log_probs)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policy losses. Each returns the loss of every token [B, R], and per-token diagnostics, whose mean over the sampled
-tokens is reported (as `actor/<name>`, under verl's names). A loss does not aggregate tokens; one that is defined with
-an aggregation names it as a mark. The objective measures `actor/ppo_kl` for all losses.
+tokens is reported (as `actor/<name>`, under verl's names). A loss does not aggregate tokens; a loss that is defined for
+one aggregation names it in its decorator. The objective measures `actor/ppo_kl` for all losses.
 
 l is `log_probs`, o is `old_log_probs`, rho = exp(clamp(l - o, -20, 20)), A is `advantages`, sg stops the gradient.
 
-Losses that preserve entropy choose tokens by cov = (A - mean A)(o - mean o) over the sampled tokens of the mini-batch:
-a few with a high covariance of log-prob and advantage reduce entropy most. The choice depends on all of them, so it is
-made before the update, with the old policy: a loss sees only the rows of its micro-batch."""
+Losses that preserve entropy choose tokens by cov = (A - mean A)(o - mean o), with means over the sampled tokens of the
+mini-batch: few tokens with a high cov reduce entropy most. The choice depends on all tokens of the mini-batch, and a
+loss sees only the rows of its micro-batch; so the choice is made before the update, with the old policy."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def delta(
 ) -> Loss:
     """max(-A min(rho, delta), -A clamp(rho, 1 - low, 1 + high)): bounds the ratio also where A < 0.   -> [B, R]
 
-    INTELLECT-2's two-sided clip (https://arxiv.org/abs/2505.07291), under TRL's name.
+    rho is exp(log_probs - old_log_probs). INTELLECT-2's two-sided clip (https://arxiv.org/abs/2505.07291), TRL's name.
     """
     ratio = log_ratio(log_probs, old_log_probs).exp()
     near = ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
@@ -141,8 +141,8 @@ def sapo(
 ) -> Loss:
     """-A (4 / tau) sigmoid(tau (rho - 1)), tau by the sign of A: a smooth gate instead of a clip.   -> [B, R]
 
-    At rho = 1 the gradient is that of -A rho. https://arxiv.org/abs/2511.20347.
-    """
+    rho is exp(log_probs - old_log_probs). At rho = 1 the gradient equals the gradient of -A rho.
+    https://arxiv.org/abs/2511.20347."""
     ratio = log_ratio(log_probs, old_log_probs).exp()
     tau = pick(advantages > 0, tau_pos, tau_neg, ratio)
     gate = torch.sigmoid(tau * (ratio - 1.0))
@@ -161,7 +161,7 @@ def geo_mean(
 ) -> Loss:
     """-mean_t(A) exp(mean_t x_t), x_t = sgn(A) min(sgn(A) k_t, sgn(A) clamp(k_t, -low, high)), k = l - o.   -> [B, R]
 
-    The geometric instead of the arithmetic mean of clipped ratios; one number per row, on each of its tokens.
+    It has the geometric instead of the arithmetic mean of clipped ratios: one number per row, on each of its tokens.
     Zhao et al. 2025 (GMPO), https://arxiv.org/abs/2507.20673.
     """
     moved = log_ratio(log_probs, old_log_probs)
@@ -176,9 +176,9 @@ def geo_mean(
 def sppo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *, eta: Positive = 1.0
 ) -> Loss:
-    """(sum_t(l - o) - eta (p - 1/2))^2, where a row's advantage is p - 1/2, from `win_rate`.   -> [B, R]
+    """(sum_t(l - o) - eta (p - 1/2))^2; the estimator `win_rate` gives a row's advantage p - 1/2.   -> [B, R]
 
-    Regression of the sequence's log-ratio to its win rate; one number per row, on each of its tokens.
+    Regression of the sequence's log-ratio to its win rate p: one number per row, on each of its tokens.
     Wu et al. 2024, https://arxiv.org/abs/2405.00675.
     """
     moved = row_sums(log_probs - old_log_probs, response_mask)
@@ -197,10 +197,9 @@ def reinforce(log_probs: Tensor, advantages: Tensor) -> Loss:
 
 @register_policy_loss("tis", unbiased=True)
 def tis(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor) -> Loss:
-    """-sg(clamp(rho, 0, 1)) A l: a token that has become less likely weighs less, and none more than 1.   -> [B, R]
+    """-sg(clamp(rho, 0, 1)) A l: a token that became less likely weighs less, no token more than 1.   -> [B, R]
 
-    ROLL's truncated importance sampling.
-    """
+    ROLL's truncated importance sampling. l is `log_probs`, rho exp(l - old_log_probs); sg stops the gradient."""
     weight = log_ratio(log_probs, old_log_probs).exp().detach().clamp(max=1.0)
     return -weight * advantages * log_probs, {"pg_clipfrac": weight == 1.0}
 
@@ -216,11 +215,11 @@ def decoupled_ppo(
     clip_ratio_high: NonNegative = 0.2,
     cap: Cap = 2.0,
 ) -> Loss:
-    """PPO's clipped loss around o times min(exp(o - u), cap), u the rollout's log-probs.   -> [B, R]
+    """PPO's clipped loss on the ratio exp(l - o), times the weight min(exp(o - u), cap).   -> [B, R]
 
-    The clip keeps the policy near the trainer's before the update (o); the weight corrects for the policy that sampled.
-    Fu et al. 2025 (AReaL), https://arxiv.org/abs/2505.24298.
-    """
+    l is `log_probs`, o `old_log_probs`, u `rollout_log_probs`. The clip keeps the policy near the trainer's policy
+    before the update (o); the weight corrects for the policy that sampled (u).
+    Fu et al. 2025 (AReaL), https://arxiv.org/abs/2505.24298."""
     loss, diagnostics = ppo_clip(
         log_probs, old_log_probs, advantages, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high
     )
@@ -242,7 +241,7 @@ def topr(
 ) -> Loss:
     """-A l on correct rows, -sg(clamp(ratio, 0, 1)) A l on wrong ones: only wrong rows have a weight.   -> [B, R]
 
-    The ratio is of the whole trajectory (the paper), or with level="token" of each token (ROLL).
+    l is `log_probs`. The ratio is of the whole trajectory (the paper), or with level="token" of each token (ROLL).
     Le Roux et al. 2025, https://arxiv.org/abs/2503.14286.
     """
     ratio = log_ratio(log_probs, old_log_probs).exp().detach()
@@ -263,10 +262,10 @@ def dppo_tv(
     clip_ratio_high: Share = 0.2,
     cap: Cap = 20.0,
 ) -> Loss:
-    """-A sg(min(rho, c)) l where the change of a token's probability p is within bounds, else 0.   -> [B, R]
+    """-A sg(min(rho, cap)) l where the change of a token's probability p is within bounds, else 0.   -> [B, R]
 
-    A > 0 allows p - p_o <= high, A < 0 allows p - p_o >= -low. For a rare token a ratio is misleading: from 1e-5 to
-    1e-4 is a factor of ten but a small change. In the paper o is the rollout's log-probs
+    A > 0 allows p - p_old <= high, A < 0 allows p - p_old >= -low; l is `log_probs`, rho = p / p_old. For a rare token
+    a ratio is misleading: from 1e-5 to 1e-4 is a factor of ten but a small change. In the paper p_old is the rollout's
     (`algorithm.correction.old_log_probs=rollout`). https://arxiv.org/abs/2602.04879.
     """
     moved = (log_probs.exp() - old_log_probs.exp()).detach()
@@ -278,9 +277,9 @@ def dppo_tv(
 def dppo_kl(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, threshold: NonNegative = 0.05, cap: Cap = 20.0
 ) -> Loss:
-    """`dppo_tv` with another mask: p moved against A's sign, or KL(Bernoulli(p_o), Bernoulli(p)) <= threshold.
+    """`dppo_tv` with another mask: keeps a token if its probability p moved against the sign of A, or by a small KL.
 
-    -> [B, R]   https://arxiv.org/abs/2602.04879.
+    Small is KL(Bernoulli(p_old), Bernoulli(p)) <= threshold.   -> [B, R]   https://arxiv.org/abs/2602.04879.
     """
     p, p_old = log_probs.detach().exp(), old_log_probs.exp()
     rest, rest_old = (1 - p).clamp(min=1e-6), (1 - p_old).clamp(min=1e-6)
@@ -326,9 +325,8 @@ def vespo(
 ) -> Loss:
     """-sg(phi(w)) A l, phi(w) = e^lambda w^k e^(-lambda w), w the ratio of the sequence, k and lambda by A's sign.
 
-    A weight without a clip: 1 on-policy, falling smoothly to 0 on both sides.   -> [B, R]
-    https://arxiv.org/abs/2602.10693.
-    """
+    phi is a weight without a clip: 1 on-policy, falling smoothly to 0 on both sides.   -> [B, R]
+    https://arxiv.org/abs/2602.10693."""
     lowest, highest = -18.420680743952367, 20.0  # log(1e-8) and 20, the clamp of the authors' code
     token = (log_probs - old_log_probs).detach().clamp(-20.0, 20.0)
     log_w = token.sum(-1).clamp(lowest, highest)[:, None]
@@ -338,7 +336,7 @@ def vespo(
 
 
 def _allowed(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, allowed: Tensor, cap: float) -> Loss:
-    """-A sg(min(rho, cap)) l where `allowed`, else 0."""
+    """-A sg(min(rho, cap)) log_probs where `allowed`, else 0; rho = exp(log_probs - old_log_probs)."""
     weight = log_ratio(log_probs, old_log_probs).exp().detach().clamp(max=cap) * allowed
     return -advantages * weight * log_probs, {"pg_clipfrac": ~allowed}
 
@@ -346,7 +344,7 @@ def _allowed(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, allow
 def _clipped_surrogate(
     ratio: Tensor, advantages: Tensor, low: float, high: float, largest: float | None = None
 ) -> Loss:
-    """max(-A ratio, -A clamp(ratio, 1 - low, 1 + high)), at most -A largest where A < 0; and the clipped tokens.
+    """Returns max(-A ratio, -A clamp(ratio, 1 - low, 1 + high)), at most -A largest if A < 0; and flags clipped tokens.
 
     Computed as -A times the ratio, bounded above where A is positive and below where A is negative.
     """
@@ -371,8 +369,8 @@ def clip_cov(
 ) -> Loss:
     """PPO's clipped loss, without gradient on the `chosen` tokens, which have lower < cov < upper.   -> [B, R]
 
-    At least one token, and at most a fraction `share` of all, drawn at random from the tokens within the bounds.
-    """
+    cov is the covariance of advantage and log-prob (`covariances`). The chosen tokens are drawn at random from the
+    tokens within the bounds: at most a fraction `share` of all tokens, or one token if the fraction is below one."""
     loss, diagnostics = ppo_clip(
         log_probs, old_log_probs, advantages, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high
     )
@@ -390,7 +388,7 @@ def kl_cov(
     share: Share = 2e-4,
     coef: NonNegative = 1.0,
 ) -> Loss:
-    """-A rho, plus coef abs(l - o) on the `chosen` tokens, the fraction `share` with the largest cov.   -> [B, R]"""
+    """-A rho, plus coef abs(log rho) on the `chosen` tokens: the `share` with the largest covariances.   -> [B, R]"""
     log_ratio = log_probs - old_log_probs
     loss = -advantages * log_ratio.clamp(-20.0, 20.0).exp()
     places = chosen.nonzero(as_tuple=True)  # few tokens: a product over all would cost more than the rest
@@ -408,7 +406,9 @@ def choose_within(
     lower: Finite,
     upper: Finite,
 ) -> Tensor:
-    """Column `chosen` of `clip_cov`, [B, R] bool. `draws` [B, R] are uniform in [0, 1); the smallest are chosen."""
+    """Computes the column `chosen` of `clip_cov`: random tokens with lower < covariance < upper.   -> [B, R] bool
+
+    `draws` [B, R] are uniform in [0, 1); the tokens with the smallest draws are chosen."""
     covariance = covariances(advantages, old_log_probs, response_mask)
     within = ((covariance > lower) & (covariance < upper) & (response_mask != 0)).flatten().nonzero()[:, 0]
     order = draws.flatten()[within].argsort()
@@ -416,14 +416,14 @@ def choose_within(
 
 
 def choose_largest(advantages: Tensor, old_log_probs: Tensor, response_mask: Tensor, *, share: Share) -> Tensor:
-    """Chooses the `share` of tokens with the largest covariance of advantage and log-prob, [B, R] bool."""
+    """Computes the column `chosen` of `kl_cov`: the `share` of tokens with the largest covariance.   -> [B, R] bool"""
     covariance = covariances(advantages, old_log_probs, response_mask).masked_fill(response_mask == 0, -torch.inf)
     count = min(_count(share, response_mask), covariance.numel())
     return _flags(covariance.flatten().topk(count).indices, response_mask) & (response_mask != 0)
 
 
 def covariances(advantages: Tensor, old_log_probs: Tensor, response_mask: Tensor) -> Tensor:
-    """(A - mean A)(o - mean o), means over sampled tokens.   [B, R] -> [B, R]"""
+    """(A - mean A)(o - mean o), A `advantages`, o `old_log_probs`, means over sampled tokens.   [B, R] -> [B, R]"""
     centred = [column - masked_mean(column, response_mask) for column in (advantages, old_log_probs)]
     return centred[0] * centred[1]
 
@@ -433,7 +433,7 @@ def _count(share: float, response_mask: Tensor) -> int:
 
 
 def _flags(places: Tensor, response_mask: Tensor) -> Tensor:
-    """[B, R] bool: True at these indices of the flattened batch."""
+    """True at the indices `places` of the flattened batch.   -> [B, R] bool"""
     flags = torch.zeros(response_mask.numel(), dtype=torch.bool, device=response_mask.device)
     flags[places] = True
     return flags.view(response_mask.shape)

@@ -2,14 +2,13 @@
 """Preference losses. Each returns the loss of every comparison, and the reward [B] that it implies for each response.
 
 Rows are responses. l is `log_probs`, b is `ref_log_probs` [B, R]; S sums over the tokens of a response, M is their
-mean, sigma is the logistic function. A comparison is, as the mark `of` says:
+mean, sigma is the logistic function. The argument `of` of a loss's decorator says what a comparison is:
 
 - pair: rows 2i and 2i + 1, of which the first is the better (w) and the second the worse (v); losses are [B / 2]
 - label: one row, good where `label` is 1 and bad where it is 0; losses are [B]
 - list: the rows with one `uid`, ordered by `scores`; losses are [B], summed over the rows of a list
 
-The objective divides the sum of the losses by the number of comparisons of the whole batch.
-"""
+The objective divides the sum of the losses by the number of comparisons of the whole batch."""
 
 from __future__ import annotations
 
@@ -33,15 +32,15 @@ def pair_differences(rewards: Tensor) -> Tensor:
 
 
 def pairs_of(order: Tensor, uid: Tensor) -> Tensor:
-    """The pairs of rows with one `uid`, the row with the higher `order` first; a row with order 0 is in no pair. [B],
-    [B] -> row numbers [P, 2]"""
+    """Lists the pairs of rows with the same `uid`, the row with the higher `order` first. A row with order 0 and rows
+    with equal orders are in no pair.   [B], [B] -> row numbers [P, 2]"""
     rows = order.nonzero()[:, 0]
     order, uid = order[rows], uid[rows]
     return rows[((uid[:, None] == uid) & (order[:, None] > order)).nonzero()]
 
 
 def _imitation(log_probs: Tensor, response_mask: Tensor) -> Tensor:
-    """SFT loss of the better responses: -M(l).   [B, R] -> [B / 2]"""
+    """SFT loss of the better responses: the negative mean of their log-probs.   [B, R] -> [B / 2]"""
     return -row_means(log_probs, response_mask)[::2]
 
 
@@ -57,7 +56,8 @@ def dpo(
 ) -> Loss:
     """-(1 - e) log sigma(h) - e log sigma(-h) + c (-M(l_w)), h = r_w - r_v, r = beta S(l - b).   -> [B / 2], [B]
 
-    e is `label_smoothing`, c `sft_coef`. Rafailov et al. 2023, https://arxiv.org/abs/2305.18290; e (conservative DPO):
+    S sums over the tokens of a response, M is their mean; w is the better and v the worse response of a pair. e is
+    `label_smoothing`, c `sft_coef`. Rafailov et al. 2023, https://arxiv.org/abs/2305.18290; e (conservative DPO):
     Mitchell 2023, https://ericmitchell.ai/cdpo.pdf; c (RPO): Pang et al. 2024, https://arxiv.org/abs/2404.19733.
     """
     rewards = beta * row_sums(log_probs - ref_log_probs, response_mask)
@@ -133,7 +133,7 @@ def orpo(log_probs: Tensor, response_mask: Tensor, *, beta: Positive = 0.1) -> L
 
     Hong et al. 2024, https://arxiv.org/abs/2403.07691.
     """
-    means = row_means(log_probs, response_mask).clamp(max=-1e-7)  # a certain response has no odds
+    means = row_means(log_probs, response_mask).clamp(max=-1e-7)  # a response of probability 1 has no odds
     odds = means - torch.log(-torch.expm1(means))
     return _imitation(log_probs, response_mask) - beta * F.logsigmoid(pair_differences(odds)), odds
 
@@ -277,7 +277,7 @@ def plackett_luce(
 ) -> Loss:
     """-(r_i - log sum_j exp(r_j)) over the responses j of the list with at most the score of i, r = beta S(l - b).
 
-    -> [B], [B].   Rows without tokens are in no list; of two responses `dpo` is the same. Rafailov et al. 2023,
+    -> [B], [B].   Rows without tokens are in no list; for two responses it equals `dpo`. Rafailov et al. 2023,
     https://arxiv.org/abs/2305.18290 (appendix A.3); a tie counts as ranked behind (Breslow 1974)."""
     rewards = beta * row_sums(log_probs - ref_log_probs, response_mask)
     is_there = response_mask.bool().any(1)

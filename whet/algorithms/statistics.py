@@ -2,8 +2,8 @@
 """Sums, means and deviations over sampled tokens and over groups of rows; backward recurrences along a row.
 
 Totals are accumulated in float64, so that equal float32 numbers have exactly their own value as mean and exactly 0 as
-deviation. A rounding error divided by a deviation of 1e-8 would look like a signal: scores of a group that are equal
-but for rounding (`whet.rounding`) are each their own mean, and have the deviation 0.
+deviation. A rounding error divided by a deviation of 1e-8 would look like a signal. Therefore, if the scores of a group
+are equal except for rounding (`whet.rounding`), each score counts as its own mean, and the deviation is 0.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def row_blocks(x: Tensor) -> list[slice]:
 
 
 def zero_outside(column: Tensor, mask: Tensor) -> Tensor:
-    """Returns `column` with 0 where `mask` is 0; on a CPU without a copy if it is so already.   [B, R, ...], [B, R]"""
+    """Returns `column` with 0 where `mask` is 0; on a CPU without a copy if nothing changes.   [B, R, ...], [B, R]"""
     mask = mask.reshape(*mask.shape, *[1] * (column.dim() - mask.dim()))
-    if column.device.type == "cpu":  # elsewhere the host would have to wait for the test
+    if column.device.type == "cpu":  # on an accelerator the host would wait for the result of the test
         values = column.detach()
         outside = ((values[rows] != 0) & (mask[rows] == 0) for rows in row_blocks(values))
         # A maximum of bytes is many times faster than torch's own `any`.
@@ -45,7 +45,7 @@ def row_sums(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def row_means(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of each row over the positions where `mask` is not 0; 0 without any.   [B, R] -> [B]"""
+    """Mean of each row over the positions where `mask` is not 0; 0 for a row without any.   [B, R] -> [B]"""
     return row_sums(x, mask) / mask.sum(-1).clamp(min=1)
 
 
@@ -61,7 +61,7 @@ def segment_means(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """l - o, clamped to [-20, 20], because exp of a larger value may overflow."""
+    """log_probs - old_log_probs, clamped to [-20, 20], because exp of a larger value may overflow."""
     return (log_probs - old_log_probs).clamp(-20.0, 20.0)
 
 
@@ -76,7 +76,7 @@ def pick(condition: Tensor, one: float, other: float, like: Tensor) -> Tensor:
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean (of flags: fraction) over the positions where `mask` is not 0; 0 without any.   [B, R] -> scalar"""
+    """Mean of x (of flags their fraction) over the positions where `mask` is not 0; 0 if there is none.   -> scalar"""
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for rows in row_blocks(x):
         total = total + x[rows].masked_fill(mask[rows] == 0, 0).sum(dtype=torch.float64)
@@ -97,7 +97,7 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 
 class _RowSums(torch.autograd.Function):
-    """x.masked_fill(mask == 0, 0).sum(-1) without a copy of x, forward and backward."""
+    """Computes x.masked_fill(mask == 0, 0).sum(-1) without a copy of x, in the forward and in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def reverse_scan(terms: Tensor, mask: Tensor, decay: float | Tensor) -> Tensor:
 
 
 def next_sampled(x: Tensor, mask: Tensor) -> Tensor:
-    """x at the row's next sampled position, 0 after the last, for each sampled position; 0 elsewhere.   [B, R]"""
+    """Returns at each sampled position x of the next one in the row; 0 at the last one and elsewhere.   [B, R]"""
     sampled, lengths = mask != 0, mask.sum(-1)
     following = x[sampled].roll(-1)
     following[lengths[lengths > 0].cumsum(0) - 1] = 0.0

@@ -66,10 +66,10 @@ def step_cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def calibration(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Brier score, mean (p - y)^2 with p = sigmoid(logit), and the error of calibration: the mean over 10 equal bins of
-    the confidence max(p, 1 - p) of |accuracy - confidence|, weighted by their sizes; a label between 0 and 1 is a share
-    of right answers.   [n] x 2 -> scalars
+    """Computes the Brier score, mean (p - y)^2 with p = sigmoid(logit) and y the label, and the calibration error.
 
+    The error is the mean of |accuracy - confidence| over 10 equal bins of the confidence max(p, 1 - p), weighted by the
+    sizes of the bins. A label between 0 and 1 is a share of right answers.   [n] x 2 -> scalars
     Guo et al. 2017, https://arxiv.org/abs/1706.04599.
     """
     confidence, right = logits.abs().sigmoid(), torch.where(logits > 0, labels, 1 - labels)

@@ -5,7 +5,7 @@
         actor.state  critic.state     weights (only the adapter's with LoRA), optimizer, optimizer steps
         trainer.json                  step, validation score, start model, dtype of exports, position in the data, ...
         model/                        config and tokenizer, for `whet export`
-        manifest.json                 size and SHA-256 of every other file; written last: a checkpoint needs it
+        manifest.json                 size and SHA-256 of every other file; written last, so it marks a whole checkpoint
 
 A checkpoint is written under a temporary name and renamed. A kill at any moment leaves earlier checkpoints intact.
 """
@@ -39,7 +39,7 @@ from whet.models.load import stop_token_ids
 from whet.serialization import fits
 
 log = logging.getLogger(__name__)
-AFRESH = ("never", "overwrite")  # values of trainer.resume that go on from no checkpoint
+AFRESH = ("never", "overwrite")  # values of trainer.resume that load no checkpoint
 MANIFEST = "manifest.json"
 PREFIX = "global_step_"
 RESTORE = "put it back from a copy"
@@ -88,7 +88,7 @@ def save(
         ends = stop_token_ids(model_path, tokenizer, chat)
         if ends != stop_token_ids(model_path, tokenizer):
             values = json.loads(generation.read_text()) if generation.exists() else {}
-            values["eos_token_id"] = list(ends)  # what the run stops at, for whoever samples from an export
+            values["eos_token_id"] = list(ends)  # the stop tokens of the run, for sampling from an export
             (partial / "model" / generation.name).write_text(json.dumps(values, indent=2) + "\n")
         content = {"step": step, "score": score, "is_good": is_good, **state}
         if score is not None:
@@ -109,7 +109,7 @@ def save(
 def step_of(folder: Path) -> int:
     """Returns the step of the complete checkpoint in `folder`.  Raises: CheckpointError."""
     if (step := _saved_step(folder)) < 0:
-        change = "go on from another checkpoint"
+        change = "resume from another checkpoint"
         raise CheckpointError(f"{folder}: trainer.json", "is damaged: it names no step", "", change)
     return step
 
@@ -162,7 +162,7 @@ def last_good(run_dir: Path) -> str:
     good = newest(run_dir, good=True)
     if good is None:
         return "there is no checkpoint yet"
-    return f"the last good checkpoint is {good}: trainer.resume={good} goes on from it, with other settings too"
+    return f"the last good checkpoint is {good}: trainer.resume={good} continues from it, with other settings too"
 
 
 def best(checkpoints: Path) -> Path | None:
@@ -204,11 +204,11 @@ def over_limit(checkpoints: Path, limit: int | None) -> list[Path]:
 def restore(folder: Path, roles: Mapping[str, WorkerGroup], own: Mapping[str, object]) -> dict[str, Any]:
     """Loads weights and optimizers into `roles`.  Returns the rest of the saved state, including `step`.
 
-    Raises: CheckpointError if the state lacks a name of `own` (the run's state), or its value has another form;
-    EngineError for weights of another model."""
+    `own` is the present state of the run. Raises: CheckpointError if the saved state lacks a name of `own`, or has a
+    value of another form; EngineError for weights of another model."""
     state = {**saved(folder), "step": step_of(folder)}
     if odd := [name for name in own if name in state and not fits(state[name], own[name])]:
-        name, change = odd[0], "go on from another checkpoint: trainer.resume=PATH"
+        name, change = odd[0], "resume from another checkpoint: trainer.resume=PATH"
         found, expected = f"is damaged: {state[name]!r:.80}", f"the form of {own[name]!r:.80}"
         raise CheckpointError(f"{folder}: trainer.json: {name}", found, expected, change)
     if missing := set(own) - state.keys():
@@ -306,7 +306,7 @@ def number(folder: Path) -> int:
 
 @contextmanager
 def disk_errors(path: Path, key: str = "trainer.run_dir") -> Iterator[None]:
-    """Converts errors on a run's files to StorageError, which says how to continue; `key` names the folder in it."""
+    """Converts disk errors on files in `path` to StorageError, which says how to continue; `key` names the folder."""
     try:
         yield
     except OSError as error:

@@ -45,7 +45,7 @@ from whet.models.lora import ADAPTER, HEAD, add_adapter, fingerprint, merged_wei
 log = logging.getLogger(__name__)
 LOADED_WITH = ("adapter_path", "allow_pickle", "trust_remote_code")
 MODEL_SUFFIXES = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja"}
-FILE_BYTES = 2**29  # of a written file, whose weights are in memory together
+FILE_BYTES = 2**29  # size of a written file; its weights are in memory together
 Named = tuple[str, torch.Tensor]
 Weights = Mapping[str, torch.Tensor]
 Origin = dict[str, Any]  # of an adapter: its base model, and how it was loaded
@@ -134,7 +134,7 @@ def _export_ranks(folder: Path, out: Path, is_adapter: bool, dtype: str | None, 
     weights, shapes = RankFiles(folder), _outline(folder / MODEL, is_trusted)
     kinds = {weights.dtype(name) for name in weights}
     own = {**dict(shapes.named_parameters()), **kept_buffers(shapes)}
-    # Of another version of transformers, names may be those of its files, such as experts one by one.
+    # Another version of transformers may use the names of model files, for example with each expert by itself.
     expected = own if own.keys() <= weights.keys() else revert_weight_conversion(shapes, own)
     _check_names(expected, weights.keys() - shapes.all_tied_weights_keys.keys(), folder)
     for name, weight in expected.items():
@@ -168,7 +168,7 @@ def _write(
 ) -> Path:
     """Writes the weights in the dtype `name`, and the other files of the model's `folder`."""
     left = write_weights(out, weights, shapes, torch_dtype(name), start)
-    whole_model = shutil.ignore_patterns("*.safetensors*", "*.bin*")  # verl can save it there too
+    whole_model = shutil.ignore_patterns("*.safetensors*", "*.bin*")  # verl may also save the weights there
     shutil.copytree(folder, out, dirs_exist_ok=True, ignore=whole_model)
     text = (out / "config.json").read_text()
     (out / "config.json").write_text(re.sub(r'("(?:torch_)?dtype": )"\w+"', rf'\1"{name}"', text))
@@ -179,8 +179,8 @@ def _write(
 
 
 def _start_weights(path: str | None) -> Mapping[str, torch.Tensor]:
-    """Returns the weights that training started from, by their names in the files; empty if they are not here."""
-    with suppress(Exception):  # they are only compared with
+    """Returns the weights that training started from, by their names in the files; empty if this machine lacks them."""
+    with suppress(Exception):  # the weights serve only for a comparison
         folder = Path(str(path))
         if not folder.is_dir():
             folder = Path(str(try_to_load_from_cache(str(path), "config.json"))).parent
@@ -189,7 +189,7 @@ def _start_weights(path: str | None) -> Mapping[str, torch.Tensor]:
 
 
 def _state(path: Path) -> tuple[Mapping[str, torch.Tensor], Origin | None]:
-    """Returns the weights of a checkpoint's policy by name, and an adapter's origin: its base model and settings."""
+    """Returns the policy's weights in a checkpoint, by name, and the `Origin` of its adapter (None without adapter)."""
     if path.is_dir():
         return MergedShards(path), json.loads((path / "engine.json").read_text())["start"]
     state = serialization.load(path)
@@ -215,7 +215,7 @@ def _with_adapter(folder: Path, origin: Origin, weights: Weights, base: str | No
     path, options = base or origin["model_path"], {name: origin[name] for name in LOADED_WITH}
     try:
         if HEAD in weights:
-            del options["adapter_path"]  # none is merged into a reward model
+            del options["adapter_path"]  # a reward model has no merged adapter
             model = load_reward_model(path, new_head_seed=0, **options)  # its head is among the weights
         else:
             model = load_policy(path, **options)
@@ -224,7 +224,7 @@ def _with_adapter(folder: Path, origin: Origin, weights: Weights, base: str | No
         raise CheckpointError(f"{folder}", found, "", "give the model's folder with --base") from error
     if fingerprint(model) != origin["fingerprint"]:
         found = f"is an adapter for other weights than those at {path}"
-        raise CheckpointError(f"{folder}", found, "", "name them with --base")
+        raise CheckpointError(f"{folder}", found, "", "give the folder of its own base model with --base")
     add_adapter(model, LoraConfig(**origin["lora"]), seed=0, dtype=torch_dtype(origin.get("dtype", "float32")))
     own = dict(model.named_parameters())
     with torch.no_grad():
@@ -273,7 +273,7 @@ def model_digest(path: str, trust_remote_code: bool) -> str:
     folder = Path(find_model(path)).expanduser()
     if not folder.is_dir():
         return f"{path}@{load_config(path, trust_remote_code=trust_remote_code)._commit_hash}"
-    manifest = folder / checkpoint.MANIFEST  # has the checksums of the others
+    manifest = folder / checkpoint.MANIFEST  # has the checksums of the other files
     files = [file for file in sorted(folder.iterdir()) if file.suffix in MODEL_SUFFIXES]
     whole = hashlib.blake2b(digest_size=16)
     for each in [manifest] if manifest.exists() else files:
@@ -299,7 +299,7 @@ def write_weights(
     """Writes `weights`, named as in `model` (which may be on meta), in `dtype` and under their Hugging Face names.
 
     Returns the share of the update since `start` that survives rounding: 1 - |rounded - trained|^2 / |trained -
-    start|^2, NaN if unknown; None without rounding. Memory: the weights of one file and one layer."""
+    start|^2, NaN if unknown; None without rounding. It keeps the weights of one file and one layer in memory."""
     out.mkdir(parents=True, exist_ok=True)
     written: list[list[str]] = []
     kept: dict[str, torch.Tensor] = {}
@@ -317,7 +317,7 @@ def write_weights(
     buffers = kept_buffers(model)
     total, lost, moved, is_rounded = 0, 0.0, 0.0, False
     for _, group in groupby(weights, key=lambda named: _layer(named[0])):
-        # The files may split a layer's weights differently, such as experts one by one.
+        # The files may split a layer's weights differently, for example with each expert by itself.
         named = dict(group)
         stays = named.keys() <= buffers.keys()  # buffers come after all weights
         for name, trained in revert_weight_conversion(model, named).items():

@@ -14,7 +14,7 @@ from whet.checkpoints.export import export
 from whet.errors import CheckpointError, WhetError
 
 log = logging.getLogger(__name__)
-CLOSE_SECONDS = 1800.0  # for which the end of a run waits for uploads
+CLOSE_SECONDS = 1800.0  # longest wait for uploads at the end of a run
 
 
 def address(repo: str) -> str:
@@ -30,7 +30,7 @@ def upload(folder: Path, repo: str, *, path: str | None = None, private: bool = 
     try:
         api.create_repo(repo, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, path_in_repo=path, commit_message=f"Upload {folder.name}")
-    except Exception as error:  # of the hub's client and of what it stands on, which raise errors of their own
+    except Exception as error:  # the hub's client and its libraries raise many types of errors
         reason = " ".join(str(error).split())
         found = f"was not uploaded to {address(repo)}: {reason}"
         change = f"check the name and HF_TOKEN, then upload it with `hf upload {repo} {folder}`"

@@ -32,8 +32,8 @@ def find_ranks(source: Path) -> Path | None:
 
 
 class RankFiles(Mapping[str, torch.Tensor]):
-    """The weights in a folder of rank files (`find_ranks`). They stay on disk; a weight is merged on access.  Raises:
-    CheckpointError naming a file."""
+    """The weights in a folder of rank files (`find_ranks`). They stay on disk; each access to a weight reads its shards
+    and merges them.  Raises: CheckpointError naming a file."""
 
     def __init__(self, folder: Path) -> None:
         self._states = {path: _read(path) for path in _files(folder)}
@@ -41,7 +41,7 @@ class RankFiles(Mapping[str, torch.Tensor]):
         self._names = self._states[first].keys()
         for path in others:
             if differing := self._states[path].keys() ^ self._names:
-                raise CheckpointError(f"{path}", f"{min(differing)} is not in both it and {first.name}", "", _COPY)
+                raise CheckpointError(f"{path}", f"only it or only {first.name} has {min(differing)}", "", _COPY)
         if any(".lora_" in name for name in self._names):
             change = "merge it with verl.model_merger or peft, and name that folder"
             raise CheckpointError(f"{first}", "holds an adapter", "the weights of a whole model", change)
@@ -60,7 +60,7 @@ class RankFiles(Mapping[str, torch.Tensor]):
                     view = chunks[coordinate] if coordinate < len(chunks) else view.narrow(dim, 0, 0)
             is_copy = view.storage_offset() in filled
             if own.shape != view.shape or (is_copy and not torch.equal(own, view)):
-                found = f"a part of shape {tuple(own.shape)} that does not fit those of the other ranks"
+                found = f"a shard of shape {tuple(own.shape)} that does not fit the shards of the other ranks"
                 raise CheckpointError(f"{path}: {name}", found, f"shape {tuple(view.shape)}", _COPY)
             if own.numel():
                 filled[view.storage_offset()] = view.copy_(own).numel()
@@ -90,7 +90,7 @@ def _files(folder: Path) -> list[Path]:
     """Lists the files of all ranks by rank.  Raises: CheckpointError."""
     worlds = {at[1] for path in folder.iterdir() if (at := _FILE.fullmatch(path.name))}
     if len(worlds) > 1:
-        found, change = f"files of runs with {', '.join(sorted(worlds))} ranks", "remove those of the other run"
+        found, change = f"files of runs with {', '.join(sorted(worlds))} ranks", "remove the files of the other run"
         raise CheckpointError(f"{folder}", found, "files of one run", change)
     (world,) = worlds
     files = [folder / f"model_world_size_{world}_rank_{rank}.pt" for rank in range(int(world))]

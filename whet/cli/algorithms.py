@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`whet algorithms`."""
+"""`whet algorithms`: lists the registered functions, and shows the formula, columns and options of one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNLIMITED = 10_000  # console width where the output is no terminal, so that no 
 
 @cache
 def chosen_by() -> dict[str, tuple[str, str | None]]:
-    """Maps each kind of function to the first config key that selects one, and to the key of its options."""
+    """Maps each kind of function to the first config key that selects such a function, and to the key of options."""
     from whet.config.distill import DistillConfig
     from whet.config.preference import PreferenceConfig
     from whet.config.schema import TrainConfig
@@ -43,12 +43,12 @@ def chosen_by() -> dict[str, tuple[str, str | None]]:
     return {kind.kind: found.get(kind, ("algorithm.adv_options.wrap_method", None)) for kind in KINDS}
 
 
-algorithms = typer.Typer(help="List estimators, losses and rewards, or show one's formula.")
+algorithms = typer.Typer(help="List estimators, losses and rewards, or show a formula.")
 
 
 @algorithms.callback(invoke_without_command=True)
 def list_all(context: typer.Context) -> None:
-    """List estimators, losses and rewards, or show one's formula."""
+    """List estimators, losses and rewards, or show a formula."""
     if context.invoked_subcommand is not None:
         return
     output = console()
@@ -127,19 +127,19 @@ def print_pairs(output: Console, pairs: Sequence[tuple[str, str]]) -> None:
 
 
 def number(error: float) -> str:
-    """Formats a relative error; below 1e-12 it is rounding error, whose digits have no meaning."""
+    """Formats a relative error. An error below 1e-12 is rounding, and its digits have no meaning."""
     return "< 1e-12" if error < 1e-12 else f"{error:.2f}"
 
 
 @cache
 def shipped() -> dict[tuple[str, str], list[str]]:
-    """Reads the shipped certificates, by kind and name. `make pages` writes them; a test recomputes them."""
+    """Reads the certificates (bias of updates) that `make pages` writes, by kind and name; a test recomputes them."""
     text = resources.files("whet.algorithms").joinpath("certificates.csv").read_text(encoding="utf-8")
     return {(kind, name): numbers for kind, name, *numbers in list(csv.reader(text.splitlines()))[1:]}
 
 
 def certificate(entry: Entry) -> list[tuple[str, str]]:
-    """Returns a function's shipped certificate and its verdict, for `whet algorithms show`."""
+    """Returns the verdict on a function and its shipped certificate, as pairs of title and text."""
     found = []
     for kind in (entry.kind, "KL in the reward", "KL in the loss"):
         if numbers := shipped().get((kind, entry.name)):
@@ -153,20 +153,20 @@ def certificate(entry: Entry) -> list[tuple[str, str]]:
 
 
 def verdict(kind: str, name: str, numbers: Sequence[str]) -> str:
-    """Puts a certificate of `whet algorithms certify` into words: if the expected update is biased, and why."""
+    """Puts a certificate of `whet algorithms certify` into words: whether the expected update is biased, and why."""
     exact, error, cosine, length, *_ = numbers
     if exact or error == number(0.0):
         return "unbiased: the expected step is the gradient of the objective"
     why = _texts()["bias"].get(kind, {}).get(name)
     if float(cosine) >= 0.9995 and why is None:
-        return f"unbiased but for its length, {length} of the gradient's: the learning rate makes up for it"
+        return f"unbiased but for its length, {length} of the gradient's length: the learning rate can correct it"
     degrees = math.degrees(math.acos(float(cosine)))
     angle = f"the expected step is {degrees:.0f} degrees off the gradient of the objective, and {length} of its length"
     return f"biased by design: {why}; {angle}" if why else f"biased: {angle}"
 
 
 def facts(entry: Entry) -> list[tuple[str, str]]:
-    """Returns facts about a function as pairs of title and text: key, columns, code, options, names elsewhere."""
+    """Returns facts about a function in pairs of title and text: key, columns, code, options, names in other tools."""
     key, options_key = chosen_by()[entry.kind]
     kind = next(kind for kind in KINDS if kind.kind == entry.kind)
     reads = entry.columns if kind not in (WRAPPERS, TOOLS) and kind.supplied is None else ()
@@ -183,7 +183,7 @@ def facts(entry: Entry) -> list[tuple[str, str]]:
 
 
 def elsewhere(entry: Entry) -> str:
-    """Returns the name that other frameworks use, or the meaning of this name in them; "" without one."""
+    """Returns the function's name in other frameworks, or the meaning of its name in them; "" if nothing is known."""
     if entry.kind == WRAPPERS.kind:
         return f"wrap_method={entry.name} of a fork of verl, without its faults (`whet algorithms show cpo`)"
     known = _texts()["elsewhere"].get(entry.kind, {})

@@ -47,7 +47,7 @@ app = typer.Typer(
 
 
 def _later() -> None:
-    """A placeholder for the command of a plugin in the list of commands."""
+    """A placeholder in the list of commands for a plugin's command, which is imported when it is called."""
 
 
 PANELS: dict[str, Sequence[Callable[..., None]]] = {
@@ -96,7 +96,7 @@ def _check_encoding(words: Sequence[str]) -> None:
 class ConsoleHandler(logging.Handler):
     """Prints log records on the console that also shows steps and progress bars, so that they do not overwrite it."""
 
-    is_beside_json = False  # which alone goes to standard output
+    is_beside_json = False  # True with --json: then logs go to standard error
 
     def emit(self, record: logging.LogRecord) -> None:
         """Prints one record, a warning in yellow."""

@@ -22,7 +22,7 @@ from whet.registry import COMMANDS, TRAINERS, Entry
 
 
 class _Plain:
-    """Changes help (a mixin): flags show no type, lists show the type of an element, choices are shown separately."""
+    """Mixin for the help of commands: flags show no type, lists the type of an element, choices have spaces between."""
 
     def get_params(self, ctx: object) -> Any:
         """Returns the parameters, after adjusting how help shows their types."""
@@ -94,10 +94,10 @@ ConfigName = Annotated[
     str | None,
     typer.Option("--config-name", "--config_name", metavar="RECIPE", help="the recipe, in Hydra's syntax", hidden=True),
 ]
-DeviceMemory = Annotated[float | None, typer.Option(help="plan for accelerators with this many GiB, one a process")]
-HostMemory = Annotated[float | None, typer.Option(help="plan for nodes with this many GiB, and large enough disks")]
+DeviceMemory = Annotated[float | None, typer.Option(help="plan for accelerators of this many GiB, one per process")]
+HostMemory = Annotated[float | None, typer.Option(help="plan for nodes of this many GiB, with disks large enough")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="run Python code of the model's folder")]
-KeyValues = Annotated[list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="option; may be repeated")]
+KeyValues = Annotated[list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="an option; repeatable")]
 
 
 def split_recipe(words: list[str] | None, config_name: str | None) -> tuple[str | None, list[str]]:

@@ -60,6 +60,6 @@ def _print(sections: dict[str, list[Finding]]) -> None:
                 line.append(f"; {finding.advice}", style=style)
             console.print(line)
     sums = Counter(finding.status for found in sections.values() for finding in found)
-    told = "whet runs here" if not sums["problem"] else "runs need the problems mended"
+    told = "whet runs here" if not sums["problem"] else "solve the problems before a run"
     counted = f"{plural(sums['problem'], 'problem')}, {plural(sums['note'], 'note')}, {sums['ok']} ok"
     console.print(Text(f"{counted}: {told}", style="red" if sums["problem"] else "green"))

@@ -18,7 +18,7 @@ Name = Annotated[str, typer.Argument(help="a name that `whet env list` prints, o
 
 @environments.callback(invoke_without_command=True)
 def env(context: typer.Context) -> None:
-    """List environments; show, play or check one."""
+    """List environments; show, play or check an environment."""
     if context.invoked_subcommand is None:
         list_all()
 

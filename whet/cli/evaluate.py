@@ -102,7 +102,7 @@ def compare(
     ],
     b: Annotated[Path, typer.Argument(metavar="B", help="the same for the model to compare with A", exists=True)],
     metric: Annotated[str, typer.Option(help="accuracy, reward, or the name of a reward part")] = "accuracy",
-    other_prompts: Annotated[bool, typer.Option("--other-prompts", help="accept other texts of the same rows")] = False,
+    other_prompts: Annotated[bool, typer.Option("--other-prompts", help="accept prompts with other texts")] = False,
     seed: Annotated[int, typer.Option(min=0, help="random seed of the resampling")] = 0,
 ) -> None:
     """Test whether two evaluations differ significantly.
@@ -123,7 +123,7 @@ def compare(
     console, whole = shared_console(), found["all"]
     console.print(table(("data source", "prompts", "A", "B", "B - A", "p", "A only", "B only"), rows))
     console.print(f"A: {a}, {whole.n[0]} responses a prompt\nB: {b}, {whole.n[1]} responses a prompt", soft_wrap=True)
-    console.print("A only, B only: number of prompts on which that model scored higher", style="dim", soft_wrap=True)
+    console.print("A only, B only: number of prompts on which A, or B, scored higher", style="dim", soft_wrap=True)
     console.print(whole.verdict(), style="bold", soft_wrap=True)
 
 
@@ -156,9 +156,9 @@ def select(
     words: RecipeAndOverrides = None,
     output: Annotated[Path, typer.Option("-o", "--output", help="file of the rows, .jsonl")] = Path("selected.jsonl"),
     best_of: Annotated[
-        int | None, typer.Option(min=1, help="keep the best of so many samples of a prompt; unset: of all")
+        int | None, typer.Option(min=1, help="keep the best of every N samples of a prompt; unset: of all")
     ] = None,
-    min_score: Annotated[float, typer.Option(help="least score of a response that is kept")] = -math.inf,
+    min_score: Annotated[float, typer.Option(help="lowest score of a response to keep")] = -math.inf,
     config_name: ConfigName = None,
 ) -> None:
     """Keep the best of sampled responses, as rows for whet sft.

@@ -137,7 +137,7 @@ def _convert_rows(words: list[str]) -> None:
 
 
 def config_of(command: str | None, recipe: str | None, words: list[str]) -> WholeConfig:
-    """Loads the config for `command`, by default for `whet train`, or for `whet sft` if only that accepts it."""
+    """Loads the config for `command`; None: for `whet train`, or for `whet sft` if `whet train` refuses the config."""
     from whet.config import load_config
     from whet.config.commands import schema_of
 
@@ -157,7 +157,7 @@ def run_config_of(command: str | None, recipe: str | None, overrides: list[str])
 
     config = config_of(command, recipe, overrides)
     if isinstance(config, EvalConfig | GenerateConfig):
-        raise ConfigError("--for", command, f"the command of a trainer: {TRAINING}", "name one")
+        raise ConfigError("--for", command, f"the command of a trainer: {TRAINING}", "choose one of them")
     return config
 
 

@@ -13,7 +13,7 @@ from whet.errors import ConfigError
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="global_step_N of a run, whet's or verl's, or a run (its newest)")],
+    checkpoint: Annotated[Path, typer.Argument(help="global_step_N of whet or verl, or a run (its newest checkpoint)")],
     out: Annotated[Path, typer.Argument(help="the folder to write")],
     adapter: Annotated[bool, typer.Option("--adapter", help="write only the adapter, in peft's format")] = False,
     base: Annotated[
@@ -24,14 +24,14 @@ def export(
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
-        typer.Option(help="dtype of the weights; default: that of the run's rollout, without a rollout float32"),
+        typer.Option(help="dtype of the weights; default: the dtype of the run's rollout, or float32 without it"),
     ] = None,
     to: Annotated[
-        str | None, typer.Option(metavar="ENGINE", help="write the form of this training engine instead: megatron")
+        str | None, typer.Option(metavar="ENGINE", help="write the format of this training engine: megatron")
     ] = None,
     source: Annotated[
         str | None,
-        typer.Option("--from", metavar="ENGINE", help="read a folder in the form of this training engine: megatron"),
+        typer.Option("--from", metavar="ENGINE", help="read a folder in the format of this training engine: megatron"),
     ] = None,
     hub: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="upload the folder to the hub too")] = None,
     private: Annotated[bool, typer.Option("--private", help="with --hub: make a new repository private")] = False,
@@ -47,7 +47,7 @@ def export(
         {"--adapter": adapter, "--to": source and to} if source else {"--base": base, "--dtype": dtype} if to else {}
     )
     if found := next((name for name, value in {"--adapter": to and adapter, **unused}.items() if value), None):
-        raise ConfigError(found, f"set beside {'--from' if source else '--to'}", change="leave it out")
+        raise ConfigError(found, f"set together with {'--from' if source else '--to'}", change="leave it out")
     with long_phase("exporting"):
         check_new(out)
         if source is not None:

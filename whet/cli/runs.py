@@ -43,7 +43,7 @@ def runs(
     from whet.tracking.runs import find_runs, is_run, read_run
 
     if not folder.exists():
-        expected = "a run's folder, or one with runs: `whet runs FOLDER`"
+        expected = "a run's folder, or a folder with runs: `whet runs FOLDER`"
         raise DataError(str(folder), "does not exist", expected, "correct the path")
     found, console = [], shared_console()
     for each in find_runs(folder):
@@ -109,7 +109,7 @@ def with_metrics(folders: Sequence[Path]) -> list[RunFolder]:
     paths = [path for folder in folders for path in find_runs(folder) or [folder]]
     found = [read_run(path) for path in dict.fromkeys(paths)]
     if not found:
-        raise DataError("run", None, "a run's folder", "name one")
+        raise DataError("run", None, "a run's folder", "give its path")
     read, empty = [run for run in found if run.records], [run.path for run in found if not run.records]
     if wrong := [path for path in empty if path in folders or not read]:
         change = "wait for a first step, or add jsonl to trainer.logger"
@@ -128,8 +128,8 @@ def drawn(read: Sequence[RunFolder], metric: Sequence[str] | None) -> tuple[Draw
 
     names = chosen_metrics(read, metric) if metric else [name.lstrip("-~") for name in main_metrics(read)]
     if not names:
-        found, expected = "the runs have none of the main ones", f"some of {', '.join(read[0].metrics)}"
-        raise DataError("metrics", found, expected, "name some")
+        found, expected = "the runs have none of the main metrics", f"some of {', '.join(read[0].metrics)}"
+        raise DataError("metrics", found, expected, "choose metrics by name")
     labels, panels = short_names([run.path for run in read]), []
     for name in names:
         curves = [(label, *run.curve(name)) for label, run in zip(labels, read, strict=True)]
@@ -156,7 +156,7 @@ def as_record(run: RunFolder) -> dict[str, object]:
 
 
 def runs_table(found: Sequence[RunFolder], named: Sequence[Mapping[str, str]]) -> RenderableType:
-    """Builds a table of runs. `named` gives for each run the columns that tell it from the others."""
+    """Builds a table of runs. `named` gives for each run the columns that distinguish it from the other runs."""
     shared = {run.best_metric for run in found if run.records}
     rows: list[list[str | Text]] = []
     for number, run in enumerate(found):
@@ -255,7 +255,7 @@ def show(
     step: Annotated[int | None, typer.Option(help="the step; unset: the last one that was written")] = None,
     validation: Annotated[bool, typer.Option("--validation", help="the responses of a validation")] = False,
     dropped: Annotated[bool, typer.Option("--dropped", help="the responses that algorithm.filter dropped")] = False,
-    other: Annotated[Path | None, typer.Option(help="a second run, whose responses stand beside")] = None,
+    other: Annotated[Path | None, typer.Option(help="a second run, shown beside the first")] = None,
     other_step: Annotated[int | None, typer.Option(help="the step of the second run; unset: the same step")] = None,
     sort: Annotated[str | None, typer.Option(help="a field: reward, length, ...; -reward: largest first")] = None,
     where: Annotated[

@@ -54,7 +54,7 @@ def command_of(trainer: Entry) -> Callable[..., None]:
 
         is_elsewhere = device_memory is not None or host_memory is not None
         if is_elsewhere and (multirun or not dry_run):
-            raise typer.BadParameter("--device-memory and --host-memory are of a machine elsewhere: add --dry-run")
+            raise typer.BadParameter("--device-memory and --host-memory describe another machine: add --dry-run")
         schema: Any = schema_of(trainer.name)
         if multirun:
             sweep(schema, *split_recipe(words, config_name), dry_run=dry_run)
@@ -107,7 +107,7 @@ def shown(config: RunConfig, *, writes: bool = True) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Member:
-    """A run of a sweep: its swept values by key, and its overrides."""
+    """A run of a sweep: its values of the swept keys, all of its overrides, and the name of its folder."""
 
     values: Mapping[str, str]
     overrides: list[str]
@@ -130,11 +130,11 @@ def members(words: Sequence[str]) -> list[Member]:
         try:
             swept[override.key_or_group] = list(override.sweep_string_iterator())
         except HydraException as error:  # interval, glob
-            found, forms = "it does not list its values", "key=1,2, key=range(1,4) or key=choice(a,b)"
+            found, forms = "does not list its values", "key=1,2, key=range(1,4) or key=choice(a,b)"
             raise ConfigError(word, found, forms, "list them") from error
     if not swept or "trainer.run_dir" in swept:
         found = "trainer.run_dir with several values" if swept else "no key with several values"
-        raise ConfigError("-m", found, "a sweep of other keys, such as actor.optim.lr=1e-5,2e-5", "name one")
+        raise ConfigError("-m", found, "several values of another key, such as actor.optim.lr=1e-5,2e-5", "add them")
     made = []
     for chosen in product(*swept.values()):
         values = dict(zip(swept, chosen, strict=True))
@@ -183,17 +183,17 @@ def sweep(schema: type[RunConfig], recipe: str | None, words: Sequence[str], *, 
         if run.error:
             console.print(f"{run.path}: {run.error}", markup=False, soft_wrap=True)
     if any(run.state != "finished" for run in read):
-        typer.echo("the same command goes on with the runs that are not finished")
+        typer.echo("the same command continues the runs that are not finished")
         raise typer.Exit(128 + asked[0] if asked else 1)
 
 
 def _run(command: list[str], asked: list[int]) -> None:
-    """Runs a process to its end. Records signals in `asked`; the process gets them, saves, and ends after its step."""
+    """Runs a process to its end. Signals are recorded in `asked`, and passed to the process, which saves and ends."""
     process = subprocess.Popen(command)
 
     def note(number: int, frame: FrameType | None) -> None:
         asked.append(number)
-        if number != signal.SIGINT:  # the terminal sends Ctrl-C to both
+        if number != signal.SIGINT:  # the terminal sends Ctrl-C to both processes
             process.send_signal(number)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
@@ -219,7 +219,7 @@ def _read(folder: Path) -> RunFolder:
 
 def _name(values: Mapping[str, str]) -> str:
     """Builds a folder's name from the values, such as lr-1e-05_seed-1. It has no `=` or `,`, which Hydra and the shell
-    would interpret. If parts are left out, a digest replaces them."""
+    would interpret. If characters are replaced or cut off, a digest of the whole name is added."""
     whole = "_".join(f"{key}-{value}" for key, value in _short_keys(values).items())
     plain = re.sub(r"[^\w.+-]", "-", whole)
     if plain == whole and len(whole) <= MAX_NAME:
@@ -228,6 +228,6 @@ def _name(values: Mapping[str, str]) -> str:
 
 
 def _short_keys(values: Mapping[str, str]) -> Mapping[str, str]:
-    """Shortens the keys to their last names, if these differ."""
+    """Shortens the keys to their parts after the last dot, if these parts differ."""
     short = {key.rpartition(".")[2]: value for key, value in values.items()}
     return short if len(short) == len(values) else values

@@ -48,8 +48,8 @@ class OverlongConfig(Section):
 
 
 OLD_LOG_PROBS = (
-    "source of old_log_probs; trainer: a forward pass before the update; rollout: those of the rollout engine, "
-    "without a pass; interpolated: an estimate between rollout and policy by the staleness of a token, without a pass"
+    "source of old_log_probs; trainer: a forward pass before the update; rollout: rollout_log_probs, without a pass; "
+    "interpolated: an estimate between rollout and policy by the staleness of a token, without a pass"
 )
 
 
@@ -81,7 +81,7 @@ class ShapingConfig(Section):
     norm_std: Norm = key("none", "divide by the standard deviation of the group, the batch, or all steps (running)")
     reward_clip: PositiveFloat | None = key(None, "largest absolute reward of a token; unset: no limit")
     advantage_clip: PositiveFloat | None = key(None, "largest absolute advantage of a token; unset: no limit")
-    whiten_advantages: bool = key(False, "mean 0 and standard deviation 1 over the sampled tokens of a step")
+    whiten_advantages: bool = key(False, "scale advantages to mean 0 and deviation 1 over a step's sampled tokens")
 
 
 class EntropyConfig(Section):
@@ -93,7 +93,7 @@ class EntropyConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """Estimator, loss, KL, corrections, filter and shaping."""
+    """The algorithm: estimator, loss, KL, corrections, filter and shaping."""
 
     adv_estimator: Annotated[str, Choice(ADV_ESTIMATORS, "adv_options")] = key(
         "grpo", "registered advantage estimator, module:function or file.py:function"
@@ -105,8 +105,8 @@ class AlgorithmConfig(Section):
     loss_options: Values = key({}, "options of the loss")
     loss_agg_mode: Annotated[str | None, Choice(AGGREGATIONS, is_checked=False)] = key(
         None,
-        "registered aggregation of token losses, module:function or file.py:function; unset: that of the loss or the "
-        "estimator, else token-mean",
+        "registered aggregation of token losses, module:function or file.py:function; unset: the aggregation that the "
+        "loss or the estimator fixes, else token-mean",
     )
     loss_fixed_length: PositiveInt | None = key(None, "divisor of seq-mean-token-sum-norm; unset: max_response_length")
     entropy_coef: float = key(0.0, "coefficient of the entropy bonus")

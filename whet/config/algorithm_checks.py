@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Consistency rules for the algorithm: losses, corrections and updates. Also for training engines, the processes that
-they need, and the cluster. Imports no torch, like `checks`."""
+"""Consistency rules for the algorithm (losses, corrections, updates), for training engines and their processes, and for
+the cluster. Imports no torch, like `checks`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def algorithm_rule(algorithm: schema.AlgorithmConfig, at: SectionPlace) -> Itera
         change = "set algorithm.kl.where=reward, or algorithm.kl.controller=fixed"
         yield ConfigError("algorithm.kl.controller", kl.controller, expected, change)
     if overlong.penalty > 0 and overlong.buffer_length >= limit:
-        expected = f"less than data.max_response_length={limit}, of which the buffer is the end"
+        expected = f"less than data.max_response_length={limit}: the buffer is the last part of it"
         change = f"try {max(1, limit // 4)}"
         yield ConfigError("algorithm.overlong.buffer_length", overlong.buffer_length, expected, change)
     estimator, teacher = _estimator(algorithm), at.whole["teacher"]
@@ -82,7 +82,7 @@ def algorithm_rule(algorithm: schema.AlgorithmConfig, at: SectionPlace) -> Itera
 
 
 def _of_pairs(algorithm: schema.AlgorithmConfig) -> Iterator[ConfigError]:
-    """Requires, for a preference loss, that it compares pairs and that the advantages are an order of each group."""
+    """Checks a policy loss that is a preference loss: it needs pairs, an estimator that orders groups, no weights."""
     loss, estimator = registry.POLICY_LOSSES[algorithm.policy_loss], _estimator(algorithm)
     if loss.kind != registry.PREFERENCE_LOSSES.kind:
         return
@@ -90,13 +90,13 @@ def _of_pairs(algorithm: schema.AlgorithmConfig) -> Iterator[ConfigError]:
         expected, change = "a loss of pairs, for groups of sampled responses", "choose another, such as dpo"
         yield ConfigError("algorithm.policy_loss", f"{loss.name}, a loss of a {of}", expected, change)
     if "uid" not in estimator.columns:
-        expected = f"one that orders the responses to a prompt, with the preference loss {loss.name!r}"
+        expected = f"an estimator that orders the responses to a prompt, for the preference loss {loss.name!r}"
         yield ConfigError("algorithm.adv_estimator", estimator.name, expected, "set it to best_worst or all_pairs")
     shaping, weight = algorithm.shaping, algorithm.correction.weight
     values = {"shaping.whiten_advantages": shaping.whiten_advantages, "shaping.advantage_clip": shaping.advantage_clip}
     for key, value in (values | {"correction.weight": weight}).items():
         if value not in (None, False):
-            expected = f"unset: the preference loss {loss.name!r} reads the order of a group alone"
+            expected = f"unset: the preference loss {loss.name!r} reads only the order of the rows of a group"
             yield ConfigError(f"algorithm.{key}", value, expected, "unset it, or choose a policy loss")
 
 
@@ -108,7 +108,7 @@ def _correction(algorithm: schema.AlgorithmConfig) -> Iterator[ConfigError]:
         change = "unset it, or set algorithm.policy_loss=ppo_clip"
         yield ConfigError("algorithm.correction.weight", correction.weight, expected, change)
     given = correction.rejection_options
-    bounds = [given.get("high"), given.get("low") if given.get("form") == "k1" else None]  # the others are never < 0
+    bounds = [given.get("high"), given.get("low") if given.get("form") == "k1" else None]  # k2 and k3 are never < 0
     if correction.rejection == "divergence" and all(each in (None, math.inf, -math.inf) for each in bounds):
         change = "set rejection_options.high, such as 0.3: the k3 of a token that became twice as likely"
         expected = "a bound in algorithm.correction.rejection_options, without which no token is rejected"
@@ -149,14 +149,14 @@ def group_rule(rollout: schema.RolloutConfig, at: SectionPlace) -> Iterator[Conf
 
 
 def extra_rule(rollout: schema.RolloutConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Refuses filters with `extra` groups in a domain, and if groups are sampled ahead."""
+    """Refuses the option `extra` of a filter in a domain, and with `rollout.max_staleness` above 0."""
     config = at.whole
     if not isinstance(config, schema.TrainConfig):
         return
     refused = [(f"reward.domains.{name}.filter", each.filter) for name, each in config.reward.domains.items()]
     if rollout.max_staleness:
         refused.append(("algorithm.filter", config.algorithm.filter))
-    stale = f"rollout.max_staleness={rollout.max_staleness:g}, which lets long responses go on over several steps"
+    stale = f"rollout.max_staleness={rollout.max_staleness:g}, which lets long responses continue over several steps"
     for key, chosen in refused:
         why = stale if key == "algorithm.filter" else "a filter of a domain"
         entry = None if chosen.name is None else entry_at(FILTERS, f"{key}.name", chosen.name)
@@ -235,8 +235,8 @@ class EngineUse:
     optim_key: str
     processes: int
     processes_key: str
-    batch_invariant: bool  # trains with the kernels of a rollout that is
-    media: str = ""  # the name of a row with images or videos, where there is one; unset before data is read
+    batch_invariant: bool  # the rollout is, so training needs the same kernels
+    media: str = ""  # the name of a row with images or videos, if there is one; "" before the data is read
 
     @classmethod
     def at(cls, place: SectionPlace, media: str = "") -> EngineUse:
@@ -264,7 +264,7 @@ class EngineUse:
 def other_kernels(use: EngineUse) -> Iterator[ConfigError]:
     """Yields an error if the rollout is batch-invariant but the training engine does not use the same kernels."""
     if use.batch_invariant:
-        expected = "single with rollout.engine.options.batch_invariant=true, as others have other kernels"
+        expected = "single with rollout.engine.options.batch_invariant=true: other engines use other kernels"
         yield ConfigError(f"{use.key}.name", use.engine.name, expected, "set it to single, or unset batch_invariant")
 
 
@@ -343,7 +343,7 @@ def _pools(cluster: ClusterConfig) -> Iterator[ConfigError]:
 
 
 def replica_rule(cluster: ClusterConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Requires that the ranks of the rollout's pool form whole replicas. Each is on one node or fills whole nodes."""
+    """Requires that the ranks of the rollout's pool form whole replicas. Each must be on one node or fill nodes."""
     options = at.whole.rollout.engine.options if isinstance(at.whole, TrainConfig) else {}
     size, where, name = options.get("tensor_parallel_size"), "rollout.engine.options", cluster.pool_of("rollout")
     pool, devices, key = cluster.pools[name], cluster.replica_devices(options), f"{where}.tensor_parallel_size"
@@ -368,7 +368,7 @@ def replica_rule(cluster: ClusterConfig, at: SectionPlace) -> Iterator[ConfigErr
                 expected = f"{wanted}, as a server has devices of {len(servers[0])} nodes"
                 yield ConfigError(f"{where}.{option}", found, expected, f"set it, or lower {key}")
     else:
-        expected = f"all {devices} devices of a server on one node, which has {max(here.values())}, or on whole nodes"
+        expected = f"all {devices} devices of a server on one node (largest: {max(here.values())}), or on whole nodes"
         yield ConfigError(key, size, expected, "lower it")
 
 

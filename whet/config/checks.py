@@ -186,7 +186,7 @@ def _function_path(key: str, reference: str) -> Iterator[ConfigError]:
     location, _, name = reference.rpartition(":")
     if not location:
         expected = "a function as package.module:function or path/file.py:function"
-        yield ConfigError(key, name, expected, "add the place of the function")
+        yield ConfigError(key, name, expected, "add the function's module or file")
     elif location.endswith(".py") and not Path(location).expanduser().is_file():
         yield missing_file(key, location)
 
@@ -227,7 +227,7 @@ def _reward(reward: schema.RewardConfig, at: SectionPlace) -> Iterator[ConfigErr
 
 
 def _reward_model(role: schema.RewardModelConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Refuses keys of the role without a model, and settings that a reward model excludes."""
+    """Refuses other keys of `reward_model` if it has no model, and settings that a reward model excludes."""
     config: Any = at.whole
     if role.source is None:
         default = dict(flatten(schema.RewardModelConfig().model_dump()))
@@ -249,7 +249,7 @@ def _reward_model(role: schema.RewardModelConfig, at: SectionPlace) -> Iterator[
 
 
 def _mix(data: schema.DataConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Requires shares that sum to 1 at every step. Refuses other keys that choose among the rows."""
+    """Requires shares of `data.mix` that sum to 1 at every step. Refuses an empty mapping as a share."""
     steps = {step for share in data.mix.values() if isinstance(share, dict) for step in share} or {0}
     for step in sorted(steps) if data.mix else ():
         shares = shares_at(data.mix, step)

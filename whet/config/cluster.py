@@ -29,12 +29,12 @@ PROCESSES = (
     "for each GPU or node"
 )
 GPUS = (
-    "GPUs to reserve on each node: one for each process, or the number in devices of its pool; a list has a number "
-    "for each node, as [8, 8, 4, 0]; 0: none"
+    "GPUs to reserve on each node: for each process one, or the number in devices of its pool; a list has a number for "
+    "each node, as [8, 8, 4, 0]; 0: none"
 )
 DEVICES = (
     "GPUs of each process: several only for a rollout engine that computes on several; less than 1: a share of a GPU, "
-    "which processes of other pools may share; of a pool of environment and reward alone: processors"
+    "which processes of other pools may share; in a pool of only environment and reward: processors"
 )
 PLACEMENT = (
     f"pools of processes by name, each {{processes: , devices: , roles: [{', '.join(ROLES)}]}}; roles in no pool go to "
@@ -75,7 +75,7 @@ class ResourcePool(HasDevices):
     roles: tuple[str, ...] = ()  # empty: the only pool, which hosts all roles
     name: str = "main"
     devices: float = 1
-    needs_device: bool = True  # else it is on processors alone, and `devices` is their number
+    needs_device: bool = True  # False: it computes on processors only, and `devices` is their number
 
     def __post_init__(self) -> None:
         if self.processes < 1:
@@ -89,8 +89,8 @@ class Slot:
     pool: ResourcePool
     rank: int
     node: int
-    devices: tuple[int, ...] = ()  # numbers on the node; none on processors alone
-    is_first: bool = True  # of the ranks that share its device
+    devices: tuple[int, ...] = ()  # their numbers on the node; empty if the rank computes on processors only
+    is_first: bool = True  # False if an earlier rank has a share of the same device
 
 
 class ClusterConfig(Section):
@@ -151,7 +151,7 @@ class ClusterConfig(Section):
         ]
 
     def slots(self, pools: Iterable[ResourcePool] | None = None) -> list[Slot]:
-        """The slots of the ranks of `pools`, by default of all.  Raises: ConfigError where the nodes have no room."""
+        """The slots of the ranks of `pools`, by default of all.  Raises: ConfigError if the nodes lack devices."""
         counted = self._counted(self.resources if pools is None else pools)
         here = -(-devices_of(ranks_of(counted)).total() // self.nnodes)
         return ranks_of(counted, self.gpus if any(self.gpus) else [here] * self.nnodes)
@@ -197,11 +197,11 @@ class ClusterConfig(Section):
 
 
 def ranks_of(pools: Iterable[ResourcePool], nodes: Sequence[int] | None = None) -> list[Slot]:
-    """Returns the slots of all ranks, pool by pool. `nodes` lists the devices of each node; default: one node with
-    enough.
+    """Returns the slots of all ranks by pool. `nodes` has the number of devices of each node; None: a node with enough.
 
-    A rank takes the first free devices of one node; for a share, the first device with room and no rank of its pool. A
-    rank without devices takes the node with the fewest ranks, if possible without devices.  Raises: ConfigError."""
+    A rank gets the first free devices of one node. A rank with a share of a device gets the first device with enough
+    left and no rank of its pool. A rank without devices gets the node with the fewest ranks, preferably a node without
+    devices.  Raises: ConfigError."""
     free = [[1.0] * number for number in nodes or [0]]
     slots: list[Slot] = []
     for pool in pools:
@@ -222,8 +222,8 @@ def ranks_of(pools: Iterable[ResourcePool], nodes: Sequence[int] | None = None) 
                 free[0] += [1.0] * number
             if found is None:
                 sizes = ", ".join(map(str, nodes or ()))
-                expected = f"{number} free on one node for rank {rank} of {pool.processes}; the nodes have {sizes}"
-                change = "name the pools with the most devices first, or change devices or the nodes"
+                expected = f"{number} free on one node, for rank {rank} of {pool.processes}; the nodes have {sizes}"
+                change = "list the pools with the most devices first, or change devices or the nodes"
                 raise ConfigError(f"cluster.placement.{pool.name}.devices", pool.devices, expected, change)
             node, first = found
             taken = range(first, first + number)

@@ -29,7 +29,7 @@ def schema_of(command: str) -> type[Section]:
 
 def likely_command(sections: Collection[str]) -> str:
     """Guesses the trainer of a run folder that does not name it: the shipped trainer whose config has most of the given
-    sections and keys. At a tie, one without further sections."""
+    sections and keys. Among equals it prefers a trainer whose config has no other sections and keys."""
 
     def likeness(name: str) -> tuple[int, bool]:
         own = schema_of(name).model_fields.keys()

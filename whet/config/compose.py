@@ -194,7 +194,7 @@ def unknown_key(schema: type[Section], key: str, source: str) -> ConfigError:
 
 
 def advice(kind: str, *given: object) -> str | None:
-    """Returns advice on a name of another system; `kind` is `config` or `key`. None if no plugin knows the name."""
+    """Returns advice on a `config` or `key` (`kind`) of another framework; None if no plugin knows its name."""
     found = PARTS.shipped.get(f"foreign_{kind}")
     text: str | None = found.load()(*given) if found is not None else None
     return text
@@ -262,7 +262,7 @@ def _resolve(schema: type[Section], composed: DictConfig, arguments: Mapping[str
 
 
 def _refers(tree: object) -> bool:
-    """Tells whether the tree has an interpolation or a missing value."""
+    """Tells whether the tree has an interpolation (`${...}`) or a missing value (`???`)."""
     if isinstance(tree, dict | list):
         return any(map(_refers, tree.values() if isinstance(tree, dict) else tree))
     return isinstance(tree, str) and ("${" in tree or tree == "???")
@@ -320,7 +320,7 @@ def _as_plain(value: Any) -> object:
 
 
 def _explain(error: Exception, what: str) -> ConfigError:
-    """Converts an error of Hydra or OmegaConf: its config key, and the first lines of it and of its cause."""
+    """Converts an error of Hydra or OmegaConf to ConfigError: its config key, else `what`, and its first lines."""
     from omegaconf.errors import OmegaConfBaseException
 
     chain = [each for each in (error, error.__cause__) if each is not None]
@@ -371,8 +371,8 @@ def shown(file: Path) -> str:
 
 
 def _check(node: yaml.Node, name: str, sizes: dict[int, float], depth: int = 1) -> float:
-    """Counts the values that a node expands to. `sizes` caches the count by node. Infinity marks a node that is not
-    finished, so that an alias to itself is found."""
+    """Counts the values that a node expands to, and checks the limits. `sizes` caches the count by node. The count is
+    infinite until a node is finished, so that an alias to itself is found."""
     if id(node) in sizes:
         return sizes[id(node)]
     sizes[id(node)] = math.inf

@@ -19,8 +19,8 @@ TEACHERS = (
     "server with prompt_logprobs (http://127.0.0.1:8000/v1)"
 )
 TOP_K = (
-    "number of the teacher's likeliest tokens to compare at each position; all others count as one token; unset: the "
-    "whole vocabulary (a server needs top_k)"
+    "number of tokens compared at each position: the teacher's most likely; all others together count as one more; "
+    "unset: the whole vocabulary, not for a teacher on a server"
 )
 
 
@@ -40,18 +40,16 @@ class DistillConfig(ExamplesConfig):
     top_k: PositiveInt | None = key(64, TOP_K)
     temperature: PositiveFloat = key(1.0, "temperature of student and teacher, in the loss and in sampling")
     on_policy: NonNegativeFloat = key(
-        0.0, "share of rows whose last response the student samples, in place of the data's", le=1.0
+        0.0, "share of rows whose last response is sampled by the student, not read from the data", le=1.0
     )
-    max_response_length: PositiveInt = key(256, "most tokens that the student samples; data.max_length holds too")
+    max_response_length: PositiveInt = key(256, "most tokens sampled by the student (with the prompt: data.max_length)")
     trainer: TrainerConfig = TrainerConfig(experiment_name="distill")
 
     command: ClassVar[str] = "distill"
 
     def problems(self, at: SectionPlace) -> Iterator[ConfigError]:
         if not self.teachers:
-            yield ConfigError(
-                "teachers", {}, "a teacher by data source", "set 'teachers={*: MODEL}' for one of all rows"
-            )
+            yield ConfigError("teachers", {}, "a teacher by data source", "set 'teachers={*: MODEL}' for one teacher")
         served = [source for source, where in self.teachers.items() if is_server(where)]
         if served and self.top_k is None:
             expected = f"a number of tokens, which the server of teachers.{served[0]} is asked for"

@@ -21,7 +21,7 @@ ENTRIES = (
     "tools: a shipped name, path/file.py:function (or class), {python: ..., options: {...}}, "
     "{mcp: {command: [...]}}, {mcp: {url: http://..., headers: {...}}}, {mcp: {python: path/file.py:server}}"
 )
-ROLE = "role of tool results; user: for chat templates without tools, whose system message then describes the tools"
+ROLE = "role of results: tool, or user if the chat template has no tools; the system message then describes the tools"
 
 
 @dataclass(frozen=True)
@@ -29,31 +29,31 @@ class ToolLimits:
     """Limits of tools. A call that is late or over the limit returns an error. A longer result is cut."""
 
     seconds: float = 30.0  # of one call
-    start_seconds: float = 60.0  # of all sessions of an episode together
+    start_seconds: float = 60.0  # for starting all sessions of an episode together
     calls: float = 32  # of an episode
     characters: float = 8000  # of one result
 
 
 LIMITS = (
-    f"limits of tools: seconds of a call ({ToolLimits.seconds:g}), start_seconds of the sessions of an episode "
-    f"({ToolLimits.start_seconds:g}), calls an episode ({ToolLimits.calls:g}), characters of a result "
+    f"limits of tools: seconds of a call ({ToolLimits.seconds:g}), start_seconds for starting an episode's sessions "
+    f"({ToolLimits.start_seconds:g}), calls per episode ({ToolLimits.calls:g}), characters of a result "
     f"({ToolLimits.characters:g})"
 )
 
 
 class ToolsConfig(Section):
-    """Tools around an environment."""
+    """The tools that the model can call in an environment."""
 
     tools: list[str | Values] = key([], ENTRIES)
     tool_parser: Annotated[str | None, Choice(TOOL_PARSERS)] = key(
-        None, "format of tool calls, or path/file.py:function; unset: that of the chat template"
+        None, "format of tool calls, or path/file.py:function; unset: the format of the chat template"
     )
     tool_role: Literal["tool", "user"] = key("tool", ROLE)
     tool_limits: dict[str, PositiveFloat] = key({}, LIMITS)
 
 
 def tool_rule(section: ToolsConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Checks entries and limits without running user code."""
+    """Checks the entries of `tools` and the limits of tools, without running user code."""
     known = [each.name for each in dataclasses.fields(ToolLimits)]
     if unknown := sorted({*section.tool_limits} - {*known}):
         yield ConfigError(at.of("tool_limits"), unknown[0], f"one of {', '.join(known)}", "correct the name")
@@ -106,7 +106,7 @@ OnLimit = Literal["fail", "truncate"]
 
 
 class StageConfig(ToolsConfig):
-    """An environment and the limits of its episodes."""
+    """An environment (of the run or of a sub-agent), its tools, and the limits of its episodes."""
 
     name: Annotated[str, Choice(ENVIRONMENTS, "options")] = key(
         "single_turn", "registered environment, or path/file.py:function"
@@ -118,7 +118,7 @@ class StageConfig(ToolsConfig):
         None, "most tokens that the model writes in an episode; unset: no limit"
     )
     max_episodes: PositiveInt | None = key(
-        None, "most episodes at a time, later ones wait; unset: 256 where each has a process of its own, else no limit"
+        None, "most episodes at a time, later ones wait; unset: 256 if each has its own process, else no limit"
     )
     reset_seconds: PositiveFloat = key(120.0, "deadline of the environment's reset, in seconds")
     step_seconds: PositiveFloat = key(60.0, "deadline of one step of the environment, in seconds")
@@ -126,11 +126,11 @@ class StageConfig(ToolsConfig):
 
 
 class EnvironmentConfig(StageConfig):
-    """The environment. It gives observations between the turns of the model."""
+    """The environment of the run, which gives observations between the turns of the model, and its sub-agents."""
 
     agents: dict[str, StageConfig] = key({}, "environments of sub-agents, by name; a task names its sub-agent")
     on_timeout: OnLimit = key("fail", "an episode past a deadline: fail, or truncate it to the turns that it has")
-    on_overflow: OnLimit = key("truncate", "an observation without room in the context: fail, or truncate the episode")
+    on_overflow: OnLimit = key("truncate", "an observation too long for the context: fail, or truncate the episode")
 
     @property
     def label(self) -> str:

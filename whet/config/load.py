@@ -42,8 +42,8 @@ _FSDP = {
     "sequence_parallel_size": 1,
     "tensor_parallel_size": 1,
 }
-# The new name of each key and its old default. An engine option with that default is dropped: other engines lack it;
-# so is an old limit of processes, which did not hold for environments without a process of their own.
+# The new name of each key and its old default. An engine option with its old default is dropped, because other engines
+# lack it. An old limit of processes is dropped too: it did not hold for environments without their own processes.
 RENAMED: Mapping[str, tuple[str, object]] = {
     "rollout.name": ("rollout.engine.name", "native"),
     "rollout.kv_cache_bytes": ("rollout.engine.options.kv_cache_bytes", 2**30),
@@ -96,7 +96,7 @@ def load_config(
 
 
 def _apply_reward_alias(values: Values, sources: dict[str, str]) -> None:
-    """Converts verl's `custom_reward_function.path` and `.name` to `reward.function`, which overrides a recipe's."""
+    """Converts verl's `custom_reward_function.path` and `.name` to `reward.function`, in place of a recipe's value."""
     reward = values.get("reward")
     if "custom_reward_function" not in values or not isinstance(reward, dict):
         return
@@ -182,9 +182,9 @@ def rename(
     sources: MutableMapping[str, str] | None = None,
     strong: tuple[str, ...] = (),
 ) -> None:
-    """Moves values of old keys to the new keys, in place. A value of the new key from a `strong` source stays.
+    """Moves values of old keys to the new keys, in place. A new key with a value from a `strong` source keeps it.
 
-    A key without a source comes from the folder of an older run and gives no warning."""
+    An old key that `sources` lacks comes from the folder of an older run, and gives no warning."""
     sources = {} if sources is None else sources
     of_agents = [key for key, _ in flatten(values) if re.match(r"environment\.agents\.[^.]*\.max_processes$", key)]
     renamed = {**RENAMED, **{key: (key.replace("processes", "episodes"), 256) for key in of_agents}}

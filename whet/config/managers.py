@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward managers under verl's names: presets of `reward` keys. Limits of the rate of calls."""
+"""Presets of `reward` keys under the names of verl's reward managers; the names of the limits of reward calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MANAGERS: Mapping[str, Mapping[str, object]] = MappingProxyType(
     }
 )
 MANAGER = (
-    "verl's name for how rewards are called: naive (one call at a time), batch (one call for all responses), prime "
+    "preset named like a reward manager of verl: naive (one call at a time), batch (one call for all responses), prime "
     "(in parallel, each with a deadline), dapo (with algorithm.overlong), yr (math or code), rate_limited; unset: none"
 )
 LIMIT_NAMES = ("requests_per_minute", "tokens_per_minute", "tokens_per_request")

@@ -31,10 +31,10 @@ class PreferenceDataConfig(ResponsesDataConfig):
 
 
 class ComparisonDataConfig(ResponsesDataConfig):
-    """Rows with two responses, a response with a label, or a list with scores, whose best and worst are a pair."""
+    """Rows of `whet preference`: pairs, responses with a label, or lists with scores (read as pair: best and worst)."""
 
     list_size: PositiveInt = key(
-        4, "most responses of a list for a loss of lists; of more, it takes best, worst, and some evenly between them"
+        4, "most responses of a list, for a loss of lists; a longer list keeps best, worst and evenly spaced others"
     )
 
 
@@ -95,7 +95,7 @@ class PreferenceConfig(ExamplesConfig):
             expected = "frozen, with reference.update_steps"
             yield ConfigError("reference.mode", self.reference.mode, expected, "unset one of both")
         if self.model.lora.rank is not None:
-            expected = "unset, with an adapter: its reference is the model without it"
+            expected = "unset with an adapter: the reference is the model without the adapter"
             yield ConfigError("reference.update_steps", self.reference.update_steps, expected, "unset one of both")
 
 

@@ -35,9 +35,9 @@ class LoraConfig(Section):
     """A low-rank adapter (LoRA), trained instead of the full weights."""
 
     rank: PositiveInt | None = key(None, "rank of the adapter; unset: no adapter, all weights are trained")
-    alpha: PositiveFloat | None = key(None, "the adapter's output is multiplied by alpha / rank; unset: 2 rank")
+    alpha: PositiveFloat | None = key(None, "the adapter's output is multiplied by alpha / rank; unset: 2 x rank")
     target_modules: list[str] = key(
-        [], "linear layers that get an adapter, by name; empty: all of the language model but its head"
+        [], "linear layers that get an adapter, by name; empty: all of the language model except its head"
     )
     path: str | None = key(None, "existing adapter, merged into the model when it is loaded")
 
@@ -62,7 +62,7 @@ FILES = (
     "files (.jsonl, .json, .parquet, with * too), folders of `datasets`, owner/name:config@split on the hub, functions "
     "as path/file.py:name; an entry may be a mapping: path, and weight, split, config, filter, options, prompt_key, ..."
 )
-DATA_WEIGHTS = "sampling weight of each entry of train_files, normalised to sum to 1; unset: equal for all rows"
+DATA_WEIGHTS = "sampling weight of each entry of train_files, normalised to sum to 1; unset: all rows weigh the same"
 DATA_FILTER = (
     "condition on fields of the rows: a value, a list of values, {min: , max: } or {not: }; filters train_files (in "
     "`whet eval` val_files)"
@@ -97,10 +97,10 @@ class MediaRowsConfig(RowsConfig):
 
     image_key: str = key("images", "field with the images of a row; `images` is also read from `image`")
     video_key: str = key("videos", "field with the videos of a row; `videos` is also read from `video`, one video")
-    image_dir: str | None = key(None, "folder of relative paths of images; unset: the folder of the data file")
-    min_pixels: PositiveInt | None = key(None, "smaller images and frames are enlarged to it; unset: the model's limit")
-    max_pixels: PositiveInt | None = key(None, "larger images and frames are reduced to it; unset: the model's limit")
-    video_fps: PositiveFloat = key(2.0, "frames a second that are read of a video, evenly spread")
+    image_dir: str | None = key(None, "folder that relative image paths refer to; unset: the data file's folder")
+    min_pixels: PositiveInt | None = key(None, "smaller images and frames are enlarged; unset: the processor's value")
+    max_pixels: PositiveInt | None = key(None, "larger images and frames are reduced; unset: the processor's value")
+    video_fps: PositiveFloat = key(2.0, "frames read per second of a video, evenly spaced")
     max_frames: PositiveInt = key(16, "most frames of a video")
     limit_images: PositiveInt | None = key(None, "most images and videos of a row; more are an error; unset: no limit")
     allow_media_urls: bool = key(False, "fetch images and videos that rows name by http(s) URL")
@@ -108,7 +108,7 @@ class MediaRowsConfig(RowsConfig):
 
 MIX = (
     "share of each domain (without reward.domains: of each data source) in every batch, as math: 0.7, code: 0.3; or "
-    "shares by step, linear between them, as code: {0: 0, 100: 0.5}; empty: as the rows come"
+    "shares by step, linear between them, as code: {0: 0, 100: 0.5}; empty: no fixed shares"
 )
 
 
@@ -127,12 +127,12 @@ class DataConfig(MediaRowsConfig):
     system_prompt: str | None = key(None, "system message for prompts that have none")
     format_prompt: str | None = key(None, "jinja template, or a .jinja file; variables: `content` and the row's fields")
     train_batch_size: PositiveInt = key(32, "prompts a step")
-    val_max_prompts: PositiveInt | None = key(None, "number of prompts to validate on, from the first; unset: all")
+    val_max_prompts: PositiveInt | None = key(None, "validate on only the first N prompts; unset: all")
     max_prompt_length: PositiveInt = key(512, "most tokens of a prompt")
     max_response_length: PositiveInt = key(512, "most tokens of a response")
     overlong_prompts: Literal["drop", "error"] = key("drop", "drop prompts over max_prompt_length, or error")
     difficulty_key: str | None = key(None, "field with the difficulty of a row, a number; unset: all rows are used")
-    difficulty_window: tuple[float, float] = key((0.0, 1.0), "train on rows with a difficulty strictly between these")
+    difficulty_window: tuple[float, float] = key((0.0, 1.0), "train on rows of a difficulty strictly between these")
     sampler: Annotated[str | None, Choice(SAMPLERS, "sampler_options")] = key(
         None, "order of the rows: registered sampler, or path/file.py:name; unset: data.shuffle"
     )
@@ -141,8 +141,8 @@ class DataConfig(MediaRowsConfig):
 
 ENGINE_OPTIONS = "options of the engine; `whet algorithms show NAME` lists them"
 HYBRID = (
-    "hybrid mode: frees the KV cache during training; during sampling, moves optimizers, and models that the rollout "
-    "does not sample from, to the host"
+    "hybrid mode: frees the KV cache during training; during sampling, moves optimizers to the host, and models that "
+    "the rollout does not sample from"
 )
 
 
@@ -167,7 +167,7 @@ class RolloutConfig(SamplingConfig):
     engine: RolloutEngineConfig = RolloutEngineConfig()
     n: PositiveInt = key(8, "responses a prompt")
     temperature: NonNegativeFloat = key(1.0, "sampling temperature; 0 is greedy")
-    length_stages: dict[int, PositiveInt] = key({}, "length limit of responses by first step; empty: one limit")
+    length_stages: dict[int, PositiveInt] = key({}, "new length limit of responses at each of these steps; empty: none")
     dtype: Dtype = key("auto", "dtype of sampling; auto: model.dtype")
     max_staleness: NonNegativeFloat = key(0.0, MAX_STALENESS)
     max_batch_size: PositiveInt = key(256, "most sequences that are decoded together")
@@ -185,15 +185,15 @@ class DomainConfig(Section):
 
     function: Annotated[str, Choice(REWARDS, "kwargs", is_checked=False)] = key("", "reward function of the domain")
     sources: list[str] | None = key(
-        None, "data sources of its rows, * for any text; unset: its name; a row's field `domain` names it too"
+        None, "data sources of the domain, * for any text; unset: its name; or a row names it in the field `domain`"
     )
     kwargs: Values = key({}, "keyword arguments of the function")
-    weight: float = key(1.0, "factor of its rewards")
+    weight: float = key(1.0, "factor of the domain's rewards")
     filter: GroupFilterConfig = GroupFilterConfig()
     norm_mean: Norm | None = key(None, "algorithm.shaping.norm_mean for rows of this domain; unset: the general value")
     norm_std: Norm | None = key(None, "algorithm.shaping.norm_std for rows of this domain; unset: the general value")
     timeout_seconds: PositiveFloat | None = key(None, "deadline for one response; unset: reward.timeout_seconds")
-    num_workers: NonNegativeInt | None = key(None, "its reward processes; unset: reward.num_workers")
+    num_workers: NonNegativeInt | None = key(None, "reward processes of the domain; unset: reward.num_workers")
 
 
 class RewardConfig(Section):
@@ -203,7 +203,7 @@ class RewardConfig(Section):
         None, "registered reward function, module:function or file.py:function; or a list of them"
     )
     domains: dict[str, DomainConfig] = key(
-        {}, "reward functions by domain of a row; reward.function then scores rows without a domain"
+        {}, "reward functions by domain; reward.function then scores the rows without a domain"
     )
     weights: list[float] | None = key(None, "weight of each function in the sum; unset: 1 each")
     kwargs: Values = key({}, "keyword arguments of the function")
@@ -219,7 +219,7 @@ class RewardConfig(Section):
     num_workers: NonNegativeInt = key(2, "reward processes; 0 scores in the trainer's process, without a deadline")
     concurrency: PositiveInt = key(16, "most calls that an async function runs at a time in one process")
     memory_limit_mb: PositiveFloat | None = key(
-        None, "memory at which a reward process is killed, with what it started, in MB; unset: none"
+        None, "memory at which a reward process and its child processes are killed, in MB; unset: no limit"
     )
     limits: dict[str, PositiveFloat] = key({}, f"limits of a function's calls in all its processes: {LIMITS}")
 
@@ -248,10 +248,10 @@ MUON = (
     "adamw, or muon (Jordan et al. 2024): torch's Muon for the matrices between embedding and output, with AdamW's "
     "update size, and AdamW for all other weights"
 )
-# By `make bench` (docs/benchmarks.md, "Packed or padded") on a CPU; that of an accelerator whose memory is not known.
+# Measured by `make bench` (docs/benchmarks.md, "Packed or padded") on a CPU; for an accelerator of unknown memory.
 MICRO_BATCH_TOKENS = {"cpu": 2048, "accelerator": 16384}
-KV_CACHE_BYTES = 2**30  # of the native engine with kv_cache_bytes=auto: on the host, and at least
-MICRO_BATCH = "most tokens of a forward pass, per device; at least one row; unset: by accelerator memory, else 2,048"
+KV_CACHE_BYTES = 2**30  # of the native engine with kv_cache_bytes=auto: on the host; elsewhere at least this
+MICRO_BATCH = "most tokens of a forward pass, per device (at least a row); unset: by the accelerator's memory or 2,048"
 
 
 class EngineConfig(Section):
@@ -311,7 +311,7 @@ class CriticConfig(ActorConfig):
     model_path: str | None = key(None, "model that the critic is initialised from; unset: model.path")
     value_loss: Annotated[str, Choice(VALUE_LOSSES, "loss_options")] = key("clipped", "registered value loss")
     loss_options: Values = key({}, "options of the value loss")
-    warmup_steps: NonNegativeInt = key(0, "first steps, in which only the critic is trained")
+    warmup_steps: NonNegativeInt = key(0, "number of first steps that train only the critic")
 
 
 class RefConfig(PassConfig):
@@ -343,9 +343,9 @@ class RewardModelConfig(PassConfig):
 
 
 class TeacherConfig(Section):
-    """The source of `teacher_log_probs`, for CPO and distillation."""
+    """The teacher, which gives `teacher_log_probs` for CPO and distillation."""
 
-    model_paths: dict[str, str] = key({}, "teacher model by data source, * for all others; empty: the policy itself")
+    model_paths: dict[str, str] = key({}, "teacher model by data source, * for others; empty: the policy itself")
     hint: Annotated[str | None, Choice(HINTS, "hint_options")] = key(
         None, "hint that only the teacher reads, from a registered source: reference, peer, own, judge; unset: no hint"
     )
@@ -386,8 +386,8 @@ class ExamplesDataConfig(MediaRowsConfig):
 
 
 UNWRITTEN = (
-    "conversations from which the chat template leaves out text, such as thoughts of earlier turns: as_is trains on "
-    "them (a warning counts them), split makes an example of each turn, which ends with that turn"
+    "if the chat template leaves out text of a conversation, such as thoughts of earlier turns: "
+    "as_is (with a warning), split (an example for each turn, in which this turn is the last), error"
 )
 
 
@@ -401,7 +401,7 @@ class SupervisedDataConfig(ExamplesDataConfig):
 
 
 class ExamplesConfig(Section):
-    """Base of the configs of runs on examples."""
+    """Base class of the configs of trainers that train on examples, such as `whet sft`."""
 
     model: ModelConfig = ModelConfig()
     data: ExamplesDataConfig = ExamplesDataConfig()
@@ -469,7 +469,7 @@ class GenerateConfig(Section):
 
     @property
     def sources(self) -> list[str | Values]:
-        """The entries under that key."""
+        """The files of prompts: the value of the key `source_key`."""
         return self.input or self.data.val_files
 
 

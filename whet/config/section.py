@@ -175,7 +175,7 @@ def is_free(field: FieldInfo) -> bool:
 
 
 def field_at(schema: type[Section], path: Sequence[str]) -> tuple[str, FieldInfo]:
-    """Returns the dotted key and field at a path of names. A path inside a field's value gives that field."""
+    """Returns the dotted key and the field at a path of names. A path into a field's value gives this field."""
     field = schema.model_fields[path[0]]
     if is_section(field.annotation) and len(path) > 1:
         below, field = field_at(field.annotation, path[1:])

@@ -35,7 +35,7 @@ MixShare = float | Mapping[int, float]  # one number, or numbers by step
 
 @dataclass(frozen=True)
 class Source:
-    """A parsed entry of the data files. `fields` are keys of the data section that it overrides for its own rows."""
+    """A parsed entry of the data files. `fields` has keys of the data section that the entry overrides for its rows."""
 
     kind: Literal["file", "folder", "hub", "function"]
     path: str
@@ -168,7 +168,7 @@ def _kind(key: str, path: str) -> tuple[Literal["file", "folder", "hub", "functi
 
 
 def shares_at(mix: Mapping[str, MixShare], step: float) -> dict[str, float]:
-    """Returns the share of each kind at a step: linear between the given steps, constant before and after them."""
+    """Returns the share of each kind of rows at a step: linear between the steps of `mix`, constant outside of them."""
     return {name: share if isinstance(share, int | float) else _between(share, step) for name, share in mix.items()}
 
 
@@ -183,6 +183,6 @@ def _between(shares: Mapping[int, float], step: float) -> float:
 
 
 def mean_shares(mix: Mapping[str, MixShare], steps: int) -> dict[str, float]:
-    """Averages the share of each kind over the steps of a run."""
+    """Averages the share of each kind of rows over the steps of a run."""
     at = [shares_at(mix, step) for step in range(max(1, steps))]
     return {name: sum(shares[name] for shares in at) / len(at) for name in mix}

@@ -14,8 +14,8 @@ LOGGER = (
     "path/file.py:MyTracker"
 )
 SAVE_FREQ = (
-    "steps between checkpoints; auto: after the first step, then after the first one to end ten minutes later; 0: only "
-    "at the end"
+    "steps between checkpoints; auto: after the first step, then after a step that ends ten minutes or more after the "
+    "last checkpoint; 0: only at the end"
 )
 
 
@@ -32,7 +32,7 @@ class SamplingConfig(Section):
     frequency_penalty: float = key(0.0, "subtracted for each time that a token is in the response", ge=-2.0, le=2.0)
     stop: list[str] = key([], "strings that end a response; the string stays in the response")
     bad_words: list[str] = key([], "strings that are never sampled, with and without a space before them")
-    allowed_token_ids: list[NonNegativeInt] | None = key(None, "the only tokens sampled; include the end token")
+    allowed_token_ids: list[NonNegativeInt] | None = key(None, "ids of the only tokens to sample; add the end token")
 
 
 class TrainerConfig(Section):
@@ -52,7 +52,7 @@ class TrainerConfig(Section):
     )
     resume: str = key("auto", "auto: newest checkpoint, if any; never; overwrite: delete the earlier run; or a path")
     hub_repo: str | None = key(
-        None, "owner/name on the hub, made private; gets each checkpoint, and the exported model at the end"
+        None, "repository owner/name on the hub for each checkpoint and, at the end, the exported model; is private"
     )
     max_restarts: NonNegativeInt = key(0, "restarts from the newest checkpoint after a worker is lost")
     seed: NonNegativeInt = key(0, "seed of all random draws")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments answer the model between its turns."""
+"""Environments reply to the model between its turns, and reward its turns."""

@@ -4,10 +4,10 @@
 A parser yields the text in parts: a `Call` with its text, or other text. It never raises. A part that was meant as a
 call but is malformed becomes a `Call` with an `error`, which the model reads as its result: no text is dropped.
 
-Marks of the decorator let a server stream text and calls during sampling. Each call begins with one of the texts
-`begin` or a match of `begin_patterns`; all text before it is plain. After one of the texts `end`, earlier parts no
-longer change, except a final call with an error. Without `begin`, all parts wait for the end of the response. `opening`
-has the texts before and after the tool's name in a call; with it a server can force the model to begin with a call."""
+Keyword arguments of the decorator let a server stream text and calls during sampling. Each call begins with one of the
+texts `begin` or a match of `begin_patterns`; all text before it is plain. After one of the texts `end`, earlier parts
+no longer change, except a final call with an error. Without `begin`, all parts wait for the end of the response.
+`opening` has the texts before and after the tool's name in a call: a server can force the model to begin with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 from whet.registry import TOOL_PARSERS
 
 Schemas = Mapping[str, Mapping[str, Any]]  # the JSON schema of the arguments, by name of the tool
-# The parsers by a text of the chat template that tells the format: the first text that a template has counts.
+# Parsers by a text that shows the format of a chat template; the first of these texts in the template decides.
 SIGNS: Mapping[str, str | None] = {
     "<arg_key>": None,  # GLM, which has the tags of Hermes
     "<function=": "qwen3_coder",
@@ -47,9 +47,9 @@ class Call:
 
 
 def parts_of(parser: str, text: str, schemas: Schemas, *, is_whole: bool = True) -> Iterator[str | Call]:
-    """Yields the parts of a text by a registered parser. Thoughts are text, which the parser skips. A thought without
-    closing tag lasts to the end. With `is_whole`, all text before the first closing tag is a thought, even without
-    opening tag. Tags inside a valid call belong to the call. A parser marked `gets_thoughts` reads all text."""
+    """Yields the parts of a text by a registered parser. A thought is plain text, which the parser gets only if it is
+    registered with `gets_thoughts`. A thought without closing tag lasts to the end. With `is_whole`, all text before
+    the first closing tag is a thought, even without opening tag. Tags inside a valid call belong to the call."""
     entry = TOOL_PARSERS[parser]
     load = entry.load()
 
@@ -73,7 +73,7 @@ def parts_of(parser: str, text: str, schemas: Schemas, *, is_whole: bool = True)
 
 
 def _of_json(call: Call) -> Call:
-    """Returns the call; with an error if an argument is not valid JSON, such as NaN."""
+    """Returns `call`, or a call with an error if an argument of `call` is not valid JSON, such as NaN."""
     try:
         json.dumps(dict(call.arguments), allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:

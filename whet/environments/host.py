@@ -33,11 +33,11 @@ from whet.types import Failure, Prompt
 
 log = logging.getLogger(__name__)
 
-Result = tuple[str, Outcome]  # of `start` or `step`: the episode's id, and an Observation or a Failure
+Result = tuple[str, Outcome]  # result of `start` or `step`: the episode's id, and an Observation or a Failure
 POLL_SECONDS = 0.05
 MAX_PROCESSES = 256
 MAX_SPARES = 64  # processes that wait for an episode, each of some 4 MB
-MAX_STARTS = 2 * (os.cpu_count() or 1)  # sessions that start at a time where each has a process, such as an MCP server
+MAX_STARTS = 2 * (os.cpu_count() or 1)  # resets at a time, if each starts a program, such as an MCP server
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class EnvironmentHost(ABC):
 
     @abstractmethod
     def start(self, uid: str, prompt: Prompt, seed: int) -> None:
-        """Creates and resets the environment of a new episode, as soon as a place is free."""
+        """Creates and resets the environment of a new episode, or does so later if too many episodes run now."""
 
     @abstractmethod
     def step(self, uid: str, answer: Answer) -> None:
@@ -82,7 +82,7 @@ class EnvironmentHost(ABC):
         return results
 
     def begun(self) -> list[str]:
-        """Returns ids of episodes whose reset began since the last call, in order. Replayed ones appear again."""
+        """Returns ids of episodes whose reset began since the last call, in order. Replayed episodes appear again."""
         begun, self._begun = self._begun, {}
         return [*begun]
 
@@ -136,7 +136,8 @@ def open_host(
 
 
 class InlineHost(EnvironmentHost):
-    """Runs environments in the caller's thread. Each result is ready when the call returns, or once a place is free."""
+    """Runs environments in the caller's thread, so a result is ready when the call returns. If `most` episodes run, a
+    new episode starts when another one closes."""
 
     def __init__(self, spec: Loads, run: Callable[[Coroutine[Any, Any, Outcome]], Outcome], most: int | None) -> None:
         super().__init__()
@@ -192,11 +193,10 @@ class _Call:
 
 class ProcessHost(EnvironmentHost):
     """Runs environments in processes: one for each episode, or one shared by all. At most `max_episodes` run at a time,
-    and at most `max_starts` of them may be in their reset; later ones wait. If a shared process dies, the episode whose
-    call was running fails; the others are replayed. When an episode closes, the host forks a process for a later one,
-    because 32 forks take seconds on a busy machine, and resets would wait for them.
-
-    One thread owns it. Waits: only in `poll`."""
+    and at most `max_starts` of them may be in their reset; later episodes wait. If a shared process dies, the episode
+    whose call was running fails; the others are replayed: a new process repeats their calls. When an episode closes,
+    the host forks a process for a later one, because 32 forks take seconds on a busy machine, and resets would wait for
+    them. One thread owns the host, which waits only in `poll`."""
 
     def __init__(
         self, code: bytes, deadlines: Deadlines, max_episodes: int | None, *, is_shared: bool, max_starts: int | None
@@ -209,10 +209,10 @@ class ProcessHost(EnvironmentHost):
         self._end = weakref.finalize(self, self._children.close)  # at the latest when the interpreter ends
         self._deadlines, self._is_shared = deadlines, is_shared
         self._most = max_episodes or math.inf
-        self._taken: dict[int, Callee] = {}  # the places: a process by number of the episode, until it has closed
+        self._taken: dict[int, Callee] = {}  # the process of each episode that has not closed, by number
         self._spares: list[Callee] = []  # processes without an episode yet
-        self._most_taken = 0  # at a time, so far: no more processes are forked ahead
-        self._starting = set[int]()  # of them, those in their reset
+        self._most_taken = 0  # most episodes at a time so far, a limit of the processes forked ahead
+        self._starting = set[int]()  # numbers of the episodes that are in their reset
         self._most_starts = max_starts or math.inf
         self._numbers = count(1)
         self._open: dict[str, _Episode] = {}
@@ -259,7 +259,7 @@ class ProcessHost(EnvironmentHost):
         self._end()
 
     def _assign_processes(self) -> None:
-        """Assigns processes to waiting episodes, up to the limit. Repeats the calls of an interrupted episode."""
+        """Assigns processes to waiting episodes, up to the limits. Repeats the calls of a replayed episode."""
         while self._queue and len(self._taken) < self._most and len(self._starting) < self._most_starts:
             episode = self._queue.popleft()
             self._starting.add(episode.number)

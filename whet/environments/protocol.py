@@ -38,9 +38,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Task:
-    """A task for a sub-agent: its first messages. It runs in an environment of its own."""
+    """A task for a sub-agent: the first messages of an episode, which runs in the sub-agent's own environment."""
 
-    agent: str  # of `environment.agents`
+    agent: str  # a name in `environment.agents`
     messages: tuple[Message, ...]
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
@@ -69,11 +69,11 @@ class Observation:
     media: tuple[Media, ...] = ()  # in the order of their placeholders in the messages
     context: Literal["append", "replace"] = "append"  # "replace": the messages replace the whole conversation so far
     state_key: str | None = None  # equal for equal states, for estimators that compare steps
-    max_tokens: int | None = None  # of the next turn
-    player: str = ""  # reads the messages and takes the next turn; each has a conversation of its own
-    rewards: Mapping[str, float] = field(default_factory=dict)  # by player, each for its last turn
+    max_tokens: int | None = None  # limit of the next turn
+    player: str = ""  # the player of the next turn, who reads the messages; each player has its own conversation
+    rewards: Mapping[str, float] = field(default_factory=dict)  # rewards by player, each for the player's last turn
     is_trained: bool = True  # False: the next turn is sampled, and not trained on
-    tasks: tuple[Task, ...] = ()  # run now, side by side; the next `step` gets their results
+    tasks: tuple[Task, ...] = ()  # tasks to run now, concurrently; the next `step` gets their results
 
 
 GOES_ON, ENDS = Observation(done=False), Observation(done=True)  # with nothing to read: objects that need no check
@@ -146,7 +146,7 @@ def read_observation(raw: object) -> Observation:
     if not isinstance(raw.tasks, tuple | list) or not all(isinstance(each, Task) for each in raw.tasks):
         raise _wrong("tasks", raw.tasks, "a tuple of Task")
     if raw.tasks and (raw.messages or raw.done or raw.truncated):
-        raise _wrong("tasks", raw.tasks, "no tasks beside messages or an end")
+        raise _wrong("tasks", raw.tasks, "no tasks together with messages, done or truncated")
     is_plain = type(raw.done) is type(raw.truncated) is type(raw.is_trained) is bool and not raw.rewards
     is_plain = is_plain and type(raw.messages) is type(raw.media) is type(raw.tasks) is tuple
     if is_plain and type(raw.reward) is float and math.isfinite(raw.reward):
@@ -167,14 +167,14 @@ def read_observation(raw: object) -> Observation:
 def unpaid(seen: Observation, moved: Sequence[str]) -> TextError | None:
     """Returns the error if `rewards` has a reward for an unknown player. `moved` has the player of each turn so far.
 
-    Observations make players known. Any other name counts as a player who has not moved yet, if all players who have
-    moved are paid too, or after the first turn; but not if players have no names at all."""
+    Players who have moved or move next are known. Another name counts as a player who has not moved yet, if the
+    observation also rewards all players who have moved, or after the first turn; but not if no player has a name."""
     known = [*dict.fromkeys(moved)] if seen.done or seen.truncated else [*dict.fromkeys((*moved, seen.player))]
     unknown = [name for name, reward in seen.rewards.items() if reward and name not in known]
     paid = {*seen.rewards, moved[-1]} if moved and seen.reward else {*seen.rewards}
     if not moved or not unknown or (any(known) and (len(moved) == 1 or {*moved} <= paid)):
         return None
-    change = "correct the name, or, for a player who has not moved yet, name in rewards all who have, with 0.0 too"
+    change = "correct the name; if the player has not moved yet, add rewards (0.0, too) for all players who have moved"
     return TextError("Observation.rewards", unknown[0], f"players: {', '.join(map(repr, known))}", change)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs environments of all forms through one method. Has the main function of environment processes.
+"""Runs environments of every form by `Running.call`, in the run's process or in environment processes (`prepare`).
 
 Every form of environment is called through `reset`, `step` and `close` of the long form:
 
@@ -50,7 +50,7 @@ from whet.types import Failure, Message, Prompt
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Outcome = Observation | Failure
-PROBE = Prompt("probe", 0, (Message("user", ""),), (0,), "probe", None)  # its episode makes the environment, no more
+PROBE = Prompt("probe", 0, (Message("user", ""),), (0,), "probe", None)  # its reset only creates the environment
 _FORMS: dict[type, Form] = {}  # by class
 
 
@@ -79,7 +79,7 @@ class Refusal(Failure):
 
 
 class FailedError(Exception):
-    """Passes the failure of an inner environment through an outer one."""
+    """Raised in an environment that is wrapped around another one, with the failure of the inner environment."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
@@ -124,7 +124,7 @@ class Running:
             return Failure("environment", describe(error))
 
     def take(self, environment: Environment) -> None:
-        """Continues with an environment that has already been reset."""
+        """Uses an environment that has already been created and reset, instead of a call of "reset"."""
         self._environment = environment
 
     @property
@@ -151,7 +151,7 @@ class Running:
             self._context.give(answer.results)
             return self._context.until_asked(self._call)
         form = _form(self._environment)
-        if self._is_over and form.reads is not same:  # the long form tells so by itself
+        if self._is_over and form.reads is not same:  # the long form checks this itself
             raise RuntimeError("step was called after the end of the episode")
         return self._called(form, 1, partial(self._environment.step, form.reads(answer)))
 
@@ -194,11 +194,11 @@ def at_once(call: Coroutine[object, None, Outcome]) -> Outcome:
         outcome: Outcome = ended.value
         return outcome
     call.close()
-    return Failure("environment", "it waits, but it is registered with pure=True; register it without pure=True")
+    return Failure("environment", "a method waits, but the class is registered with pure=True; register it without")
 
 
 def prepare(argument: bytes) -> Serve:
-    """Loads the class once for all processes of a host.  Returns their main function.
+    """Loads the environment's class once for all processes of a host.  Returns the main function of these processes.
 
     `argument` is the pickled pair (pickled EnvironmentSpec, True if episodes share a process). If the class cannot be
     loaded, each episode fails with that error."""
@@ -265,7 +265,7 @@ _text = attrgetter("text")  # of an Answer
 
 
 class Context:
-    """Runs tasks of sub-agents for one episode."""
+    """Runs tasks of sub-agents for one episode: the argument `context` of `reset` and `step`."""
 
     def __init__(self) -> None:
         self._asked: list[tuple[Task, asyncio.Future[Result]]] = []
@@ -335,7 +335,7 @@ class StepFunction:
     options: Mapping[str, object]
 
     def step(self, text: str) -> Any:
-        """Calls the function."""
+        """Calls the function with the text of the turn, and returns its result."""
         return self.function(text, **self.options)
 
 
@@ -384,7 +384,7 @@ def _messages(text: object) -> tuple[Message, ...]:
 
 
 def same(value: T) -> T:
-    """Returns the value unchanged."""
+    """Returns the value unchanged: the conversion for forms that need none."""
     return value
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Loads(Protocol):
-    """Makes an environment in its process, with or without tools around it."""
+    """Loads a class of environments, with or without tools around them, in the process that runs them."""
 
     def load(self) -> Callable[[Prompt], Environment]:
         """Returns a function that creates the environment of one episode."""
@@ -44,10 +44,10 @@ class Tools(Protocol):
     def calls(
         self, tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], turn: int
     ) -> tuple[dict[str, Any], ...]:
-        """Parses the calls in turn number `turn` of an episode.  Raises: ToolError if the parser raises."""
+        """Parses the tool calls in turn number `turn` of an episode.  Raises: ToolError if the parser raises."""
 
     def around(self, inner: EnvironmentSpec) -> Loads:
-        """Wraps an environment in the tools."""
+        """Returns the environment `inner` with the tools around it."""
 
 
 def tools_of(environment: ToolsConfig) -> Tools | None:
