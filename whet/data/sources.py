@@ -233,8 +233,8 @@ class _RefusedError(pickle.UnpicklingError):
 
 
 def read_pickle(path: Path) -> list[DataRow]:
-    """Reads a list of mappings, a mapping of columns, or a DataFrame. A pickle is a program; only calls of `INERT`
-    functions are carried out.  Raises: DataError."""
+    """Reads a list of mappings, a mapping of columns, or a DataFrame from a pickle. A pickle is a program; it may call
+    only the functions in `INERT`.  Raises: DataError."""
     try:
         with path.open("rb") as file:
             content = _InertReader(file).load()

@@ -37,7 +37,7 @@ def _by_length(
     block: int | list[list[int]],
     first_fit: bool,
 ) -> list[list[int]]:
-    """Sorts blocks of rows, longest first, and adds each block to the last micro-batch if it fits, else to a new one."""
+    """Sorts blocks of rows, longest first, and adds each block to the last micro-batch if it fits, or to a new one."""
     longest_with: dict[int, int] = {}
     for (prompt, _), length in zip(shared, lengths, strict=True):
         longest_with[prompt] = max(length, longest_with.get(prompt, 0))
