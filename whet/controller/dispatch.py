@@ -102,7 +102,7 @@ def plan_call(
     if mode is Dispatch.DP_COMPUTE:
         return _data_parallel(layouts, arguments, caller, block)
     if block != 1:
-        raise DataError(f"{caller}: block", block, f"1: a call {mode.value} splits no rows", "remove `block`")
+        raise DataError(f"{caller}: block", block, f"1, as the mode `{mode.value}` splits no rows", "remove `block`")
     ranks = range(len(layouts))
     by_rank = dict.fromkeys(ranks, arguments)
     if mode is Dispatch.ALL_TO_ALL:

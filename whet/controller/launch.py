@@ -54,7 +54,7 @@ def launch(
     there are no deadlines. Otherwise new processes are started. Each imports the caller's main module, so a script
     needs `if __name__ == "__main__":`. `deadline_seconds` bounds the start, every collective and every wait for a call.
     Their sockets listen on the loopback address only. On Ray a process is an actor on the node that `cluster.slots`
-    gives. All processes, and their children, end at `close`, at the first failure and when this process ends (kill -9).
+    gives. All processes and their children end at `close`, at the first failure and with this process, even by kill -9.
 
     Raises: WorkerError or the WhetError that a worker's constructor raised; DeadlineError; ConfigError."""
     pools = with_roles(specs, [pools] if isinstance(pools, ResourcePool) else pools)

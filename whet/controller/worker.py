@@ -93,13 +93,13 @@ class RankLayout:
 
 
 def pools_of(cluster: ClusterConfig, specs: Sequence[WorkerSpec]) -> list[ResourcePool]:
-    """Returns the pools of the config that host roles of `specs`; the `roles` of each pool are these."""
+    """Returns the pools of the config that host roles of `specs`, and sets the `roles` of each pool."""
     hosted = {name: tuple(spec.role for spec in specs if cluster.pool_of(spec.role) == name) for name in cluster.pools}
     return [replace(pool, roles=roles) for pool in cluster.resources if (roles := hosted[pool.name])]
 
 
 def with_roles(specs: Sequence[WorkerSpec], pools: Sequence[ResourcePool]) -> list[ResourcePool]:
-    """Checks that each role is in exactly one pool; a single pool without roles gets all.  Raises: ConfigError."""
+    """Checks that each role is in exactly one pool. A single pool without roles gets all roles. Raises: ConfigError."""
     roles = [spec.role for spec in specs]
     if not specs or len(set(roles)) < len(roles):
         raise ConfigError("roles of a launch", roles, "at least one role, and each role once")

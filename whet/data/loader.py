@@ -184,7 +184,7 @@ class SamplerLoader:
 
 
 def found(prompts: Sequence[Prompt], uid: str) -> Prompt:
-    """Finds the prompt whose row number ends `uid`, and gives it this uid.  Raises: DataError."""
+    """Finds the prompt whose row number is at the end of `uid`, and gives it this uid.  Raises: DataError."""
     index = uid.rpartition(":")[2]
     for prompt in prompts:
         if str(prompt.index) == index:

@@ -60,7 +60,7 @@ def opened(source: str | bytes) -> Iterator[IO[bytes]]:
 
 
 def image_header(file: IO[bytes]) -> MediaHeader:
-    """Reads the size of an image. Decodes it only if the end of the file does not prove that it is complete.
+    """Reads the size of an image. Also decodes it, unless the end of the file already shows that the file is complete.
 
     Raises: DataError for a file that is no image, an animation, truncated, too large or too narrow."""
     with _picture(file, FORMATS) as image:
@@ -182,7 +182,7 @@ def _checked(width: int, height: int) -> tuple[int, int]:
 
 def _is_turned(image: Image.Image, file: IO[bytes]) -> bool:
     """Tells whether an image's EXIF data swap height and width."""
-    if image.format == "PNG":  # Pillow decodes a PNG to find out that it has none
+    if image.format == "PNG":  # Pillow would decode the whole PNG to look for EXIF data
         place = file.tell()
         file.seek(0)
         content = file.read()

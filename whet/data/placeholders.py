@@ -110,7 +110,7 @@ def _parts(message: Message, number: int, kinds: Sequence[Kind]) -> Iterator[dic
         elif form == "text" and not has_objects and message.role != "assistant":
             yield from _split(part, kinds)
         else:
-            yield {name: each for name, each in part.items() if each is not None}  # parts of a table have all keys
+            yield {name: each for name, each in part.items() if each is not None}  # tables add nulls
 
 
 def _split(part: Mapping[str, Any], kinds: Sequence[Kind]) -> Iterator[dict[str, Any]]:
@@ -139,7 +139,7 @@ def read_all(reader: MediaReader, values: Sequence[Value]) -> list[Media | DataE
 def expanded(text: str, media: Sequence[Media], *, is_prefix: bool = False) -> str:
     """Replaces the placeholder of each media in a rendered text by its tokens. A prefix may lack the last placeholders.
 
-    Raises: DataError unless the chat template writes one placeholder for each."""
+    Raises: DataError unless the chat template writes one placeholder for each media."""
     if not media:
         return text
     expected = [media_tokens(each).placeholder for each in media]

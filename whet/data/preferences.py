@@ -86,8 +86,8 @@ class Comparison(Example):
 
     @staticmethod
     def notes(items: Sequence[Any]) -> list[str]:
-        """Reports how well length predicts the order: the share of comparisons whose best response is longer than the
-        worst. Equal lengths count half."""
+        """Reports how well the length of responses predicts their order: the share of comparisons whose best response
+        is longer than the worst. Equal lengths count half."""
         lengths = [[sum(mask) for _, mask in each.responses] for each in items if len(each.responses) > 1]
         if not lengths:
             good = [each.scores[0] for each in items]
@@ -129,7 +129,7 @@ def build_comparisons(
         noted = len(prompt_format.lost)
         with at_row(index):
             each = _steps(row, prompt_format, data) if of_steps else _comparison(index, row, prompt_format, data)
-        del prompt_format.lost[noted + 1 :]  # one of a row
+        del prompt_format.lost[noted + 1 :]  # keeps one of each row
         is_long = each.num_tokens > data.max_length
         if is_long and data.overlong == "error":
             expected = f"at most data.max_length={data.max_length} with its prompt"

@@ -46,7 +46,7 @@ class Preview:
     """Statistics of a data set, and the rows to show."""
 
     parts: tuple[EntryCounts, ...]
-    lengths: list[int]  # in tokens, of all rows, those over the limit included
+    lengths: list[int]  # in tokens, of all rows, also of rows over the limit
     limit: int
     limit_key: str
     over_limit: str  # treatment of rows over the limit: cut, dropped, an error

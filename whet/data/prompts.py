@@ -69,7 +69,7 @@ class PromptFormat:
         self.apply_chat_template = apply_chat_template
         self.chat_template_kwargs = chat_template_kwargs or {}
         self.reader, self.media_keys = reader, media_keys
-        self.lost: list[str] = []  # of each rendered conversation that the template did not write whole: an example
+        self.lost: list[str] = []  # texts that the template left out, one of each conversation
         self._template = None if format_prompt is None else Template("format_prompt", format_prompt)
 
     @classmethod
@@ -424,7 +424,7 @@ def _check_answers(prompts: Sequence[Prompt]) -> None:
 
 
 class Template:
-    """The jinja template that the config key `key` has, as text or as the path of a `.jinja` file.
+    """The jinja template that is the value of the config key `key`, as text or as the path of a `.jinja` file.
 
     Raises: DataError for a file that is missing or not UTF-8, and for an error in the template."""
 

@@ -210,7 +210,7 @@ INERT = {
     "pandas._libs.arrays": {"__pyx_unpickle_NDArrayBacked"},
     "pandas._libs.internals": {"_unpickle_block"},
     "pandas.core.arrays.string_": {"StringArray", "StringDtype"},
-    "pandas.core.frame": {"DataFrame"},  # here and below: their homes before pandas 3
+    "pandas.core.frame": {"DataFrame"},  # here and below: module names before pandas 3
     "pandas.core.indexes.base": {"_new_Index", "Index"},
     "pandas.core.indexes.range": {"RangeIndex"},
     "pandas.core.internals.managers": {"BlockManager", "SingleBlockManager"},

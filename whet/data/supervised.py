@@ -121,7 +121,7 @@ def _examples(row: Row, prompt_format: PromptFormat, data: SupervisedDataConfig)
         parts = [part for each in messages[: number + 1] if isinstance(each.content, list) for part in each.content]
         own = media[: sum(part.get("type") in KINDS for part in parts)]
         made.append(encode_conversation(messages[: number + 1], prompt_format, own, only_last=True))
-    del prompt_format.lost[before + 1 :]  # one of a row
+    del prompt_format.lost[before + 1 :]  # keeps one of each row
     return made
 
 

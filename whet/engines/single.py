@@ -93,7 +93,7 @@ class SingleEngine(Engine):
                 parameter.copy_(state["model"][name])
         self._load_progress(state)
         if self.optimizer is not None:
-            # torch keeps the tensors it is given, and these lie in the file: it would stay on the disk when deleted.
+            # torch keeps the tensors that it gets. Mapped from the file, they would keep it on the disk when deleted.
             parts = [state["optimizer"]] if "state" in state["optimizer"] else state["optimizer"].values()
             values = [value for part in parts for each in part["state"].values() for value in each.values()]
             is_numbers = all(isinstance(value, torch.Tensor | int | float) for value in values)

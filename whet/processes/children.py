@@ -80,7 +80,7 @@ Event = Reply | Ended
 
 
 class Children:
-    """The children of one template. `target`, `argument` and `name` are the arguments of its ForkServer.
+    """The child processes of one template process. `target`, `argument` and `name` are arguments of its ForkServer.
 
     Replies are pickled objects of the types `replies`; a child that sends anything else is killed. With `in_turn` a
     child serves its calls one after the other, and the deadline of a call counts from the end of the call before it.

@@ -117,7 +117,7 @@ async def serve_tasks(caller: Caller, reply: Callable[[int, bytes], Coroutine[An
 def main(control: int, owner: int, target: str, argument: bytes, name: str) -> None:
     """Main function of the template and, after the fork, of each child: serves the caller, then exits normally.
 
-    A failure exits at once: otherwise the connection would close long before a large process has ended."""
+    After a failure the process exits at once: a normal exit would close the connection long before the process ends."""
     name_process(name)  # guards and children inherit it
     module, _, function = target.partition(":")
     del sys.argv[1:]

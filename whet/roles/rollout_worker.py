@@ -368,7 +368,7 @@ class RolloutWorker(MeasuredWorker):
     def _meet(self) -> None:
         """Waits for all ranks of the pool if the engine uses devices of several ranks and the pool also trains."""
         if self._num_ranks > 1 and self.process_group is not None:
-            torch.distributed.all_reduce(torch.zeros(()), group=self.process_group)  # the hosts meet
+            torch.distributed.all_reduce(torch.zeros(()), group=self.process_group)  # a barrier, on the host
 
     def _place(self, hosts: Sequence[Host]) -> tuple[Span | None, bool]:
         """Returns the engine's part on this node (None if it has only one node), and whether this rank starts the part.

@@ -131,7 +131,7 @@ def weight_sync(actor: WorkerGroup, rollout: WorkerGroup, dtype: str, deadline_s
 
 
 class BetweenPools:
-    """Sends weights from the actor's ranks to rollout ranks in other processes.
+    """Sends the actor's weights to rollout ranks in other processes; a call sends one version.
 
     Links are opened for the first version and reused until the ranks change. Senders and receivers are called at the
     same time and wait for each other, for one bucket at most half of `deadline_seconds`: so the sender keeps its own

@@ -187,7 +187,7 @@ def _cpus(wanted: list[tuple[int, int]]) -> float | None:
     too few nodes are alive. `wanted` has the numbers of GPUs and CPUs that the run needs on each node."""
     left = sorted(alive_nodes(), key=lambda node: -node.total.get("CPU", 0.0))
     found = 1.0
-    for gpus, cpus in sorted(wanted, reverse=True):  # a node for many GPUs is one for fewer too
+    for gpus, cpus in sorted(wanted, reverse=True):  # the largest first, on the nodes with most CPUs
         node = next((node for node in left if node.total.get("GPU", 0.0) >= gpus), None)
         if node is None or not node.total.get("CPU"):
             return None

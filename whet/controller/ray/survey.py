@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A survey of a cluster: each node reports on itself and on its connections to the others."""
+"""A survey of a Ray cluster: each node reports on itself and on its connections to other nodes."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def _empty(saved: TensorStorageMetadata, name: str, weight: torch.Tensor) -> tor
 
 
 def _first_line(error: BaseException) -> str:
-    """Describes an error as text: of torch's errors of many ranks, the first rank's."""
+    """Returns the text of an error. If it contains the errors of several ranks, the text is the first rank's."""
     if isinstance(error, CheckpointException):
         rank, (error, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {error}"

@@ -208,7 +208,7 @@ def split_experts(model: PreTrainedModel, ranks: Ranks) -> Iterator[nn.Module]:
 @dataclass(frozen=True)
 class Ranks:
     """The ranks of a role, in meshes and groups. Weights are sharded over `shard_mesh`; if it has two dimensions, the
-    first counts copies. A group has the ranks that differ from this rank in one dimension of the mesh only."""
+    first counts copies. Each group has this rank and its partners in a split: by stages, experts, tokens or rows."""
 
     group: dist.ProcessGroup
     pipeline_group: dist.ProcessGroup  # one rank of each stage; the meshes and groups below are of this rank's stage
@@ -273,7 +273,7 @@ def _mesh(group: dist.ProcessGroup, sizes: Mapping[str, int], device_type: str) 
 
 
 def _line(group: dist.ProcessGroup, lines: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Returns the process group of one line of ranks: of `lines`, lists of rank numbers, the one with this rank."""
+    """Returns the process group of the list in `lines`, lists of rank numbers, that contains this rank."""
     ranks = next(line for line in lines if dist.get_rank() in line)
     if list(ranks) == dist.get_process_group_ranks(group):
         return group
