@@ -138,7 +138,7 @@ def encode_marked_chat(
 
 
 def as_text(tokenizer: Tokenizer, value: Any, options: Options) -> Any:
-    """Marks control tokens in all strings of `value`, to stay text in `encode_rendered`, unless `options` turn this off."""
+    """Marks control tokens in all strings of `value`, which `encode_rendered` keeps as text; an option turns it off."""
     if isinstance(value, str) and options.get(SANITIZE, True):
         control = _control_tokens(tokenizer)
         return control.sub(lambda found: f"{found[0][0]}{_MARK}{found[0][1:]}", value.replace(_MARK, ""))

@@ -117,7 +117,7 @@ def in_loop(work: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 def within(seconds: float, call: Callable[[], T], late: DeadlineError) -> T:
-    """Returns the result of a call in a thread.  Raises: the call's errors; `late` after `seconds` (the thread runs on)."""
+    """Returns the result of a call in a thread.  Raises: its errors; `late` after `seconds` (the thread runs on)."""
     thread = Background("whet-within")
     future = thread.submit(call)
     thread.close()
