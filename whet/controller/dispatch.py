@@ -19,12 +19,12 @@ from whet.errors import DataError, RegistryError, WorkerError
 from whet.metrics import Metrics
 
 F = TypeVar("F", bound=Callable[..., Any])
-RESERVED = "block"  # keyword of a call that the dispatcher reads itself
+RESERVED = "block"  # keyword of a call that the dispatcher itself reads
 # The length at which causal attention costs as much as all other work of a token: six times the hidden size, here of a
 # 1.5 B model. One number is good enough for all models, because the partition depends little on it.
 EVEN_LENGTH = 9216
 MAX_DIFFERENCED = 16  # blocks per part; with more of them the greedy partition is within 0.2 % of even
-MAX_STEPS = 2**16  # of differencing, approximately: with many parts it runs on fewer blocks per part
+MAX_STEPS = 2**16  # approximate limit of the steps of differencing: with many parts, fewer blocks per part are allowed
 WorkPart = tuple[float, list[int]]  # work, blocks
 
 
@@ -61,15 +61,15 @@ _CONCURRENT = WeakSet[Callable[..., Any]]()
 def register(dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL, *, concurrent: bool = False) -> Callable[[F], F]:
     """Marks a worker's method as callable through its group (a decorator). Overriding methods inherit the mark.
 
-    A process serves calls one after the other, in order. A call of a `concurrent` method runs beside them, in its own
-    thread. In the caller's own process every call is a plain call.
+    A process serves calls one after the other, in order. A call of a `concurrent` method runs at the same time, in its
+    own thread. If the worker is in the caller's process, every call is a plain call.
 
     Raises: RegistryError for a parameter named `block`, a keyword that the dispatcher itself reads."""
 
     def decorate(method: F) -> F:
         if RESERVED in inspect.signature(method).parameters:
             found = f"a parameter {RESERVED!r}, which the dispatcher reads"
-            raise RegistryError(method.__qualname__, found, change="rename it")
+            raise RegistryError(method.__qualname__, found, change="rename the parameter")
         _MODES[method] = dispatch_mode
         if concurrent:
             _CONCURRENT.add(method)
@@ -79,7 +79,7 @@ def register(dispatch_mode: Dispatch = Dispatch.ONE_TO_ALL, *, concurrent: bool 
 
 
 def is_concurrent(cls: type[Worker], method: str) -> bool:
-    """Tells whether a method runs at the same time as other calls."""
+    """Tells whether a method is marked `concurrent`: its calls run at the same time as other calls."""
     return any(vars(base).get(method) in _CONCURRENT for base in cls.__mro__ if method in vars(base))
 
 
@@ -102,7 +102,7 @@ def plan_call(
     if mode is Dispatch.DP_COMPUTE:
         return _data_parallel(layouts, arguments, caller, block)
     if block != 1:
-        raise DataError(f"{caller}: block", block, f"1, since it is {mode.value} and splits no rows", "remove it")
+        raise DataError(f"{caller}: block", block, f"1, as the mode `{mode.value}` splits no rows", "remove `block`")
     ranks = range(len(layouts))
     by_rank = dict.fromkeys(ranks, arguments)
     if mode is Dispatch.ALL_TO_ALL:
@@ -128,15 +128,15 @@ def check_layouts(layouts: Sequence[RankLayout], role: str) -> None:
         raise WorkerError(role, found, expected)
 
 
-# -- rows out ----------------------------------------------------------------------------------------------------------
+# -- from the caller's rows to the ranks -------------------------------------------------------------------------------
 
 
 def _data_parallel(layouts: Sequence[RankLayout], arguments: Arguments, caller: str, block: int | str) -> CallPlan:
     given = (*arguments.args, *arguments.kwargs.values())
     split: list[Any] = [value for value in given if isinstance(value, (Batch, list))]
     if not split:
-        expected = "a Batch or a list, whose rows it splits"
-        raise DataError(caller, "no argument has rows", expected, "pass one, or register it one to all")
+        expected = "a Batch or a list, whose rows the call splits"
+        raise DataError(caller, "no argument has rows", expected, "pass one, or register the method as ONE_TO_ALL")
     if len({len(value) for value in split}) > 1:
         found = ", ".join(f"{type(v).__name__} of {len(v)} rows" for v in split)
         change = "pass a list that every rank needs whole as a tuple"
@@ -181,11 +181,11 @@ def _check_one_per_rank(arguments: Arguments, world_size: int, caller: str) -> N
             raise DataError(caller, found, f"lists with one item for each of {world_size} ranks")
 
 
-# -- results back ------------------------------------------------------------------------------------------------------
+# -- from the ranks' results to the caller -----------------------------------------------------------------------------
 
 
 def _gather(results: Sequence[Any], shards: Sequence[Sequence[int]], caller: str) -> Any:
-    """Joins the results of the data-parallel ranks: rows in the caller's order, metrics merged, tuples by position.
+    """Joins the results of data-parallel ranks: rows in the caller's order, metrics merged, tuples item by item.
 
     A rank without rows may return an empty result, or None.
     """
@@ -197,7 +197,7 @@ def _gather(results: Sequence[Any], shards: Sequence[Sequence[int]], caller: str
     if kinds or kind not in _KINDS:
         found = ", ".join(sorted(each.__name__ for each in {kind, *kinds}))
         kinds_known = "Batch, list, dict of tensors, Metrics, None or a tuple of these"
-        raise WorkerError(caller, f"returned {found}", f"one type on every rank, to gather: {kinds_known}")
+        raise WorkerError(caller, f"returned {found}", f"one type on every rank: {kinds_known}")
     if kind is tuple:
         columns = zip(*(result for result, _ in parts), strict=True)
         return tuple(_gather(column, [shard for _, shard in parts], caller) for column in columns)

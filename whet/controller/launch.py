@@ -35,7 +35,7 @@ CLOSE_SECONDS = 10.0  # for workers to close before their processes are killed
 
 
 def launch_roles(specs: Sequence[WorkerSpec], cluster: ClusterConfig) -> dict[str, WorkerGroup]:
-    """Launches a group for each spec on the config's pools and backend.  Returns them by role.  Raises: as `launch`."""
+    """Launches a group for each spec, on the pools of `cluster` and its backend.  Returns, raises: as `launch`."""
     on_ray = cluster if cluster.backend == "ray" else None
     return launch(specs, pools_of(cluster, specs), cluster.deadline_seconds, on_ray)
 
@@ -53,8 +53,8 @@ def launch(
     A single pool of one process without Ray is this process: calls are direct, arguments are passed by reference, and
     there are no deadlines. Otherwise new processes are started. Each imports the caller's main module, so a script
     needs `if __name__ == "__main__":`. `deadline_seconds` bounds the start, every collective and every wait for a call.
-    Sockets listen on the loopback address only. On Ray a process is an actor; `cluster.slots` gives its node. The
-    processes, and all that they started, end with `close`, the first failure, and this process, even after kill -9.
+    Their sockets listen on the loopback address only. On Ray a process is an actor on the node that `cluster.slots`
+    gives. All processes and their children end at `close`, at the first failure and with this process, even by kill -9.
 
     Raises: WorkerError or the WhetError that a worker's constructor raised; DeadlineError; ConfigError."""
     pools = with_roles(specs, [pools] if isinstance(pools, ResourcePool) else pools)
@@ -143,7 +143,7 @@ class ProcessTransport(RemoteTransport[_Process]):
         slots = ranks_of(pools)
         found, wanted, processors = devices.count(), devices_of(slots).total(), processors_of(slots).total()
         if 0 < found < wanted:
-            log.warning("%d devices for %d accelerators: all processes compute on the host", wanted, found)
+            log.warning("the roles need %d devices, but there are %d: all processes compute on the host", wanted, found)
         for slot in slots:
             spec = RankSpec(
                 pool=slot.pool,
@@ -172,7 +172,7 @@ class ProcessTransport(RemoteTransport[_Process]):
         return frames
 
     def start_call(self, peer: _Process, call: OpenCall, header: bytes, payload: list[wire.Frame]) -> None:
-        """Sends header and payload through the socket. Failure to send loses the process."""
+        """Sends header and payload through the socket. If sending fails, the process counts as lost."""
         try:
             frames.send(peer.socket, call.number, [header, *payload])
         except TimeoutError:
@@ -183,7 +183,7 @@ class ProcessTransport(RemoteTransport[_Process]):
             self.lose(peer, self._death(peer))
 
     def end_processes(self, *, is_orderly: bool) -> None:
-        """Kills all processes. If `is_orderly`, first closes the sockets' sending sides and waits for their end."""
+        """Kills all processes. If `is_orderly`, first closes this side of each connection and lets the process exit."""
         until = time.monotonic() + CLOSE_SECONDS
         running = [peer for peer in self.peers if is_orderly and peer not in self._losses]
         for peer in running:
@@ -220,7 +220,7 @@ class ProcessTransport(RemoteTransport[_Process]):
                     return
                 except frames.BrokenMessageError:
                     found = "wrote bytes that are no reply into its connection"
-                    self.abort(WorkerError(peer.name(), found, "code that leaves the descriptors of others alone"))
+                    self.abort(WorkerError(peer.name(), found, "code that writes only to files that it opened itself"))
                     return
                 self.complete(peer, reply, number)
 

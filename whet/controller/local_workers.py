@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker side of a call, for every transport. It has the workers of one process and their replies, and the main
-function of a worker process on this machine, which serves calls in order until its caller closes the connection.
+"""The worker's side of a call. `LocalWorkers` runs the calls of one process, for every transport. `prepare` returns the
+main function of a worker process on this machine, which serves calls in order until its caller closes the connection.
 
-A reader thread takes the next call from the socket at any time; the main thread runs the workers and replies. A call of
-a concurrent method has its own thread. torch is loaded once, in the template process, which uses no device."""
+In it a reader thread takes the next call from the socket at any time; the main thread runs the workers and replies. A
+concurrent call has its own thread. torch is loaded once, in the template process, which uses no device."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class RankSpec:
     pool: ResourcePool
     rank: int  # in the pool
     device_index: int | None  # among the accelerators that the process sees; None: it computes on the host
-    devices_here: int  # of all processes that share the cores of the machine
+    devices_here: int  # devices (at least one each) of all processes that share the cores of the machine
     store: tuple[str, int]  # address and port of the TCPStore where the ranks of the pool find each other
     address: str  # under which other ranks reach this process
     deadline_seconds: float
-    hosts: tuple[Host, ...] = ()  # of all ranks of the pool, where they may be on several machines
+    hosts: tuple[Host, ...] = ()  # of all ranks of the pool, if they may be on several machines
 
     def set_device(self) -> torch.device:
         """Limits torch to this process's share of the cores.  Returns the device to compute on."""
@@ -101,12 +101,12 @@ class LocalWorkers:
             return wire.encode((False, self._portable(error, role, method)))
 
     def is_concurrent(self, frames: Sequence[wire.Frame]) -> bool:
-        """Tells whether a call runs at the same time as other calls."""
+        """Tells whether the call in `frames` is of a concurrent method, which runs at the same time as other calls."""
         role, method = pickle.loads(frames[0])
         return role in self.by_role and is_concurrent(type(self.by_role[role]), method)
 
     def call(self, role: str, method: str, payload: Arguments | WorkerSpec) -> Any:
-        """Calls a worker's method.  Returns its result, for BUILD the new worker's layout.  Raises: as the method."""
+        """Calls a worker's method.  Returns its result; for a WorkerSpec, builds the worker and returns its layout."""
         if isinstance(payload, WorkerSpec):
             return self.build(payload)
         return getattr(self.by_role[role], method)(*payload.args, **payload.kwargs)
@@ -129,7 +129,7 @@ class LocalWorkers:
             torch.distributed.destroy_process_group()
 
     def build(self, spec: WorkerSpec) -> RankLayout:
-        """Builds a worker.  Returns its layout: its place among the ranks."""
+        """Builds a worker, and joins the pool's process group first if it needs one.  Returns the worker's layout."""
         own, rank, world_size = self._spec, 0, 1
         if own is not None:
             rank, world_size = own.rank, own.pool.processes
@@ -203,13 +203,13 @@ def _encode(result: Any, place: str) -> list[wire.Frame]:
 
 
 def main_module() -> dict[str, Any]:
-    """Describes the launching program's main module, for workers to import.  Raises: RuntimeError in a worker."""
+    """Describes the main module of this program, so that workers can import it.  Raises: RuntimeError in a worker."""
     data = spawn.get_preparation_data("")
     return {name: value for name, value in data.items() if name in ("dir", "sys_argv") or name.startswith("init_main")}
 
 
 def prepare(main: bytes) -> Serve:
-    """Returns the main function of a worker process, after loading torch for all of them."""
+    """Loads torch in the template process, for the workers forked from it.  Returns the workers' main function."""
     importlib.import_module("whet.controller.local_workers")
     return partial(_serve, pickle.loads(main))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The caller's side of workers in other processes: the open calls of each process, and the end of all processes.
+"""The caller's side of workers in other processes: sends calls, keeps the calls without a reply, ends the processes.
 
 The pools of a launch share one transport, so the first failure in any of them ends every process. The loss of a replica
 (`Worker.is_replica`) is the exception: the other processes keep running, and the replica may be started again."""
@@ -65,18 +65,18 @@ class RemoteTransport(ABC, Generic[P]):
 
     Threads of the backend call `complete` with each reply, and `abort` on a failure. Any thread may send."""
 
-    # When a rank dies, collectives fail on the others. An error waits so long, so that the death is reported first.
+    # When a rank dies, collectives fail on other ranks. Their errors wait this long: the death is reported first.
     ECHO_SECONDS = 0.5
 
     def __init__(self, deadline_seconds: float) -> None:
         self.deadline_seconds = deadline_seconds
         self.peers: list[P] = []
         self.ended = threading.Event()
-        self._state = threading.Lock()  # over _ended_by, _losses and the `calls` of every peer
+        self._state = threading.Lock()  # guards _ended_by, _losses and the `calls` of every peer
         self._ended_by: WhetError | None = None
         self._is_built = False
         self._specs: dict[str, WorkerSpec] = {}  # by role
-        self._losses: dict[WorkerConnection, WhetError] = {}  # why, while others go on
+        self._losses: dict[WorkerConnection, WhetError] = {}  # errors of lost replicas
         self._starter = ThreadPoolExecutor(thread_name_prefix="start")
         self._starting = threading.Lock()  # so that no process starts after the end
 
@@ -189,7 +189,7 @@ class RemoteTransport(ABC, Generic[P]):
 
     @abstractmethod
     def open(self, lost: P) -> P:
-        """Starts a process without workers. It replaces a lost one."""
+        """Starts a process without workers, which replaces the process `lost`."""
 
     @abstractmethod
     def end_process(self, peer: P) -> None:
@@ -224,7 +224,7 @@ class RemoteTransport(ABC, Generic[P]):
     def _send(self, peer: P, call: OpenCall, header: bytes, payload: Any) -> Reply:
         with peer.sending:  # keeps `peer.calls` in the order of sending
             with self._state:
-                end = self._ended_by or self._losses.get(peer)  # the end may come while the others are sent to
+                end = self._ended_by or self._losses.get(peer)  # either may come between the calls of two ranks
                 if end is not None:
                     call.reply.set_exception(end)
                     return call.reply

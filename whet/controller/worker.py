@@ -34,7 +34,7 @@ class Placement:
     neighbours: Mapping[str, Worker] = field(default_factory=dict)  # see `Worker`
     address: str = "127.0.0.1"  # under which workers on other machines reach this one
     device: torch.device = HOST  # shared by the roles of this process
-    hosts: Sequence[Host] = ()  # on Ray those of all ranks of the pool
+    hosts: Sequence[Host] = ()  # on Ray: of all ranks of the pool
 
 
 class Worker:
@@ -44,8 +44,8 @@ class Worker:
     `neighbours` are the workers of other roles in this process, by role; during `__init__`, only workers built earlier.
     From there a rollout worker gets the actor's module without a copy."""
 
-    # The ranks work apart from each other, without a process group: in a pool of such workers alone, one that is lost
-    # may be started again.
+    # True: the ranks of the role are independent and have no process group. If all workers of a pool are replicas, a
+    # lost rank may be started again.
     is_replica: ClassVar[bool] = False
 
     def __init__(self, placement: Placement) -> None:
@@ -93,21 +93,21 @@ class RankLayout:
 
 
 def pools_of(cluster: ClusterConfig, specs: Sequence[WorkerSpec]) -> list[ResourcePool]:
-    """Returns the pools of the config that host a role of `specs`, with these roles."""
+    """Returns the pools of the config that host roles of `specs`, and sets the `roles` of each pool."""
     hosted = {name: tuple(spec.role for spec in specs if cluster.pool_of(spec.role) == name) for name in cluster.pools}
     return [replace(pool, roles=roles) for pool in cluster.resources if (roles := hosted[pool.name])]
 
 
 def with_roles(specs: Sequence[WorkerSpec], pools: Sequence[ResourcePool]) -> list[ResourcePool]:
-    """Fills in the roles of the pools.  Raises: ConfigError unless each role of `specs` is in exactly one pool."""
+    """Checks that each role is in exactly one pool. A single pool without roles gets all roles. Raises: ConfigError."""
     roles = [spec.role for spec in specs]
     if not specs or len(set(roles)) < len(roles):
-        raise ConfigError("roles of a launch", roles, "at least one, and each once")
+        raise ConfigError("roles of a launch", roles, "at least one role, and each role once")
     if len(pools) == 1 and not pools[0].roles:
         return [replace(pools[0], roles=tuple(roles))]
     placed = [role for pool in pools for role in pool.roles]
     if sorted(placed) != sorted(roles):
-        raise ConfigError("roles of the pools", placed, f"those of the workers, each in one pool: {roles}")
+        raise ConfigError("roles of the pools", placed, f"the roles of the workers, each in one pool: {roles}")
     return list(pools)
 
 

@@ -35,7 +35,7 @@ class Transport(Protocol):
     ended: threading.Event  # set once all processes end
 
     def give_up(self, role: str, ranks: Sequence[int], error: WhetError) -> None:
-        """Ends ranks that do not answer, and fails their open calls. If ranks depend on each other, all of them end."""
+        """Ends ranks that do not answer, and fails their open calls. A rank that is no replica ends all processes."""
         self.abort(error)
 
     def start_again(self, role: str, rank: int) -> Reply:
@@ -64,7 +64,7 @@ class PendingCall:
 
     @property
     def is_lost(self) -> bool:
-        """Tells whether an error of this call means only the loss of its ranks, while other ranks still run."""
+        """True while processes of the launch still run: an error of this call then means the loss of its ranks only."""
         return not self.transport.ended.is_set()
 
     def done(self) -> bool:
@@ -104,7 +104,7 @@ class WorkerGroup:
 
     Roles of one launch share processes, so a failure or `close` of one group closes all groups."""
 
-    here: LocalWorkers | None = None  # the workers themselves, where they are those of this process
+    here: LocalWorkers | None = None  # the workers, if they are in this process
 
     def __init__(
         self, role: str, cls: type[Worker], layouts: Sequence[RankLayout], transport: Transport, deadline_seconds: float

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads data rows, makes prompts and SFT examples from them, and draws these in order."""
+"""Reads data rows, makes prompts and training examples from them, and draws prompts and examples in order."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat templates: encodes messages, and the text between a sampled turn and the next one, to token ids."""
+"""Chat templates: converts messages, and the text between a sampled turn and the next one, to token ids."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _RESPONSE, _THOUGHT = "whet-probe-response", "whet-probe-thought"
 MAX_CHARACTERS = 4_000_000  # of one text: about a million tokens, for which a tokenizer needs seconds and a gigabyte
 SANITIZE = "sanitize_control_tokens"  # the option's name in transformers
-DESCRIBED = "described_tools"  # an option of whet: text that tells the tools, in the system message or the first
-TOOLS = "row_tools"  # a field of a row's first message: its tools, for a template that gets none from the run
-_OTHER_ENDS = ("<|eom_id|>", "<|call|>", "<|return|>")  # sampled in the place of the end that the template writes
-_SYSTEM_TOOLS = re.compile(r"message\[['\"]tools['\"]\]|message\.tools\b")  # Phi's way to the tools
-_MARK = "\U0010ffff"  # a noncharacter that marks control tokens in messages; those of the template have none
+DESCRIBED = "described_tools"  # an option of whet: a text that describes the tools, put into the system message
+TOOLS = "row_tools"  # a field of a row's first message: the row's tools, for the template if the run has no tools
+_OTHER_ENDS = ("<|eom_id|>", "<|call|>", "<|return|>")  # models may sample these instead of the template's end token
+_SYSTEM_TOOLS = re.compile(r"message\[['\"]tools['\"]\]|message\.tools\b")  # Phi's template reads tools in this way
+_MARK = "\U0010ffff"  # a noncharacter that marks control tokens in messages; the template's own tokens have no mark
 TEMPLATE, OWN_TEMPLATE = "chat template", "data.chat_template_kwargs.chat_template"  # in errors
 
 
@@ -75,7 +75,7 @@ def _with_tools(tokenizer: Tokenizer, messages: Sequence[Message], options: Opti
 
 
 def _dicts(tokenizer: Tokenizer, messages: Sequence[Message], options: Options) -> list[dict[str, Any]]:
-    """Converts messages to the template's form. Arguments of tool calls are objects or JSON text, as it needs."""
+    """Converts messages to dicts for the template, with the arguments of tool calls as objects or as JSON text."""
     dicts = [{name: value for name, value in each.to_dict().items() if name != TOOLS} for each in messages]
     if any("tool_calls" in each for each in dicts):
         wants_text = _wants_text(tokenizer, template_text(tokenizer, options))
@@ -119,10 +119,10 @@ def read_arguments(given: Any) -> Any:
 def encode_marked_chat(
     tokenizer: Tokenizer, messages: Sequence[Message], *, chat_template_kwargs: Options | None = None
 ) -> tuple[list[int], list[int]] | None:
-    """Encodes a conversation: its ids, and a mask that is 1 between the template's `{% generation %}` marks.
+    """Encodes a conversation.  Returns its ids, and a mask that is 1 between the template's `{% generation %}` marks.
 
-    None if the template has no such marks, or if control tokens in messages must stay text, which transformers does not
-    support here.  Raises: as `render_chat`."""
+    Returns None if the template has no such marks, or if control tokens in messages must stay text, which transformers
+    does not support here.  Raises: as `render_chat`."""
     options = _with_tools(tokenizer, messages, chat_template_kwargs or {})
     template = template_text(tokenizer, options)
     if not _GENERATION_MARK.search(template):
@@ -138,7 +138,7 @@ def encode_marked_chat(
 
 
 def as_text(tokenizer: Tokenizer, value: Any, options: Options) -> Any:
-    """Marks control tokens in all strings of `value`, for `encode_rendered`, unless `options` turn this off."""
+    """Marks control tokens in all strings of `value`, which `encode_rendered` keeps as text; an option turns it off."""
     if isinstance(value, str) and options.get(SANITIZE, True):
         control = _control_tokens(tokenizer)
         return control.sub(lambda found: f"{found[0][0]}{_MARK}{found[0][1:]}", value.replace(_MARK, ""))
@@ -148,11 +148,11 @@ def as_text(tokenizer: Tokenizer, value: Any, options: Options) -> Any:
 
 
 def encode_rendered(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Encodes rendered texts. The template's control tokens are parsed; tokens that `as_text` marked stay text; no
-    token is added. A marked token is encoded in two parts, and neither part is a control token."""
+    """Encodes rendered texts. The template's control tokens become their ids; control tokens that `as_text` marked stay
+    text: each is encoded in two parts, and neither part is a control token. No special token is added."""
     parts = [text.split(_MARK) for text in texts]
     found = encode_texts(tokenizer, [first for first, *_ in parts], add_special_tokens=False)
-    marked = list(dict.fromkeys(part for _, *rest in parts for part in rest))  # of a hostile text a hundred thousand
+    marked = list(dict.fromkeys(part for _, *rest in parts for part in rest))  # a hostile text may have 100,000
     if marked:
         # After a line break, since some tokenizers add a space before a text.
         both = ["\n", *(f"\n{part}" for part in marked), *marked]
@@ -294,7 +294,7 @@ def _continuation(
 
 
 def _size_of(before: str, text: str) -> int | None:
-    """The length of the prefix of `text` that equals `before` without regard to white space; None without such a
+    """Returns the length of the prefix of `text` that equals `before` except for white space; None if there is no such
     prefix. Some templates (Hermes 3) write white space differently after the last message."""
     if text.startswith(before):
         return len(before)
@@ -313,7 +313,7 @@ def _without_calls(message: Message) -> Message:
 
 
 def _told(messages: Sequence[Message], options: Options, template: str) -> Sequence[Message]:
-    """Adds a system message with the tools, for templates that read tools only there, or that cannot describe them."""
+    """Adds the tools to the system message, for templates that read tools only there, or that cannot describe tools."""
     fields: dict[str, Any] = {}
     if options.get("tools") and _SYSTEM_TOOLS.search(template):
         fields["tools"] = json.dumps([tool.get("function", tool) for tool in options["tools"]], ensure_ascii=False)
@@ -360,7 +360,7 @@ def _not_append_only(what: str) -> DataError:
 
 
 def check_message(message: Message) -> None:
-    """Checks all text of a message.  Raises: DataError for text that is too long or that no encoding can hold."""
+    """Checks all text of a message.  Raises: DataError for text that is too long or is not valid Unicode."""
     _check_text(json.dumps(message.to_dict(), ensure_ascii=False, default=str))
 
 

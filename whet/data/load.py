@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the prompts or examples of the `data` section. Reads each entry, filters its rows, and applies its own keys."""
+"""Loads the prompts or examples of the `data` section: reads each entry, filters its rows, applies the entry's keys."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class EntryCounts:
 
 @dataclass(frozen=True)
 class Loaded(Generic[T]):
-    """The items of all entries, in order."""
+    """The items (prompts or examples) of all entries, in order, and the counts of each entry."""
 
     items: tuple[T, ...]
     parts: tuple[EntryCounts, ...]
@@ -106,7 +106,7 @@ def load_items(
 
 
 def numbered_rows(data: DataConfig, key: str) -> Iterator[tuple[int, DataRow]]:
-    """Yields the rows of all entries of `key`, each after its number, which is the `index` of its prompt.
+    """Yields (number, row) for the rows of all entries of `key`. The number is the `index` of the row's prompt.
 
     Raises: DataError for an entry that is a function; the errors of `load_items`."""
     first = 0
@@ -123,7 +123,7 @@ def numbered_rows(data: DataConfig, key: str) -> Iterator[tuple[int, DataRow]]:
 def _prompts(
     data: DataConfig, prompt_format: PromptFormat, read: _Read, first: int, is_train: bool, with_answers: bool
 ) -> Sequence[Prompt]:
-    """Makes the prompts of an entry. `first` is the number of its first row."""
+    """Makes the prompts of one entry from the rows in `read`. `first` is the number of the entry's first row."""
     if read.prompts:
         prompts = fit_prompts(read.prompts, prompt_format, data)
     else:
@@ -141,7 +141,7 @@ def _examples(data: ExamplesDataConfig, prompt_format: PromptFormat, read: _Read
 
 
 def _filtered(name: str, given: list[Any], conditions: Mapping[str, Any], *, are_rows: bool) -> _Read:
-    """Returns the rows, or prompts, that meet the conditions.  Raises: DataError, ConfigError."""
+    """Returns the given rows, or prompts, that meet the conditions.  Raises: DataError, ConfigError."""
     if not given:
         raise DataError("number of rows", 0, "at least one")
     if not any(isinstance(item, Prompt) for item in given):
@@ -172,7 +172,7 @@ def _open(source: Source, data: DataConfig | ExamplesDataConfig, supplied: Mappi
 
 
 def _call(source: Source, supplied: Mapping[str, Any]) -> Any:
-    """Calls a user's function or class. Parameters with a name in `supplied` get that value; the others are options."""
+    """Calls a user's function or class. Parameters named in `supplied` get these values; all others are options."""
     function = load_target(source.path, is_called=False)
     if not callable(function):
         return function

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data loaders draw rows in an endless order. The order depends only on (seed, epoch); the state is two integers."""
+"""Data loaders draw rows, epoch after epoch. The order depends only on (seed, epoch); the state is two integers."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ Order: TypeAlias = Callable[[int], RowNumbers]  # from an epoch to its row numbe
 
 
 def generator(seed: int, purpose: str, *names: int | str) -> np.random.Generator:
-    """Makes the random generator for a draw with this key."""
+    """Makes the random generator whose key is (seed, purpose, names): the same key gives the same numbers."""
     return np.random.Generator(np.random.PCG64(key(seed, purpose, *names)))
 
 
 def in_order(count: int, epoch: int) -> RowNumbers:
-    """Returns the rows in the order of the data."""
+    """Returns the row numbers in the order of the data."""
     return np.arange(count)
 
 
 def shuffled(count: int, seed: int, epoch: int, *names: int | str) -> RowNumbers:
-    """Returns the rows in a random order, which depends only on (seed, epoch, names)."""
+    """Returns the row numbers in a random order, which depends only on (seed, epoch, names)."""
     return generator(seed, "shuffle", epoch, *names).permutation(count)
 
 
 def mixture(orders: Sequence[Order], counts: Sequence[int], weights: Sequence[float], seed: int) -> Order:
     """Mixes several data entries by weight.
 
-    An epoch has as many rows as all entries together. Each entry has a part of them: its weight times this total
-    (rounded). They are interleaved in a random order. Each entry has its own order, and its passes continue over the
-    ends of epochs: a small entry with a large weight is drawn several times an epoch, a large one with a small weight
-    only in part. Each of `orders` has every row of its entry once; `weights` sum to 1. Raises: DataError for a weight
-    so small that no row is drawn."""
+    An epoch has as many rows as all entries together. Of these, each entry gets its weight times the total (rounded).
+    Rows of all entries are interleaved in a random order. Each entry has its own order and repeats it, independent of
+    epochs: a small entry with a large weight is drawn several times in an epoch, a large entry with a small weight only
+    in part. Each of `orders` has every row of its entry once; `weights` sum to 1. Raises: DataError for a weight so
+    small that no row is drawn."""
     total = sum(counts)
     drawn = _rounded(weights, total)
     if 0 in drawn:
@@ -74,7 +74,7 @@ def run_steps(trainer: TrainerConfig, count: int, rows_per_step: int) -> int:
 
 
 class OrderLoader(Generic[T]):
-    """Draws items in the order of each epoch. `state()` is the position."""
+    """Draws items (prompts or examples), epoch after epoch, in the order of each epoch."""
 
     def __init__(self, items: Sequence[T], *, seed: int = 0, shuffle: bool = True, order: Order | None = None) -> None:
         count = len(items)
@@ -86,11 +86,11 @@ class OrderLoader(Generic[T]):
         self._start(epoch=0, index=0)
 
     def take(self, n: int) -> list[T]:
-        """Draws the next n items, into the next epoch if needed."""
+        """Draws the next n items; after the end of an epoch, continues with the next epoch."""
         return [item for _, item in self.take_named(n)]
 
     def take_named(self, n: int) -> list[tuple[str, T]]:
-        """Draws the next n items, each with a unique name: the epoch and, if repeated within it, a count."""
+        """Draws the next n items, each with a unique name: its epoch and, if it is repeated in the epoch, a count."""
         taken: list[tuple[str, T]] = []
         while len(taken) < n:
             part = slice(self._index, self._index + n - len(taken))
@@ -106,7 +106,7 @@ class OrderLoader(Generic[T]):
         return {"epoch": self._epoch, "index": self._index}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores a position.  Raises: DataError if the position does not exist in these rows."""
+        """Restores a position that `state` returned.  Raises: DataError if it does not exist in these rows."""
         self._start(state["epoch"], state["index"])
         if not 0 <= self._index < len(self._order):
             found = f"its position is row {self._index} of an epoch of {len(self._order)} rows"
@@ -122,7 +122,7 @@ class PromptLoader(OrderLoader[Prompt]):
     """Draws the prompts of a run. Each has the `uid` "<epoch>:<index in the data set>"."""
 
     def take(self, n: int) -> list[Prompt]:
-        """Draws the next n prompts, into the next epoch if needed."""
+        """Draws the next n prompts; after the end of an epoch, continues with the next epoch."""
         return [replace(prompt, uid=f"{name}:{prompt.index}") for name, prompt in self.take_named(n)]
 
     def find(self, uid: str) -> Prompt:
@@ -140,7 +140,7 @@ class Sampler(Protocol):
         """Returns the row numbers of the next n prompts. Random draws must use keys (`whet.keyed`) from the state."""
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Learns from the scored groups, including dropped groups. `group.prompt.index` is the row number."""
+        """Reads the scores of groups, including groups that a filter drops. `group.prompt.index` is the row number."""
 
     def state(self) -> Mapping[str, Any]:
         """Returns the whole state as JSON values, for the checkpoint."""
@@ -150,7 +150,7 @@ class Sampler(Protocol):
 
 
 class SamplerLoader:
-    """Draws the prompts that a `Sampler` chooses. Each has the `uid` "<number of the draw>:<index>"."""
+    """Draws the prompts that a `Sampler` chooses. Each has the `uid` "<number of the draw>:<row number>"."""
 
     def __init__(self, prompts: Sequence[Prompt], sampler: Sampler, name: str) -> None:
         self.prompts, self.sampler, self._name, self._drawn = prompts, sampler, name, 0
@@ -184,7 +184,7 @@ class SamplerLoader:
 
 
 def found(prompts: Sequence[Prompt], uid: str) -> Prompt:
-    """Finds the prompt whose row number ends `uid`, and gives it this uid.  Raises: DataError."""
+    """Finds the prompt whose row number is at the end of `uid`, and gives it this uid.  Raises: DataError."""
     index = uid.rpartition(":")[2]
     for prompt in prompts:
         if str(prompt.index) == index:
@@ -205,7 +205,7 @@ def checked_rows(given: object, count: int, name: str) -> RowNumbers:
 
 
 def _passes(order: Order, count: int, first: int, n: int) -> RowNumbers:
-    """The draws first, ..., first + n - 1 of an entry. The entry repeats its order, pass after pass."""
+    """Returns draws number `first` to `first` + n - 1 of an entry of `count` rows. Its order is repeated endlessly."""
     rows = [order(number) for number in range(first // count, (first + n - 1) // count + 1)]
     return np.concatenate(rows)[first % count :][:n]
 

@@ -34,10 +34,10 @@ from whet.types import Media
 
 Kind = Literal["image", "video", "audio"]
 KINDS: tuple[Kind, ...] = ("image", "video", "audio")
-TAGGED = frozenset({"image", "video"})  # kinds that texts of rows mention whether or not the model reads them
+TAGGED = frozenset({"image", "video"})  # kinds with tags in texts, even if the model does not read the kind
 Encoded = str | bytes  # a path, or the bytes of a file
 URL_SECONDS, URL_ATTEMPTS, URL_BYTES = 30.0, 3, 64 * 2**20  # for one media
-# Limits of an object's own, as in {"image": PATH, "max_pixels": 65536}, by the field of MediaLimits that they replace.
+# Limits that an object may set for itself, as in {"image": PATH, "max_pixels": 65536}, with the replaced field's name.
 OWN_LIMITS = {"min_pixels": "min_pixels", "max_pixels": "max_pixels", "fps": "video_fps", "max_frames": "max_frames"}
 UNREAD = ("resized_height", "resized_width", "total_pixels", "nframes", "min_frames", "video_start", "video_end")
 CONTENT = ("bytes", "path", "url", *KINDS)  # fields of an object, the first that it has
@@ -62,7 +62,7 @@ class Measures(Protocol):
     """The part of a model's encoders that computes the tokens of media."""
 
     kinds: frozenset[str]  # that the model reads
-    forbidden: tuple[int, ...]  # token ids that only media may bring into a context
+    forbidden: tuple[int, ...]  # token ids that may not be in a context, except in the tokens of a media
 
     def measured(
         self,
@@ -82,7 +82,7 @@ class MediaLimits:
     """Limits for reading media: the folder of relative paths, sizes in pixels, frames of a video."""
 
     image_dir: str | None = None
-    beside: str | None = None  # the folder of the data file, which counts before the working directory
+    beside: str | None = None  # folder of the data file: a relative path is tried there, then in the working folder
     min_pixels: int | None = None
     max_pixels: int | None = None
     video_fps: float = 2.0
@@ -97,14 +97,14 @@ class MediaLimits:
         return cls(beside=beside, **{name: data[name] for name in names}, allow_urls=data.allow_media_urls)
 
     def frames(self, seconds: Sequence[float]) -> tuple[int, ...]:
-        """Numbers of the frames to read: `video_fps` per second, evenly spaced, at most `max_frames`."""
+        """Returns the numbers of the frames to read: `video_fps` per second, evenly spaced, at most `max_frames`."""
         total = len(seconds)
         step = (seconds[-1] - seconds[0]) / (total - 1) if total > 1 else 0.0
         count = max(1, min(total, self.max_frames, round(step * total * self.video_fps)))
         return tuple(number * total // count for number in range(count))
 
     def named(self, kind: Kind) -> bytes:
-        """The limits that change decoded pixels, as bytes for the digest."""
+        """Returns the limits that change decoded pixels, as bytes, which become a part of the digest."""
         own = (self.video_fps, self.max_frames) if kind == "video" else ()
         return repr((kind, self.min_pixels, self.max_pixels, *own)).encode()
 
@@ -113,7 +113,7 @@ class MediaReader:
     """Reads media for one model, within limits. Several threads may use it."""
 
     def __init__(self, limits: MediaLimits, encoders: Measures | None, folder: Path | None = None) -> None:
-        """`folder` stores media that are not files, named by digest. Without a folder the bytes stay in memory."""
+        """`folder` stores media that are not files, in files named by digest; None: their bytes stay in memory."""
         self.limits, self.encoders, self.folder = limits, encoders, folder
 
     @property
@@ -208,7 +208,7 @@ class MediaReader:
             value = value.source
         value, own = unwrapped(value)
         if own:
-            raise DataError(next(iter(own)), "is in a part of it", "", "give the limits of a frame to the whole video")
+            raise DataError(next(iter(own)), "is set for a frame", "", "set the limit for the whole video")
         if isinstance(value, bytes | bytearray | memoryview):
             return bytes(value)
         if isinstance(value, str | Path):
@@ -337,7 +337,7 @@ def _of_uri(text: str) -> bytes:
 
 
 def _fetched(url: str) -> bytes:
-    """Downloads within the limits of time and size.  Raises: DataError."""
+    """Downloads the file at `url`, within limits of time and size.  Raises: DataError."""
     from whet.http import CallError, fetch
 
     try:
@@ -347,7 +347,7 @@ def _fetched(url: str) -> bytes:
 
 
 def _name(value: Any) -> str:
-    """Names a value, for errors."""
+    """Returns a short name of a media value (path, URL or type), for errors."""
     if isinstance(value, Mapping):
         found = [value[key] for key in ("path", "url", *CONTENT) if value.get(key) is not None]
         return _name(found[0]) if found else "(an object)"

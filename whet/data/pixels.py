@@ -23,14 +23,14 @@ _given = os.environ.get("WHET_MAX_IMAGE_PIXELS", "")
 if _given and not (_given.isdecimal() and int(_given)):
     raise ConfigError("WHET_MAX_IMAGE_PIXELS in the environment", _given, "a number above 0, or none")
 MAX_PIXELS = int(_given or 2**26)  # of one frame; 2**26 are 192 MiB as RGB
-Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, MAX_PIXELS)  # Pillow refuses twice as many by itself
+Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, MAX_PIXELS)  # Pillow itself refuses twice this number
 SMALLER = "save it smaller, or allow it with the environment variable WHET_MAX_IMAGE_PIXELS=NUMBER"
 MAX_ASPECT = 200  # as Qwen's processors
 # No playlist, which would name other files and servers.
 CONTAINERS = "mov,mp4,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,ogg,asf,m4v,h264,hevc,ivf"
 ORIENTATION = 0x0112  # the EXIF tag
 BOXES = frozenset(b"ftyp styp mdat moov moof free skip wide uuid sidx mfra meta pdin".split())  # of MP4
-FRAME_SECONDS = 0.1  # of an animation that does not say it, as browsers take it
+FRAME_SECONDS = 0.1  # the default of browsers, for an animation without durations
 REPLACE = "replace it, or drop the row"
 
 
@@ -60,11 +60,11 @@ def opened(source: str | bytes) -> Iterator[IO[bytes]]:
 
 
 def image_header(file: IO[bytes]) -> MediaHeader:
-    """Reads the size of an image. Decodes it only if the end of the file does not prove that it is complete.
+    """Reads the size of an image. Also decodes it, unless the end of the file already shows that the file is complete.
 
     Raises: DataError for a file that is no image, an animation, truncated, too large or too narrow."""
     with _picture(file, FORMATS) as image:
-        if (count := getattr(image, "n_frames", 1)) > 1 and image.format != "MPO":  # of which the others are previews
+        if (count := getattr(image, "n_frames", 1)) > 1 and image.format != "MPO":  # its further frames are previews
             change = "use it as a video (field `videos`, tag <video>), or save one frame of it"
             raise DataError("number of frames", count, "one image", change)
         width, height = _checked(*image.size)
@@ -182,7 +182,7 @@ def _checked(width: int, height: int) -> tuple[int, int]:
 
 def _is_turned(image: Image.Image, file: IO[bytes]) -> bool:
     """Tells whether an image's EXIF data swap height and width."""
-    if image.format == "PNG":  # Pillow decodes a PNG to find out that it has none
+    if image.format == "PNG":  # Pillow would decode the whole PNG to look for EXIF data
         place = file.tell()
         file.seek(0)
         content = file.read()
@@ -206,7 +206,7 @@ def _is_whole(form: str, file: IO[bytes]) -> bool:
 
 
 def _is_animation(file: IO[bytes]) -> bool:
-    """Tells whether Pillow reads the file as a video, which may have a single frame."""
+    """Tells whether the file has a format of animations, which Pillow reads as a video. It may have a single frame."""
     try:
         with _picture(file, ANIMATIONS):
             return True
@@ -228,7 +228,7 @@ def _picture(file: IO[bytes], formats: Sequence[str]) -> Iterator[Image.Image]:
     except DataError:
         raise
     except UnidentifiedImageError as error:
-        problem = "it is another one, or the file is cut off"
+        problem = "it is not supported, or the file is cut off"
         raise _OtherFormatError("format", problem, f"one of {', '.join(formats)}", REPLACE) from error
     except Image.DecompressionBombError as error:
         size = f"{int(found[0]):,}" if (found := re.findall(r"\((\d+) pixels\)", str(error))) else "too many"
@@ -282,14 +282,14 @@ def _film(file: IO[bytes]) -> Iterator[Any]:
             yield container
     except DataError:
         raise
-    except EOFError as error:  # behind the header
+    except EOFError as error:  # there is nothing after the header
         raise DataError("number of frames", 0, "at least one", REPLACE) from error
     except Exception as error:  # FFmpeg's readers raise whatever a damaged file leads to
         raise _unreadable(error, "video") from error
 
 
 def _announced_bytes(file: IO[bytes]) -> int:
-    """The length that the headers of an MP4, AVI or Matroska file announce; 0 if they do not have it."""
+    """Returns the file length that the headers of an MP4, AVI or Matroska file announce; 0 if they announce none."""
     file.seek(0)
     start = file.read(64)
     if start[:4] == b"RIFF":

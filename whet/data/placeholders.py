@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places images and videos in messages: from a row's fields, tags and content parts to placeholders in its text."""
+"""Images and videos in messages: finds them in fields, tags and content parts, and puts their tokens into the text."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def has(row: Mapping[str, Any], name: str) -> bool:
 def place(
     messages: Sequence[Message], given: Sequence[Value], kinds: Sequence[Kind], owner: str = "row"
 ) -> tuple[tuple[Message, ...], list[Value]]:
-    """Replaces each tag by a content part. Returns the messages without media objects, and the objects in order.
+    """Replaces each tag (<image>) by a content part.  Returns the messages without media objects, and the objects in
+    order.
 
-    A tag, or a part without an object, stands for the next of the `given` values of its kind, one of `kinds`. Text of
-    the model itself has no tags.  Raises: DataError naming the `owner` of the messages if the numbers differ, or for
-    parts of other kinds."""
+    A tag, or a part without an object, stands for the next `given` value of its kind. Assistant texts have no tags.
+    Raises: DataError naming the `owner` of the messages if the numbers differ, or for parts of other `kinds`."""
     left = {kind: deque(value for own, value in given if own == kind) for kind in kinds}
     num_given, num_tags = {kind: len(values) for kind, values in left.items()}, dict.fromkeys(kinds, 0)
     placed, found = [], list[Value]()
@@ -82,7 +82,7 @@ def has_parts(messages: Sequence[Message]) -> bool:
 
 
 def has_tag(messages: Sequence[Message], kinds: Sequence[Kind]) -> bool:
-    """Tells whether the texts of messages have a tag."""
+    """Tells whether the text of a message has a tag such as <image>."""
     return any(isinstance(each.content, str) and re.search(_tag(kinds), each.content) for each in messages)
 
 
@@ -91,7 +91,7 @@ def _tag(kinds: Sequence[Kind]) -> str:
 
 
 def _parts(message: Message, number: int, kinds: Sequence[Kind]) -> Iterator[dict[str, Any]]:
-    """Yields the parts of a message; `value` of a media part is its object, None without one."""
+    """Yields the content parts of a message. The `value` of a media part is its object, or None if it has none."""
     if isinstance(message.content, str):
         yield from _split({"type": "text", "text": message.content}, kinds) if message.role != "assistant" else ()
         return
@@ -110,7 +110,7 @@ def _parts(message: Message, number: int, kinds: Sequence[Kind]) -> Iterator[dic
         elif form == "text" and not has_objects and message.role != "assistant":
             yield from _split(part, kinds)
         else:
-            yield {name: each for name, each in part.items() if each is not None}  # parts of a table have all keys
+            yield {name: each for name, each in part.items() if each is not None}  # tables add nulls
 
 
 def _split(part: Mapping[str, Any], kinds: Sequence[Kind]) -> Iterator[dict[str, Any]]:
@@ -137,9 +137,9 @@ def read_all(reader: MediaReader, values: Sequence[Value]) -> list[Media | DataE
 
 
 def expanded(text: str, media: Sequence[Media], *, is_prefix: bool = False) -> str:
-    """Replaces the placeholder of each media in a rendered text by its tokens. A prefix may end before the last.
+    """Replaces the placeholder of each media in a rendered text by its tokens. A prefix may lack the last placeholders.
 
-    Raises: DataError unless the chat template writes one placeholder for each."""
+    Raises: DataError unless the chat template writes one placeholder for each media."""
     if not media:
         return text
     expected = [media_tokens(each).placeholder for each in media]
@@ -153,7 +153,7 @@ def expanded(text: str, media: Sequence[Media], *, is_prefix: bool = False) -> s
 
 
 def check_ids(ids: Sequence[int], media: Sequence[Media], forbidden: Sequence[int]) -> None:
-    """Checks that special tokens of media come only from media.  Raises: DataError."""
+    """Checks that the special media tokens in `ids` come only from `media`, not from text.  Raises: DataError."""
     own = {media_tokens(each).token_id for each in media} | {*forbidden}
     found, expected = sum(token_id in own for token_id in ids), sum(media_tokens(each).count for each in media)
     if found != expected:
@@ -169,7 +169,7 @@ def media_tokens(media: Media) -> Any:
 
 
 def num_whole(ids: Sequence[int], media: Sequence[Media]) -> int | None:
-    """Counts the media whose tokens are all in `ids`, the beginning of a text; None if the end cuts a media."""
+    """Counts the media whose tokens are all in `ids`, the beginning of a text; None if `ids` end inside a media."""
     own = {media_tokens(each).token_id for each in media}
     left = sum(token_id in own for token_id in ids)
     for number, each in enumerate(media):

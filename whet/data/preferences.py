@@ -34,7 +34,7 @@ LABELS = ("label", "kto_tag")
 SCORES = ("scores", "ranks_scores")
 ITEM_SCORES = ("score", "overall_score", "rating")  # of an item of a list that has its score
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "chosen": "assistant", "rejected": "assistant"}
-Response = tuple[tuple[int, ...], tuple[int, ...]]  # token ids, and 1 on those that the policy would sample
+Response = tuple[tuple[int, ...], tuple[int, ...]]  # token ids, and a mask: 1 on ids that the policy would sample
 _TEXT = "only text in the pairs of a reward model"
 
 
@@ -72,7 +72,7 @@ class Comparison(Example):
         return self.prompt_ids, self.responses, self.scores
 
     def texts(self) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Returns token ids and mask of the prompt with each response. The key is the name of the response."""
+        """Returns token ids and mask of the prompt with each response, by the name of the response in `whet data`."""
         named = {0: ", chosen", 1: ", rejected"} if len(self.responses) == 2 else {}
         shared = (0,) * len(self.prompt_ids)
         return {
@@ -86,8 +86,8 @@ class Comparison(Example):
 
     @staticmethod
     def notes(items: Sequence[Any]) -> list[str]:
-        """Reports how well length predicts the order: the share of comparisons whose best response is longer than the
-        worst. Equal lengths count half."""
+        """Reports how well the length of responses predicts their order: the share of comparisons whose best response
+        is longer than the worst. Equal lengths count half."""
         lengths = [[sum(mask) for _, mask in each.responses] for each in items if len(each.responses) > 1]
         if not lengths:
             good = [each.scores[0] for each in items]
@@ -129,7 +129,7 @@ def build_comparisons(
         noted = len(prompt_format.lost)
         with at_row(index):
             each = _steps(row, prompt_format, data) if of_steps else _comparison(index, row, prompt_format, data)
-        del prompt_format.lost[noted + 1 :]  # one of a row
+        del prompt_format.lost[noted + 1 :]  # keeps one of each row
         is_long = each.num_tokens > data.max_length
         if is_long and data.overlong == "error":
             expected = f"at most data.max_length={data.max_length} with its prompt"
@@ -167,7 +167,7 @@ class StepExample(SupervisedExample):
 
 
 def _steps(row: Row, prompt_format: PromptFormat, data: ResponsesDataConfig) -> StepExample:
-    """Makes the steps of a row. Each is encoded separately and ends with a line break."""
+    """Makes the example of a row of steps. Each step is encoded separately and ends with a line break."""
     prompt_format.refuse_media(row, expected="only text in rows of steps")
     steps, labels = row.get("completions"), row.get("labels")
     if not isinstance(steps, list) or not steps or not all(isinstance(step, str) for step in steps):
@@ -233,7 +233,7 @@ def _num_shared(examples: Sequence[SupervisedExample], has_prompt: bool) -> int:
 
 
 def _responses(row: Row, data: ResponsesDataConfig) -> tuple[list[tuple[str, Any]], list[float]]:
-    """Finds the responses of a row by field, unchanged, with their scores."""
+    """Finds the responses of a row.  Returns pairs of field name and unchanged value, and the scores."""
     if (listed := _first(row, LISTS)) is not None:
         return _listed(row, listed)
     if (label := _first(row, LABELS)) is not None and not all(_first(row, names) for names in COMMON.values()):
@@ -250,7 +250,7 @@ def _responses(row: Row, data: ResponsesDataConfig) -> tuple[list[tuple[str, Any
 
 
 def _listed(row: Row, name: str) -> tuple[list[tuple[str, Any]], list[float]]:
-    """Finds the responses in a list. Their scores are in a parallel field or in the list's items."""
+    """Finds the responses in the list field `name`. Scores are in a parallel field or in the items of the list."""
     items = row[name]
     if not isinstance(items, list) or len(items) < 2:
         raise DataError(f"field {name!r}", f"is {str(items)[:80]!r}", "a list of two responses or more", "correct it")
@@ -320,7 +320,7 @@ def _answer(row: Row, name: str, value: Any, prompt_format: PromptFormat) -> str
 def _shared_messages(
     row: Row, answers: list[str | tuple[Message, ...]], prompt_format: PromptFormat, *, is_needed: bool
 ) -> tuple[tuple[Message, ...], list[str | tuple[Message, ...]]]:
-    """Splits whole conversations into their common first messages, and the rest of each. Texts share no messages."""
+    """Splits conversations into their common first messages, and the remaining messages of each. Texts share none."""
     conversations = [each for each in answers if not isinstance(each, str)]
     if len(conversations) < len(answers):
         if prompt_format.apply_chat_template:

@@ -46,10 +46,10 @@ class Preview:
     """Statistics of a data set, and the rows to show."""
 
     parts: tuple[EntryCounts, ...]
-    lengths: list[int]  # in tokens, of all rows, those over the limit included
+    lengths: list[int]  # in tokens, of all rows, also of rows over the limit
     limit: int
     limit_key: str
-    over_limit: str  # what becomes of rows over the limit: cut, dropped, an error
+    over_limit: str  # treatment of rows over the limit: cut, dropped, an error
     data_sources: Counter[str]
     num_unanswered: int
     rows: list[PreviewRow]
@@ -134,7 +134,7 @@ def spans(values: Sequence[str], mask: Sequence[int]) -> list[tuple[int, str]]:
 
 
 def shortened(text: str, media: Sequence[Media]) -> str:
-    """Replaces each run of media tokens in the text by one token and the count."""
+    """Replaces each sequence of equal media tokens in the text by one token and the count."""
     for pad in {piece for each in media if each.tokens for piece, times in each.tokens.text if times > 1}:
         text = re.sub(f"(?:{re.escape(pad)}){{2,}}", lambda run, pad=pad: f"{pad}×{len(run[0]) // len(pad)}", text)  # type: ignore[misc]
     return text
@@ -157,7 +157,7 @@ def thumbnail(media: Media, path: Path) -> None:
 
 
 def percentile(ordered: Sequence[int], share: float) -> int:
-    """Returns the smallest of the sorted numbers that has at least the fraction `share` of all at or below it."""
+    """Returns the smallest of the sorted numbers such that at least the fraction `share` of them is not larger."""
     return ordered[max(0, -(-int(share * 100) * len(ordered) // 100) - 1)]
 
 

@@ -69,7 +69,7 @@ class PromptFormat:
         self.apply_chat_template = apply_chat_template
         self.chat_template_kwargs = chat_template_kwargs or {}
         self.reader, self.media_keys = reader, media_keys
-        self.lost: list[str] = []  # of each rendered conversation that the template did not write whole: an example
+        self.lost: list[str] = []  # texts that the template left out, one of each conversation
         self._template = None if format_prompt is None else Template("format_prompt", format_prompt)
 
     @classmethod
@@ -153,7 +153,7 @@ class PromptFormat:
         return placed, values
 
     def read(self, values: Sequence[Sequence[Value]], rows: Sequence[int] | None = None) -> list[tuple[Media, ...]]:
-        """Reads the images and videos of rows.  Raises: DataError, with the row number if `rows` is given."""
+        """Reads the images and videos of several rows.  Raises: DataError, with the row number if `rows` is given."""
         if self.reader is None or not any(values):
             return [()] * len(values)
         found = iter(read_all(self.reader, [each for own in values for each in own]))
@@ -199,7 +199,7 @@ class PromptFormat:
         return encoded
 
     def check(self, ids: Sequence[int], media: Sequence[Media]) -> None:
-        """Checks that a text has as many media tokens as its media need, and no others.  Raises: DataError."""
+        """Checks that `ids` have as many media tokens as `media` need, and no others.  Raises: DataError."""
         if self.reader is not None and self.reader.encoders is not None:
             check_ids(ids, media, self.reader.encoders.forbidden)
 
@@ -272,7 +272,7 @@ def build_prompts(
 def fit_prompts(prompts: Sequence[Prompt], prompt_format: PromptFormat, data: DataConfig) -> tuple[Prompt, ...]:
     """Returns the prompts within the length limit. Encodes the messages of prompts that have no ids.
 
-    Raises: DataError for an empty prompt, if none is left, and if data.overlong_prompts=error for one too long."""
+    Raises: DataError for an empty prompt, if no prompt is left, and for a long one if data.overlong_prompts=error."""
     limit = data.max_prompt_length
     whole = [p if p.token_ids else _completed(p, prompt_format) for p in prompts]
     kept = tuple(prompt for prompt in whole if len(prompt.token_ids) <= limit)
@@ -368,7 +368,7 @@ def _completed(prompt: Prompt, prompt_format: PromptFormat) -> Prompt:
 
 
 def from_row(number: int | None, media: Sequence[Media]) -> tuple[Media, ...]:
-    """Adds the number of their row to the media, for later errors."""
+    """Stores the row number in each media, so that later errors can name the row."""
     return tuple(each if number is None else replace(each, origin=f"row {number}") for each in media)
 
 
@@ -384,7 +384,7 @@ def at_row(index: int | None) -> Iterator[None]:
 
 
 def ground_truth(row: Row, answer_key: Names | None) -> Any:
-    """`row[answer_key]`, else `reward_model.ground_truth`, else `answer`.  Raises: DataError."""
+    """Returns `row[answer_key]`; without a key, `reward_model.ground_truth`, else `answer`.  Raises: DataError."""
     if answer_key is not None:
         return row[find_field(row, answer_key, "data.answer_key")]
     reward_model = row.get("reward_model")
@@ -424,7 +424,7 @@ def _check_answers(prompts: Sequence[Prompt]) -> None:
 
 
 class Template:
-    """The jinja template that the config key `key` has, as text or as the path of a `.jinja` file.
+    """The jinja template that is the value of the config key `key`, as text or as the path of a `.jinja` file.
 
     Raises: DataError for a file that is missing or not UTF-8, and for an error in the template."""
 
@@ -446,7 +446,7 @@ class Template:
             raise DataError(key, f"cannot be compiled: {cause(error)}", "", "write it more simply") from error
 
     def render(self, fields: Mapping[str, Any]) -> str:
-        """Renders the template for the fields of one row.  Raises: DataError, also beyond `whet.limits`."""
+        """Renders the template for the fields of a row.  Raises: DataError, also beyond the limits of `whet.limits`."""
         try:
             with bounded():
                 return self._compiled.render(fields)

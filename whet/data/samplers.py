@@ -57,7 +57,7 @@ def make_loader(
     prompts = loaded.items
     weights, counts = _weights(loaded)
     if data.mix and weights is not None:
-        raise DataError("data.mix", "weights of data entries, too, say how much of each is drawn", "", "unset one")
+        raise DataError("data.mix", "weights of data entries also set the shares of rows", "", "unset one of the two")
     if data.sampler is None:
         if data.mix:
             return _mixed(data, prompts, lambda kind, rows: partial(_own_order, len(rows), seed, kind, data.shuffle))
@@ -100,7 +100,7 @@ def make_loader(
 
 
 def _mixed(data: DataConfig, prompts: Sequence[Prompt], order: Callable[[str, Sequence[Prompt]], Order]) -> MixedLoader:
-    """Makes the loader of batches by `data.mix`. `order` returns the order of the rows of a kind."""
+    """Makes the loader of batches with the shares of `data.mix`. `order` returns the order of one kind's rows."""
     kinds = by_kind(prompts, data.mix)
     loaders = {kind: PromptLoader(rows, order=order(kind, rows)) for kind, rows in kinds.items()}
     return MixedLoader(loaders, data.mix, data.train_batch_size)
@@ -178,7 +178,7 @@ class Learnability:
         self._batches = 0
 
     def take(self, n: int) -> list[int]:
-        """Draws n different row numbers, by weight (Efraimidis & Spirakis 2006). If there are fewer, they repeat."""
+        """Draws n row numbers by weight, without repetition unless n exceeds the rows (Efraimidis & Spirakis 2006)."""
         p = (self._correct + self._prior / 2) / (self._scored + self._prior)
         draws = generator(self._seed, "learnability", self._batches).exponential(size=len(p))
         self._batches += 1
@@ -186,7 +186,7 @@ class Learnability:
         return (first * -(-n // len(first)))[:n]
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Counts correct responses. Failed trajectories are ignored."""
+        """Adds the correct responses and all responses to the counts of each prompt, without failed trajectories."""
         for group in groups:
             accuracies = [each.accuracy or 0.0 for each in group.trajectories if each.failure is None]
             place = self._places[group.prompt.index]
@@ -194,7 +194,7 @@ class Learnability:
             self._scored[place] = self._memory * self._scored[place] + len(accuracies)
 
     def state(self) -> dict[str, Any]:
-        """The number of batches drawn, and the counts of the prompts seen so far."""
+        """Returns the number of batches drawn, and the counts of the prompts seen so far."""
         seen = np.flatnonzero(self._scored)
         return {
             "batches": self._batches,
@@ -226,10 +226,10 @@ def by_kind(prompts: Sequence[Prompt], mix: Mapping[str, MixShare]) -> dict[str,
 
 
 class MixedLoader:
-    """Draws each batch from several loaders, by their shares, rounded by the largest remainder. Fractions of rows
-    are carried to the next batch, so that a small share does not vanish.
+    """Draws each batch from several loaders, one for each kind, by the shares of `mix`. Shares of a batch are rounded;
+    the rounded-off fractions are added to the next batch, so that a small share does not vanish.
 
-    A step of the schedule is `batch_size` draws; draws that replace groups dropped by a filter count too."""
+    `batch_size` draws are one step of the shares' schedule; draws that replace groups dropped by a filter count too."""
 
     def __init__(self, loaders: Mapping[str, PromptLoader], mix: Mapping[str, MixShare], batch_size: int) -> None:
         self._loaders, self._mix, self._batch_size = dict(loaders), mix, batch_size
@@ -237,7 +237,7 @@ class MixedLoader:
         self._drawn = 0
 
     def take(self, n: int) -> list[Prompt]:
-        """Draws the next n prompts. The kinds are interleaved."""
+        """Draws the next n prompts. The kinds (domains or data sources) are interleaved."""
         shares = shares_at(self._mix, self._drawn / self._batch_size)
         owed = {name: self._owed[name] + shares[name] * n for name in self._loaders}
         turns: list[str] = []

@@ -210,7 +210,7 @@ INERT = {
     "pandas._libs.arrays": {"__pyx_unpickle_NDArrayBacked"},
     "pandas._libs.internals": {"_unpickle_block"},
     "pandas.core.arrays.string_": {"StringArray", "StringDtype"},
-    "pandas.core.frame": {"DataFrame"},  # here and below: their homes before pandas 3
+    "pandas.core.frame": {"DataFrame"},  # here and below: module names before pandas 3
     "pandas.core.indexes.base": {"_new_Index", "Index"},
     "pandas.core.indexes.range": {"RangeIndex"},
     "pandas.core.internals.managers": {"BlockManager", "SingleBlockManager"},
@@ -233,8 +233,8 @@ class _RefusedError(pickle.UnpicklingError):
 
 
 def read_pickle(path: Path) -> list[DataRow]:
-    """Reads a list of mappings, a mapping of columns, or a DataFrame. A pickle is a program; only calls of `INERT`
-    functions are carried out.  Raises: DataError."""
+    """Reads a list of mappings, a mapping of columns, or a DataFrame from a pickle. A pickle is a program; it may call
+    only the functions in `INERT`.  Raises: DataError."""
     try:
         with path.open("rb") as file:
             content = _InertReader(file).load()

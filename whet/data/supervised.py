@@ -30,7 +30,7 @@ class SupervisedExample(Example):
     input_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
     media: tuple[Media, ...] = ()  # in the order of their tokens
-    weight: float = 1.0  # of its tokens: 2 is as two copies
+    weight: float = 1.0  # of its tokens: 2 has the effect of two copies
     source: str | None = None  # data source, for trainers that read it
 
     @property
@@ -97,7 +97,7 @@ def build_examples(
 
 
 def _examples(row: Row, prompt_format: PromptFormat, data: SupervisedDataConfig) -> list[SupervisedExample]:
-    """Makes one example; or one of each turn, if the chat template leaves text out and the config asks for it."""
+    """Makes one example of a row; or one of each turn, if the template leaves text out and data.unwritten=split."""
     if row.get(data.messages_key) is None:
         if prompt_format.reader is None:
             prompt_format.refuse_media(row)
@@ -121,7 +121,7 @@ def _examples(row: Row, prompt_format: PromptFormat, data: SupervisedDataConfig)
         parts = [part for each in messages[: number + 1] if isinstance(each.content, list) for part in each.content]
         own = media[: sum(part.get("type") in KINDS for part in parts)]
         made.append(encode_conversation(messages[: number + 1], prompt_format, own, only_last=True))
-    del prompt_format.lost[before + 1 :]  # one of a row
+    del prompt_format.lost[before + 1 :]  # keeps one of each row
     return made
 
 
@@ -173,7 +173,7 @@ def encode_conversation(
     text = render_chat(tokenizer, messages, add_generation_prompt=False, chat_template_kwargs=kwargs)
     earlier = {number for number, message in enumerate(messages[:-1]) if message.role == "assistant"}
     prompt_format.note_lost(text, messages, but=earlier if only_last else ())
-    # With media the marks are of no use: transformers encodes without expanding placeholders.
+    # The marks cannot be used with media: transformers encodes without expanding placeholders.
     marked = None if media else encode_marked_chat(tokenizer, messages, chat_template_kwargs=kwargs)
     if marked is not None:
         ends = {tokenizer.eos_token_id, end_of_turn(tokenizer, kwargs)}
@@ -225,7 +225,7 @@ def _encode_by_prefix(
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Counts the leading ids that agree; fewer than the prefix has if the tokenizer merges tokens across its end."""
+    """Counts the leading ids that are equal. They end early if the tokenizer merges tokens across a prefix's end."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((position for position, (one, other) in pairs if one != other), min(len(left), len(right)))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools and tool calls of rows, for a chat template; the token that ends a turn; text that a template leaves out."""
+"""Reads the tools of rows for a chat template, finds the token that ends a turn and text that a template leaves out."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def row_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def as_written(value: Any) -> Any:
-    """Removes nulls from a message or a part of it. Tables add them for keys of other rows."""
+    """Removes nulls from a message or a part of it. Tables (parquet) have a null for each key of other rows."""
     if isinstance(value, Mapping):
         return {name: as_written(each) for name, each in value.items() if each is not None}
     return [as_written(each) for each in value] if isinstance(value, list) else value
@@ -63,8 +63,8 @@ def warn_once(text: str) -> None:
 
 
 def end_of_turn(tokenizer: Tokenizer, options: Mapping[str, Any] | None) -> int | None:
-    """Finds the token that ends an assistant turn: the chat template's with these `options`; the tokenizer's if there
-    is no template, or it writes only text or nothing there."""
+    """Finds the token that the chat template with these `options` writes after an assistant turn. If there is no
+    template, or it writes no token there, returns the tokenizer's end token."""
     try:
         end = None if options is None else _end(tokenizer, template_text(tokenizer, options))
     except DataError:
@@ -101,8 +101,8 @@ def mark_ends(tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[int], end
 
 
 def unwritten(text: str, messages: Sequence[Message], *, tools: bool = True) -> dict[int, str]:
-    """Finds fields of messages whose text is missing in `text`, the rendered conversation. The key is the number of the
-    message. With `tools` it checks the row's tools too. White space does not count."""
+    """Finds fields of messages whose text is missing in `text`, the rendered conversation, apart from white space.
+    Returns the first such field by message number. With `tools` the row's tools are checked too."""
     squeezed, lost = "".join(text.split()), set[tuple[int, str]]()
     fields = [(at, *field) for at, each in enumerate(messages) for field in each.to_dict().items()]
     found = [(at, name, piece) for at, name, value in fields if name not in _NO_TEXT for piece in _texts(value)]
@@ -117,7 +117,7 @@ def unwritten(text: str, messages: Sequence[Message], *, tools: bool = True) -> 
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yields the texts in a nested value that a template writes. Splits them at the tags of a thought."""
+    """Yields the texts in a nested value that a template writes, split at thinking tags such as <think>."""
     if isinstance(value, str):
         yield from _THINK.split(value)
     elif isinstance(value, list):

@@ -49,7 +49,7 @@ class Engine(ABC):
 
     optimizer: Optimizer | None
     row_ranks = 1  # consecutive ranks that read the same rows
-    pipeline_ranks = 1  # parts of the ranks, one behind the other; the last has the outputs
+    pipeline_ranks = 1  # ranks of a pipeline, one behind the other; the last one has the outputs
 
     def __init__(
         self, model: TrainedModel, role: RoleSettings, process_group: dist.ProcessGroup | None, device: torch.device
@@ -65,13 +65,13 @@ class Engine(ABC):
         self.grad_clip = role.grad_clip
         self.total_steps = role.total_steps
         self.process_group = process_group
-        self.rows_group = process_group  # ranks that read different rows, together all of a mini-batch
+        self.rows_group = process_group  # ranks that read different rows; together they read the whole mini-batch
         self.device = device
         self.steps_done = 0
         self.skipped = self.skipped_in_a_row = 0  # updates whose loss or gradient was not finite
         self._name = ""  # of the last objective
-        self._loss: torch.Tensor | None = None  # of this rank's rows since the last step, where a token counted
-        self._probe: tuple[Batch, frozenset[str], float] | None = None  # a row of the last update, its outputs
+        self._loss: torch.Tensor | None = None  # of this rank's rows since the last step; None if no token counted
+        self._probe: tuple[Batch, frozenset[str], float] | None = None  # a row of the last update, for `forward`
         if role.optim is None:
             model.requires_grad_(False)
         if role.forward.replays:
@@ -84,7 +84,7 @@ class Engine(ABC):
 
     @classmethod
     def refuses(cls, use: EngineUse) -> Iterable[ConfigError]:
-        """Returns the errors that apply to every engine except `single`."""
+        """Returns an error for each setting of `use` that only the engine `single` supports."""
         return other_kernels(use)
 
     def whole_module(self) -> PreTrainedModel | None:
@@ -119,14 +119,14 @@ class Engine(ABC):
         columns: Columns = batch.columns()
         outputs = {name: torch.zeros(columns["response_mask"].shape) for name in needs}
         training, coming = self.model.training, list[tuple[list[int], str, torch.Tensor]]()
-        if training:  # a change walks over all modules
+        if training:  # `eval` and `train` visit all modules, which takes time
             self.model.eval()
         passes = self.passes(columns, block=1)
         with self._weights_read():
             for number, rows in enumerate(passes, start=1):
                 found = self.outputs(rows_of(columns, rows), needs, temperature).items()
                 coming += [(rows, name, each.to(HOST, torch.float32, non_blocking=True)) for name, each in found]
-                if self.device == HOST:  # nothing is on its way
+                if self.device == HOST:  # no copy from a device is pending
                     _take_in(outputs, coming)
                 counted(number, len(passes))
         devices.synchronize(self.device)
@@ -197,7 +197,7 @@ class Engine(ABC):
 
     @torch.no_grad()
     def _choices(self, columns: Columns, passes: list[list[int]], routing: Routing) -> torch.Tensor:
-        """Counts how often each expert is chosen, over the tokens of this rank's rows that the loss reads.  [E]"""
+        """Counts how often each expert is chosen, over the tokens that the loss reads in this rank's rows.  [E]"""
         found = [torch.zeros(routing.experts, device=self.device)]
         for rows in passes:
             part = rows_of(columns, rows)
@@ -208,8 +208,8 @@ class Engine(ABC):
     def step(self) -> Metrics:
         """Sums gradients over the ranks, clips them, and takes an optimizer step.
 
-        Takes no step if no token counted (metric `empty_updates`), or if loss or gradient is not finite
-        (`skipped_updates` of the run, `skipped_in_a_row`)."""
+        Takes no step if no token counted (metric `empty_updates`), or if loss or gradient is not finite (metrics
+        `skipped_updates`, counted over the run, and `skipped_in_a_row`)."""
         optimizer, metrics, name = self._require_optimizer(), Metrics(), self._name
         loss, self._loss = self._loss, None
         if loss is None:
@@ -221,7 +221,7 @@ class Engine(ABC):
             is_finite = bool((self._sum(loss, self.process_group) + norm).isfinite())
             self.skipped_in_a_row = 0 if is_finite else self.skipped_in_a_row + 1
             self.skipped += not is_finite
-            # All ranks measure the same number, so that the mean over them is it.
+            # All ranks measure the same number, which therefore is the mean over the ranks.
             metrics.mean(f"{name}/grad_norm", norm)
             metrics.max(f"{name}/skipped_updates", self.skipped)
             metrics.max(f"{name}/skipped_in_a_row", self.skipped_in_a_row)
@@ -247,14 +247,14 @@ class Engine(ABC):
         return ((name, self._gathered(weight)) for name, weight in adapter_weights(self.model))
 
     def _gathered(self, weight: torch.Tensor) -> torch.Tensor:
-        """Gathers a sharded weight."""
+        """Returns a weight whole and detached. Engines that shard weights gather it from the ranks."""
         return weight.detach()
 
     @torch.no_grad()
     def has_finite_weights(self) -> bool:
         parts = [own_part(weight) for weight in self._trained()]
         found = {} if self._probe is None else self.forward(*self._probe)
-        # Norms square what passes through them: with weights of 1e38, which are finite, all of it becomes 0.
+        # Norm layers square their inputs: with weights of 1e38, which are finite, their outputs become 0.
         ends = (torch.stack(part.aminmax()).float().square() for part in parts if part.numel())
         return all(bool(each.isfinite().all()) for each in (*ends, *found.values()))
 
@@ -283,7 +283,7 @@ class Engine(ABC):
         self._move(self.device, weights=True)
 
     def outputs(self, part: Columns, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
-        """Computes the outputs, on the device and differentiable, of a micro-batch that is on the host."""
+        """Computes the outputs `needs` of the micro-batch `part`, which is on the host. They are differentiable."""
         where = layout_of(part, self.forward_settings)
         with span("forward"):
             return self._outputs(where.to(self.device), needs, temperature)
@@ -295,16 +295,16 @@ class Engine(ABC):
 
     @abstractmethod
     def _outputs(self, where: Layout, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
-        """Calls `outputs_of` for a micro-batch."""
+        """Computes the model outputs `needs` of a micro-batch that is on the device, by `outputs_of`."""
 
     def _weights_read(self) -> AbstractContextManager[None]:
-        """Returns a context for several passes between which no weight changes."""
+        """Returns a context around passes that read the same weights. An engine may keep copies of weights in it."""
         return nullcontext()
 
     def _keep_gradients(self) -> None:  # noqa: B027  # autograd adds them up
-        """Handles the gradients after each backward pass; by default autograd's sums are kept."""
+        """Handles the gradients after each backward pass; by default leaves the sums of autograd as they are."""
 
-    def _sum_gradients(self) -> None:  # noqa: B027  # each pass may have done it
+    def _sum_gradients(self) -> None:  # noqa: B027  # the backward passes may have summed them
         """Sums gradients over the ranks before a step, so that they belong to the whole mini-batch."""
 
     @abstractmethod
@@ -312,8 +312,8 @@ class Engine(ABC):
         """Clips the gradient.  Returns its norm before clipping, the same on every rank."""
 
     def passes(self, columns: Columns, block: int | str) -> list[list[int]]:
-        """Splits rows into micro-batches, as lists of row numbers, and starts decoding their media. A list may be
-        empty: a dummy pass, which counts for nothing, while other ranks have more passes."""
+        """Splits rows into micro-batches, as lists of row numbers, and starts decoding their media. An empty list is a
+        dummy pass without effect on the loss, for ranks with fewer micro-batches than other ranks."""
         if not len(columns["response_mask"]):  # more ranks than rows
             return []
         counted = columns["response_mask"].bool().any(1)
@@ -340,9 +340,9 @@ class Engine(ABC):
         return passes
 
     def _evened(self, passes: list[list[int]], least: int = 0, step: int = 1) -> list[list[int]]:
-        """Appends empty passes until every rank has the same number: at least `least`, and a multiple of `step`. (All
-        ranks take part in each pass.)"""
-        most = torch.tensor(len(passes))  # the hosts agree on it
+        """Appends empty passes until every rank has the same number of passes: at least `least`, and a multiple of
+        `step`. (All ranks take part in each pass.)"""
+        most = torch.tensor(len(passes))  # on the host: gloo reduces it
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.process_group)
         count = -(-max(int(most), least) // step) * step
         return [*passes, *([] for _ in range(count - len(passes)))]
@@ -366,7 +366,7 @@ class Engine(ABC):
         return number
 
     def _checkpointed(self) -> dict[str, torch.Tensor]:
-        """Returns the weights and kept buffers of a checkpoint; with an adapter, only the adapter's weights."""
+        """Returns the weights and persistent buffers for a checkpoint; with an adapter, only the adapter's weights."""
         named = dict(self.model.named_parameters())
         if adapted_layers(self.model):
             return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
@@ -382,7 +382,7 @@ class Engine(ABC):
 
     def _require_optimizer(self) -> Optimizer:
         if self.optimizer is None:
-            raise EngineError("optimizer", None, "one: this model is only read")
+            raise EngineError("optimizer", None, "an optimizer: this model is not trained")
         return self.optimizer
 
 
@@ -399,7 +399,7 @@ def check_same(own: dict[str, torch.Size], saved: dict[str, torch.Size]) -> None
 
 
 def _take_in(outputs: dict[str, torch.Tensor], coming: list[tuple[list[int], str, torch.Tensor]]) -> None:
-    """Writes the outputs in `coming` into the rows of `outputs`, and empties `coming`."""
+    """Writes the entries of `coming` (row numbers, output name, values) into `outputs`, and empties `coming`."""
     for rows, name, value in coming:
         if rows and outputs[name].dim() < value.dim():
             outputs[name] = torch.zeros(*outputs[name].shape, *value.shape[2:])
@@ -409,7 +409,7 @@ def _take_in(outputs: dict[str, torch.Tensor], coming: list[tuple[list[int], str
 
 
 def rows_of(columns: Columns, rows: list[int]) -> Columns:
-    """Selects rows of all columns: `columns` itself if `rows` is every row in order, `_idle` if `rows` is empty."""
+    """Selects rows of all columns. Returns `columns` itself for all rows in order, and a dummy row for no rows."""
     if not rows:
         return _idle(columns)
     if rows == list(range(len(columns["response_mask"]))):
@@ -418,7 +418,7 @@ def rows_of(columns: Columns, rows: list[int]) -> Columns:
 
 
 def _idle(columns: Columns) -> Columns:
-    """Returns a dummy row of two tokens, for a pass of a rank without rows while other ranks still have rows."""
+    """Returns a dummy row of two tokens, for a rank without rows in a pass in which other ranks have rows."""
     positions = columns["position_ids"]
     two = torch.arange(2, device=positions.device)
     return {

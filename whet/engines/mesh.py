@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grid of a role's processes, from the option `mesh`. Does not import torch.
 
-    pipeline x replicate x shard x context x tensor = processes        the first is the outermost
+    pipeline x replicate x shard x context x tensor = processes        `pipeline` is the outermost dimension
 
 `expert` is not another factor. It divides shard x context, the ranks over which other weights are sharded."""
 
@@ -22,12 +22,12 @@ FORMER = {"tensor_parallel_size": "tensor", "sequence_parallel_size": "context",
 
 @dataclass(frozen=True)
 class Mesh:
-    """The sizes of the process grid."""
+    """The sizes of the grid of processes of a role, by dimension."""
 
     replicate: int = 1  # copies of everything
     shard: int = 1  # parts of a mini-batch's rows, in each copy
     context: int = 1  # parts of a row's tokens
-    tensor: int = 1  # parts of a layer's heads and inner numbers
+    tensor: int = 1  # parts of a layer's heads and MLP neurons
     expert: int = 1  # parts of the experts
     pipeline: int = 1  # parts of the layers, one after another
 
@@ -49,27 +49,27 @@ class Mesh:
 
     @property
     def holders(self) -> int:
-        """The number of ranks over which FSDP shards a weight, of a replica, pipeline stage and tensor part."""
+        """The number of ranks over which FSDP shards one copy of a weight, in one pipeline stage and tensor part."""
         return self.shard * self.context
 
     @property
     def row_ranks(self) -> int:
-        """The number of ranks of a stage that compute the same row together."""
+        """The number of ranks of a pipeline stage that compute the same row together."""
         return self.context * self.tensor
 
     @property
     def shards(self) -> int:
-        """The number of parts into which a copy's weights are split, one for each rank of the copy."""
+        """The number of shards of one copy of the model; each rank of the copy has one shard."""
         return self.holders * self.tensor * self.pipeline
 
     @property
     def stage_ranks(self) -> int:
-        """The number of ranks of a stage."""
+        """The number of ranks of a pipeline stage."""
         return self.replicate * self.holders * self.tensor
 
 
 def of_former(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Converts three former options to `mesh`. (`shard_size` also counted the ranks that share a row's tokens.)
+    """Converts the former options in `FORMER` to `mesh`. (`shard_size` was the product of today's shard and context.)
 
     Raises: ConfigError for former sizes that have no counterpart."""
     options, sizes = dict(given), dict(given.get("mesh") or {})

@@ -19,9 +19,9 @@ def micro_batches(
 
     A packed micro-batch costs its tokens; a padded one, its rows times its longest row. Rows are sorted by length, so
     that padding stays small. Each `block` consecutive rows stay together; a list gives the rows of each block. A block
-    without tokens is left out. `prompts` has for each row the number and length of its prompt, if packed rows share
-    prompts: these rows stay neighbours, and their prompt costs once. With `first_fit` a block goes into any micro-batch
-    with room, preferably one with its prompt; this needs fewer micro-batches."""
+    without tokens is left out. If packed rows share prompts, `prompts` has the number and length of each row's prompt:
+    rows of one prompt stay neighbours, and the prompt costs once. With `first_fit` a block goes into any micro-batch
+    that it fits into, preferably one with its prompt; this needs fewer micro-batches."""
     shared = prompts if prompts is not None else [(row, 0) for row in range(len(lengths))]
     counted = [row for row, length in enumerate(lengths) if length]
     if counted and packing and block == 1 and _tokens(counted, lengths, shared, set()) <= max_tokens:
@@ -37,7 +37,7 @@ def _by_length(
     block: int | list[list[int]],
     first_fit: bool,
 ) -> list[list[int]]:
-    """Sorts blocks of rows, longest first, and puts each into the last micro-batch if it fits, else into a new one."""
+    """Sorts blocks of rows, longest first, and adds each block to the last micro-batch if it fits, or to a new one."""
     longest_with: dict[int, int] = {}
     for (prompt, _), length in zip(shared, lengths, strict=True):
         longest_with[prompt] = max(length, longest_with.get(prompt, 0))
@@ -72,8 +72,8 @@ def _by_length(
 def _filled(
     blocks: Sequence[list[int]], lengths: Sequence[int], max_tokens: int, shared: Sequence[tuple[int, int]]
 ) -> list[list[int]]:
-    """Puts each block of rows into the first micro-batch with room. Micro-batches that already have its prompt are
-    tried first."""
+    """Puts each block of rows into the first micro-batch that it fits into. Micro-batches that already have the block's
+    prompt are tried first."""
     batches, totals, read = list[list[int]](), list[int](), list[set[int]]()
     for rows in blocks:
         prompts = {shared[row][0] for row in rows}

@@ -30,7 +30,7 @@ def learning_rate(settings: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def optimizer_for(model: nn.Module, settings: OptimConfig, seed: int = 0) -> Optimizer:
-    """Builds the configured optimizer for the trainable parameters. `seed` is for stochastic rounding."""
+    """Builds the configured optimizer for the trainable parameters. `seed` is the seed of stochastic rounding."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if settings.name == "adamw":
         return adamw(trainable, settings, seed)
@@ -52,7 +52,7 @@ def optimizers_of(optimizer: Optimizer) -> Sequence[torch.optim.Optimizer]:
 
 
 def adamw(parameters: Sequence[nn.Parameter], settings: OptimConfig, seed: int = 0) -> torch.optim.Optimizer:
-    """Builds AdamW. Biases, norms and other vectors have no weight decay."""
+    """Builds AdamW. Biases, norm weights and other vectors get no weight decay."""
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -71,7 +71,7 @@ def adamw(parameters: Sequence[nn.Parameter], settings: OptimConfig, seed: int =
 
 
 def inner_matrices(model: nn.Module) -> list[torch.Tensor]:
-    """Lists the weights of linear layers except the output layer and a value head, for Muon."""
+    """Lists the weights that Muon trains: of all linear layers except the output layer and a value head."""
     linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     ends = {
         id(head.weight)
@@ -103,7 +103,7 @@ class Together:
             optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of each optimizer, by its position."""
+        """Returns the state of each optimizer, by its position in the list, as text."""
         return {str(place): optimizer.state_dict() for place, optimizer in enumerate(self.optimizers)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -16,15 +16,15 @@ from whet.config.algorithm_checks import EngineUse
 from whet.errors import ConfigError
 from whet.metrics import Metrics
 
-# Tensors [B, ...], and arrays of B objects (media, digests, names), which pass through every split as they are.
+# Tensors [B, ...], and arrays of B objects (media, digests, names), which are split by rows like the tensors.
 Columns = Mapping[str, Any]
 
 
 class Spread(NamedTuple):
     """The placement of weights, gradients and optimizer state over processes."""
 
-    shards: int = 1  # equal parts, one in a process; beyond them are copies
-    on_host: bool = False  # always, and not on the accelerator that computes
+    shards: int = 1  # equal parts of one copy, one in each process; with more processes there are several copies
+    on_host: bool = False  # True: they stay in host memory, although the accelerator computes
     row_ranks: int = 1  # processes that compute a row together
     token_shares: int = 1  # equal parts of a row's tokens, one in a process
 
@@ -35,7 +35,7 @@ class Objective(Protocol):
 
     @property
     def name(self) -> str:
-        """The prefix of its metrics: actor, critic, sft, reward_model."""
+        """The prefix of the names of its metrics: actor, critic, sft, reward_model."""
         ...
 
     @property
@@ -55,7 +55,7 @@ class Objective(Protocol):
         ...
 
     def counts(self, batch: Columns) -> dict[str, torch.Tensor]:
-        """Returns the divisors of losses. The engine sums them over the whole mini-batch and all ranks."""
+        """Returns the divisors of losses, by name. The engine sums them over the whole mini-batch and all ranks."""
         ...
 
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
@@ -125,12 +125,12 @@ class TrainEngine(Protocol):
         ...
 
     def has_finite_weights(self) -> bool:
-        """Tells whether this rank's part of the trained weights is finite, and so are its outputs for a row of the last
-        update. All ranks take part."""
+        """Tells whether this rank's part of the trained weights, and the model outputs for one row of the last update,
+        are finite. All ranks take part."""
         ...
 
     def save(self, path: Path, start: dict[str, Any] | None) -> None:
-        """Writes all that a resume needs: weights, optimizer, schedule, an adapter's `start`. All ranks take part."""
+        """Writes weights, optimizer, schedule and `start` (an adapter's base) for a resume. All ranks take part."""
         ...
 
     def load(self, path: Path) -> dict[str, Any] | None:
@@ -138,7 +138,7 @@ class TrainEngine(Protocol):
         ...
 
     def offload(self, weights: bool = True) -> None:
-        """Frees device memory of gradients and optimizer state, and of the weights unless `weights` is false."""
+        """Frees gradients, and moves optimizer state and, with `weights`, the weights from the device to the host."""
         ...
 
     def onload(self) -> None:

@@ -31,22 +31,22 @@ class RoleSettings:
     model_path: str
     engine: EngineConfig
     dtype: Literal["float32", "bfloat16"]
-    max_tokens_per_micro_batch: int | None = None  # unset: what suits the device
-    optim: OptimConfig | None = None  # unset: the model is only read
+    max_tokens_per_micro_batch: int | None = None  # unset: a default for the kind of device
+    optim: OptimConfig | None = None  # unset: the model is not trained
     grad_clip: float | None = None
     total_steps: int = 1  # optimizer steps of the run, for the schedule
     is_value_model: bool = False
-    is_reward_model: bool = False  # one that is trained may start from a language model, with a new head
+    is_reward_model: bool = False  # if it is trained, it may start from a language model, with a new head
     gradient_checkpointing: bool = False
-    adapter_path: str | None = None  # merged first
+    adapter_path: str | None = None  # an adapter that is merged into the loaded weights
     allow_pickle: bool = False
     media_cache_gib: float = 1.0
     trust_remote_code: bool = False
     lora: LoraSettings | None = None  # unset: the whole model is trained
     adapts_head: bool = False  # the adapter has a part at the output layer too
     freeze: tuple[str, ...] = ()
-    seed: int = 0  # of a new adapter or head, and of what the optimizer rounds at random
-    batch_invariant: bool = False  # computes with the kernels of a rollout engine that is
+    seed: int = 0  # of a new adapter or head, and of the optimizer's stochastic rounding
+    batch_invariant: bool = False  # computes with the kernels of a batch-invariant rollout engine
 
     @property
     def forward(self) -> ForwardSettings:
@@ -60,7 +60,7 @@ class RoleSettings:
         )
 
     def micro_batch_tokens(self, device_type: str) -> int:
-        """Returns the token budget of a forward pass."""
+        """Returns the token budget of a micro-batch: the configured one, or the default of the device type."""
         if self.max_tokens_per_micro_batch is not None:
             return self.max_tokens_per_micro_batch
         return MICRO_BATCH_TOKENS["cpu" if device_type == "cpu" else "accelerator"]
@@ -95,7 +95,7 @@ class RoleSettings:
         fill(model, self.model_path, device, seed=self.seed, has_new_head=is_new, allow_pickle=self.allow_pickle)
 
     def _prepared(self, model: TrainedModel) -> TrainedModel:
-        """Prepares a model in place: selects the trained weights, adds an adapter, sets how layers run."""
+        """Prepares a model in place: freezes weights, adds an adapter, turns on gradient checkpointing."""
         freeze(model, self.freeze)
         keep_prepared(self.media_cache_gib)
         if self.lora is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture-of-experts routers during an update: their auxiliary loss, and how even the load of experts is."""
+"""Mixture-of-experts routers during an update: their auxiliary loss, and metrics of the load of experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from whet.models.routers import LOADS, PROBS, auxiliary_coefficient, routers_of
 
 @dataclass
 class Routing:
-    """The auxiliary loss E sum_e f_e P_e, times the factor in the model's config. f_e is the frequency with which
+    """The auxiliary loss E sum_e f_e P_e, times the coefficient in the model's config. f_e is the frequency with which
     tokens choose expert e, P_e its mean probability, both over layers and the mini-batch's tokens that the loss reads.
 
     Fedus et al. 2021, https://arxiv.org/abs/2101.03961, eq. 4 to 6, as in transformers, which takes both over the
@@ -26,8 +26,8 @@ class Routing:
     mini-batch into parts, f covers a part."""
 
     name: str  # area of its metrics
-    needs: frozenset[str]  # model outputs: those of the objective too
-    coefficient: float  # 0: the loss is not asked for
+    needs: frozenset[str]  # model outputs, including the objective's
+    coefficient: float  # 0: there is no auxiliary loss
     experts: int
     group: dist.ProcessGroup | None
     rows_group: dist.ProcessGroup | None
@@ -55,7 +55,7 @@ class Routing:
         return cls(objective.name, needs, coefficient, len(weight), group, rows_group, found)
 
     def begin(self, columns: Columns, counts: Columns, choices: torch.Tensor) -> None:
-        """Sums over ranks how often this rank's tokens choose each expert (`choices` [E]). All ranks call it."""
+        """Computes f from `choices` [E], how often this rank's tokens choose each expert. All ranks call it."""
         own = trained(columns).sum().to(choices)
         chosen = self._sum(torch.cat([choices, own[None]]), self.rows_group)
         self.factors = chosen[:-1] / chosen[-1].clamp(min=1)
@@ -73,8 +73,8 @@ class Routing:
         return total / self.tokens.clamp(min=1)
 
     def measure(self, metrics: Metrics) -> None:
-        """Records metrics of the routers. All ranks call it. `router_load` is the largest load in any layer: the tokens
-        of the fullest expert over the mean; 1 if all experts get as many tokens, E if one gets all."""
+        """Records metrics of the routers. All ranks call it. `router_load` is the tokens of the fullest expert over the
+        mean of all experts, in the worst layer: 1 if all experts get as many tokens, E if one expert gets all."""
         counts, ends = self._sum(self.found, self.group).split([self.experts, 2], -1)
         load = counts.amax(1) / counts.mean(1).clamp(min=1e-12)
         metrics.mean(f"{self.name}/router_load", load.amax())

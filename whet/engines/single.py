@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference training engine. One process has the whole model; several have a replica of it each."""
+"""The reference training engine: each process has the whole model."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class SingleEngine(Engine):
         if role.optim is not None and role.optim.weight_rounding is not None:
             cast_weights(self.model, torch.bfloat16)
             for weight in self.model.parameters():
-                weight.grad_dtype = torch.float32  # micro-batches are summed up in it
+                weight.grad_dtype = torch.float32  # gradients of micro-batches are summed up in float32
         is_narrow = device != HOST and role.forward.dtype == torch.bfloat16
         if is_narrow and not role.batch_invariant if compile is None else compile:
             compile_layers(layers(body_of(self.model)))
         self.narrow = NarrowCopies(layers(body_of(self.model))) if is_narrow else None
         if role.batch_invariant:
             if compile or not role.forward.packing:
-                found = "trains on packed rows, by layers that are not compiled"
+                found = "needs packed rows and layers that are not compiled"
                 change = "unset actor.engine.options.compile and actor.engine.packing"
                 raise EngineError(f"{KEY}=true", found, "", change)
             tile = fix_tiles(body_of(self.model), device, role.forward.dtype)
@@ -66,7 +66,7 @@ class SingleEngine(Engine):
 
     @classmethod
     def refuses(cls, use: EngineUse) -> Iterable[ConfigError]:
-        """Returns no error, because `single` supports the kernels of a batch-invariant rollout."""
+        """Returns no errors: unlike other engines, `single` supports the kernels of a batch-invariant rollout."""
         return ()
 
     def whole_module(self) -> PreTrainedModel | None:
@@ -74,7 +74,7 @@ class SingleEngine(Engine):
         return self.model if isinstance(self.model, PreTrainedModel) else None
 
     def state(self) -> dict[str, Any]:
-        """Returns weights (of an adapter only its own), optimizer state, and the numbers of steps taken and skipped."""
+        """Returns weights (with an adapter only the adapter's), optimizer state, numbers of steps taken and skipped."""
         state: dict[str, Any] = {
             "model": {name: parameter.detach() for name, parameter in self._checkpointed().items()},
             **self._progress(),
@@ -93,7 +93,7 @@ class SingleEngine(Engine):
                 parameter.copy_(state["model"][name])
         self._load_progress(state)
         if self.optimizer is not None:
-            # torch keeps the tensors it is given, and these lie in the file: it would stay on the disk when deleted.
+            # torch keeps the tensors that it gets. Mapped from the file, they would keep it on the disk when deleted.
             parts = [state["optimizer"]] if "state" in state["optimizer"] else state["optimizer"].values()
             values = [value for part in parts for each in part["state"].values() for value in each.values()]
             is_numbers = all(isinstance(value, torch.Tensor | int | float) for value in values)
@@ -108,7 +108,7 @@ class SingleEngine(Engine):
 
     def load(self, path: Path) -> dict[str, Any] | None:
         if path.is_dir():
-            change = "set engine.name to that of the run that wrote it"
+            change = "set engine.name to the engine of the run that wrote it"
             raise EngineError(f"{path}", "is a folder", "a file, which this engine writes", change)
         state = serialization.load(path)
         self.load_state(state)

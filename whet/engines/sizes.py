@@ -11,7 +11,7 @@ from whet.errors import ConfigError
 
 
 def uneven_sizes(use: EngineUse, key: str, given: Mapping[str, int]) -> Iterator[ConfigError]:
-    """Yields an error for the first size that does not divide the processes left by the sizes before it."""
+    """Divides the number of processes by one size after another.  Yields an error for the first with a remainder."""
     left, whole = use.processes, f"{use.processes_key}={use.processes}"
     for name in (each for each in FACTORS if each in given):
         if left % given[name]:
@@ -26,7 +26,7 @@ def uneven_sizes(use: EngineUse, key: str, given: Mapping[str, int]) -> Iterator
 
 
 def uneven_experts(key: str, size: int, holders: int, product: str) -> Iterator[ConfigError]:
-    """Yields an error if `size`, the split of the experts, does not divide `holders` ranks; `product` names these."""
+    """Yields an error if `size`, the parts of the experts, does not divide `holders`, called `product` in the error."""
     if holders % size:
         near = " or ".join(str(each) for each in nearest_divisors(holders, size))
         yield ConfigError(f"{key}.expert", size, f"a divisor of {product}", f"try {near}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Communication between the stages of a pipeline, for every engine that has stages."""
+"""Communication between pipeline stages (slices of a model's layers), for every engine with a pipeline."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def run_forward(
     like: torch.Tensor,
     group: dist.ProcessGroup,
 ) -> dict[str, torch.Tensor]:
-    """Runs a micro-batch forward through this rank's stages: `runs`, of `count` in total. Hidden states, the output
-    `states` of a stage before the last, have the shape of `like`.  Returns the outputs of the rank's last stage."""
+    """Runs the forward pass of a micro-batch through this rank's stages. `runs` has the stages by index, of `count` in
+    the pipeline. Hidden states between stages have the shape of `like`.  Returns the last of these stages' outputs."""
     found: dict[str, torch.Tensor] = {}
     for index, run in runs.items():
         hidden = torch.empty_like(like) if index else None
@@ -32,7 +32,7 @@ def run_forward(
 def everywhere(
     own: Iterator[tuple[str, torch.Tensor]], group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the full weights of all stages on every rank of a pipeline, one stage after another."""
+    """Yields the full weights of all pipeline stages on every rank: each rank in turn broadcasts its `own` weights."""
     rank = dist.get_rank(group)
     for stage in range(group.size()):
         source = dist.get_global_rank(group, stage)

@@ -91,7 +91,7 @@ def _python() -> Iterator[Finding]:
 
 
 def _requirements() -> dict[str, list[Requirement]]:
-    """Returns the requirements of whet by extra; under "" the requirements of every installation."""
+    """Returns the packages that whet requires, by extra; the key "" has the packages of every installation."""
     found: dict[str, list[Requirement]] = {"": []}
     try:
         texts = metadata.requires(DISTRIBUTION) or []
@@ -154,7 +154,7 @@ def _engines(requirements: dict[str, list[Requirement]]) -> Iterator[Finding]:
 
 
 def _problem(name: str) -> str:
-    """Returns the error with which a rollout engine with default options would refuse to start; "" without one."""
+    """Returns the error text with which a rollout engine with default options refuses to start; "" if it starts."""
     try:
         check_engine(TrainConfig.model_validate({"rollout": {"engine": {"name": name}}}))
     except ConfigError as error:
@@ -245,7 +245,7 @@ def _writable(folder: Path) -> bool:
 
 
 def examine_cluster(config: RunConfig, run_dir: Path) -> dict[str, list[Finding]]:
-    """Checks a Ray cluster.  Returns findings for the cluster, and for each node."""
+    """Checks the Ray cluster of the config.  Returns the findings by section: the cluster, and each node."""
     try:
         from whet.controller.ray.survey import survey, versions
     except ModuleNotFoundError:

@@ -27,7 +27,7 @@ class FreeMemory:
 
     bytes: int
     bound: str
-    total: int = 0  # bytes of an accelerator, which sizes that are not set follow; 0: unknown
+    total: int = 0  # all bytes of an accelerator, from which unset sizes are derived; 0: unknown
 
 
 def free_memory() -> FreeMemory | None:
@@ -45,7 +45,7 @@ def uses_accelerators(cluster: ClusterConfig) -> bool:
 
 def free_accelerator(cluster: ClusterConfig) -> FreeMemory | None:
     """Returns the free memory of the fullest accelerator that a run would use; None for a run on the host."""
-    from whet import devices  # takes seconds, which the first answer of `whet plan` has not
+    from whet import devices  # takes seconds, too long for the first lines of `whet plan`
 
     if not uses_accelerators(cluster):
         return None
@@ -66,7 +66,7 @@ def stated(gib: float | None, name: str) -> FreeMemory | None:
     if gib is None:
         return None
     if not 0 < gib < math.inf:
-        raise ConfigError(f"memory of {name}", f"{gib:g} GiB", "more than 0, such as 80 GiB", "state another")
+        raise ConfigError(f"memory of {name}", f"{gib:g} GiB", "more than 0, such as 80 GiB", "state another size")
     return FreeMemory(round(gib * 2**30), f"{name} of {gib:g} GiB", round(gib * 2**30))
 
 

@@ -34,8 +34,8 @@ class Setup:
     lengths: Lengths
     passes: tuple[str, ...] = ()  # roles with a forward pass over the rows before the update, once for each pass
     device: FreeMemory | None = None  # the accelerator of each process; None on the host
-    host: FreeMemory | None = None  # the memory of a node; None for what this machine has free
-    media_share: float = 0.0  # of the tokens of prompts, those of images and videos
+    host: FreeMemory | None = None  # the memory of a node; None: the free memory of this machine
+    media_share: float = 0.0  # share of the prompts' tokens that belong to images and videos
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ def _not_estimated(config: RunConfig) -> Iterator[Finding]:
 class Planner:
     """The functions of the planner that a run calls before it starts. The defaults are for a run without the plugin."""
 
-    # Checks memory and disk, by the setups of other configs too; of the disk, bytes become free at the start. Returns
-    # the bytes of a checkpoint; 0 where they are not estimated.  Raises: ConfigError.
+    # Checks that a run fits into memory and onto the disk. `replan` makes the setup of a changed config; `freed` bytes
+    # of the disk become free at the start.  Returns the bytes of a checkpoint; 0 if unknown.  Raises: ConfigError.
     check_fits: Callable[[Setup, Path, Callable[[Any], Setup], int], int] = lambda setup, run_dir, replan, freed: 0
     introduce: Callable[[Setup, Counts], None] = lambda *_: log.warning("%s; %s", *NOT_ESTIMATED)  # logs first lines
-    # The settings of a role, with the tokens of its micro-batches where an accelerator's memory decides.
+    # Returns a role's settings, with the micro-batch tokens that an accelerator's memory allows if they are unset.
     sized: Callable[[RoleSettings, Setup, str], RoleSettings] = lambda settings, setup, role: settings
-    # The room for a cache of keys and values on an accelerator; by default the cache has `KV_CACHE_BYTES`.
+    # Returns the memory for the KV cache on an accelerator; by default the cache has `KV_CACHE_BYTES`.
     cache_room: Callable[[Setup], CacheRoom | None] = lambda setup: CacheRoom(most=0)
-    # Counts the operations of an update of a role; 0.0: unknown.
+    # Returns a function that counts the operations of a role's update on a batch; 0.0: unknown.
     update_flops: Callable[[RoleSettings], Callable[[Batch], float]] = lambda settings: lambda batch: 0.0
     findings: Callable[[RunConfig], Iterator[Finding]] = _not_estimated  # the lines of `whet doctor` about the run
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls in daemon threads, for other people's code that may hang. The caller bounds its wait, and the program can end
-while the calls still run."""
+"""Runs calls in daemon threads, for other people's code that may hang. The caller's wait has a limit, and the program
+can end while calls still run."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Mailbox:
     """A queue of calls: any thread submits them, and the owner's thread runs them."""
 
     def __init__(self) -> None:
-        self.error: BaseException | None = None  # that broke it
+        self.error: BaseException | None = None  # the argument of `fail`
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._promises: set[Future[Any]] = set()
 
     def promise(self) -> Future[Any]:
-        """Returns a future that the owner fulfils. `fail` makes it raise an error."""
+        """Returns a future whose result the owner sets. After `fail` it raises an error."""
         future: Future[Any] = Future()
         self._promises.add(future)
         future.add_done_callback(self._promises.discard)
@@ -98,8 +98,8 @@ class Background(Mailbox):
             pass
 
 
-_loops: dict[str, asyncio.AbstractEventLoop] = {}  # one, with its thread
-os.register_at_fork(after_in_child=_loops.clear)  # a child has none of the threads
+_loops: dict[str, asyncio.AbstractEventLoop] = {}  # the loop of `in_loop`, once it has started
+os.register_at_fork(after_in_child=_loops.clear)  # a forked child has no thread that runs the loop
 
 
 def in_loop(work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -108,7 +108,7 @@ def in_loop(work: Coroutine[Any, Any, T]) -> Future[T]:
     import asyncio
 
     if (loop := _loops.get("")) is None:
-        loop = _loops.setdefault("", new := asyncio.new_event_loop())  # of several threads one succeeds
+        loop = _loops.setdefault("", new := asyncio.new_event_loop())  # another thread may be faster
         if loop is new:
             threading.Thread(target=loop.run_forever, name="whet-loop", daemon=True).start()
         else:
@@ -117,7 +117,7 @@ def in_loop(work: Coroutine[Any, Any, T]) -> Future[T]:
 
 
 def within(seconds: float, call: Callable[[], T], late: DeadlineError) -> T:
-    """Returns the result of a call, or abandons its thread after `seconds`.  Raises: `late`; any error of the call."""
+    """Returns the result of a call in a thread.  Raises: its errors; `late` after `seconds` (the thread runs on)."""
     thread = Background("whet-within")
     future = thread.submit(call)
     thread.close()

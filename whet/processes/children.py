@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Child processes that serve calls, each call with a deadline. One thread owns them.
 
-Produces: events, from `poll`. Waits: only in `poll`, for all children together, never for a single one. Bytes that a
-child does not accept yet stay in a buffer, and half a message is completed when the rest arrives."""
+`poll` returns events. It is the only method that waits, and it waits for all children together. Bytes that a child does
+not accept yet stay in a buffer; an incomplete message is completed when its other bytes arrive."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class UnansweredCall:
 
     task: Any  # the owner's object for the call
     seconds: float
-    deadline: float = math.inf  # on the monotonic clock; none before the child begins
+    deadline: float = math.inf  # on the monotonic clock; infinite until the child begins the call
 
 
 class Callee(Child):
@@ -52,7 +52,7 @@ class Callee(Child):
 
     @property
     def deadline(self) -> float:
-        """The time, as of `time.monotonic`, at which the child is killed."""
+        """The time on the clock `time.monotonic` at which the child is killed."""
         return min([self.leaves_by, *(call.deadline for call in self.calls.values())])
 
 
@@ -80,11 +80,11 @@ Event = Reply | Ended
 
 
 class Children:
-    """The children of one template. `target`, `argument` and `name` are the arguments of its ForkServer.
+    """The child processes of one template process. `target`, `argument` and `name` are arguments of its ForkServer.
 
     Replies are pickled objects of the types `replies`; a child that sends anything else is killed. With `in_turn` a
-    child serves its calls one after the other, and the time of each starts when the one before it ends. `in_turn` may
-    change while no child has two calls.
+    child serves its calls one after the other, and the deadline of a call counts from the end of the call before it.
+    `in_turn` may be changed while no child has two calls.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Children:
             self._server.kill(child)
 
     def wake(self) -> None:
-        """Ends the wait in `poll`; any thread may call it."""
+        """Makes a waiting `poll` return. Any thread may call it."""
         os.eventfd_write(self._wake, 1)
 
     def poll(self, seconds: float = math.inf) -> list[Event]:

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from whet.processes.template import NOT_FORKED, ORPHANED, PROGRAM, REPORT, REQUEST
 
-CONTROL_SECONDS = 30  # for a template that is still loading to read a request
+CONTROL_SECONDS = 30  # limit of the wait for a template that is still loading to read a request
 CLOSE_SECONDS = 5.0  # for all children to end
 
 
@@ -90,8 +90,8 @@ class ForkServer:
 
     def kill(self, child: Child) -> None:
         """Ends a child and all processes that it started, without waiting. Its exit code stays unset. `read` closes its
-        connection only after it has ended: a child that sees the connection close would begin a normal exit, which
-        takes longer than its start."""
+        connection only after it has ended: if the child saw the connection close, it would begin a normal exit, which
+        is slow."""
         with self._lock, contextlib.suppress(OSError):
             if self._running.pop(child.number, None) is None:
                 child.connection.close()
@@ -101,7 +101,7 @@ class ForkServer:
             self._control.send(REQUEST.pack(child.number))
 
     def read(self, seconds: float = 0.0) -> list[Child]:
-        """Returns the children that have ended by themselves since the last call. Waits `seconds` for the first."""
+        """Returns the children that ended since the last call, except killed ones. Waits `seconds` for the first."""
         ended = []
         with self._lock, contextlib.suppress(OSError, struct.error):  # a timeout is an OSError
             self._control.settimeout(seconds)
@@ -117,7 +117,7 @@ class ForkServer:
         return ended
 
     def wait(self, child: Child, seconds: float) -> bool:
-        """Waits up to `seconds` until a child has ended by itself.  Returns whether it has."""
+        """Waits up to `seconds` until a child has ended by itself.  Returns True if it has ended."""
         until = time.monotonic() + seconds
         while child.exit_code is None and time.monotonic() < until:
             self.read(min(0.1, seconds))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages over a stream socket. A message has the number of its call, a body, and buffers.
+"""Messages over a stream socket. A message has the number of the call that it belongs to, a body, and buffers.
 
     header    magic, number, count of buffers, bytes and checksum of the body, checksum of the header
     body      the size of each buffer, then the content
@@ -24,7 +24,7 @@ _HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 
 
 class BrokenMessageError(Exception):
-    """Raised for bytes on the connection that are no message."""
+    """Raised for bytes on a connection that are not a valid message."""
 
 
 def send(connection: socket.socket, number: int, frames: Sequence[Frame]) -> None:

@@ -41,7 +41,7 @@ CHECK_SECONDS = 0.5  # how often the template checks whether its owner and its g
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 NAMED = "whet "  # before the name of a process in `ps` and `top`
 NOT_FORKED = 71  # exit code for a child that could not be forked
-ORPHANED = 256  # no exit code of a process: the kernel killed the child because its parent had been killed
+ORPHANED = 256  # not a real exit code: the kernel killed the child because its guard had been killed
 HIGH_DESCRIPTORS = 64  # distance of a child's connection to the limit of open files
 
 # The program of a template, with two descriptors as its arguments. sys.path must be the owner's before whet is
@@ -58,14 +58,14 @@ class Caller:
 
     def __init__(self, connection: socket.socket) -> None:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        lowest = max(3, (files if 0 < files < 1024 else 1024) - HIGH_DESCRIPTORS)  # code that closes low ones spares it
+        lowest = max(3, (files if 0 < files < 1024 else 1024) - HIGH_DESCRIPTORS)  # other code may close low numbers
         with connection:
             self.connection = socket.socket(fileno=fcntl.fcntl(connection, fcntl.F_DUPFD_CLOEXEC, lowest))
         os.register_at_fork(after_in_child=self.connection.close)
         self._pid = os.getpid()
 
     def receive(self) -> tuple[int, bytes]:
-        """Waits for the next message of the owner.  Raises: EOFError after the last; BrokenMessageError; OSError."""
+        """Waits for the owner's next message.  Raises: EOFError after the last one; BrokenMessageError; OSError."""
         number, (content,) = frames.receive(self.connection, lambda size: memoryview(bytearray(size)))
         return number, bytes(content)
 
@@ -84,7 +84,7 @@ Serve = Callable[[Caller], None]
 
 
 def sendable(kind: type[E], error: WhetError) -> E:
-    """Returns an error of `kind` with the fields of `error`, without a user's classes: every process can read it."""
+    """Returns an error of `kind` with the fields of `error` as plain values, which every process can unpickle."""
 
     def plain(each: WhetError) -> E:
         found = each.found if type(each.found) in PLAIN else str(each.found)
@@ -117,7 +117,7 @@ async def serve_tasks(caller: Caller, reply: Callable[[int, bytes], Coroutine[An
 def main(control: int, owner: int, target: str, argument: bytes, name: str) -> None:
     """Main function of the template and, after the fork, of each child: serves the caller, then exits normally.
 
-    A failure exits at once: otherwise the connection would close long before a large process has ended."""
+    After a failure the process exits at once: a normal exit would close the connection long before the process ends."""
     name_process(name)  # guards and children inherit it
     module, _, function = target.partition(":")
     del sys.argv[1:]
@@ -231,7 +231,7 @@ def _signal_on_death_of(parent: int, number: signal.Signals) -> None:
 
 
 def _end_children(spared: Collection[int] = ()) -> None:
-    """Kills the children of this process, and grandchildren, which then become its children."""
+    """Kills the children of this process except `spared`, and then their children, which this process inherits."""
     while children := [pid for pid in _children() if pid not in spared]:
         for pid in children:
             with suppress(ProcessLookupError, PermissionError):

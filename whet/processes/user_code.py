@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""User code in other processes."""
+"""Sends the user's functions and modules to other processes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments and reward processes in pools of `cluster.placement`, usually on other machines. They have the
-interfaces of an environment host and a scorer."""
+"""Environments and reward processes in the pools of `cluster.placement`, usually on other machines. `PlacedHost` is an
+environment host, `PlacedRewards` a scorer."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class EnvironmentWorker(MeasuredWorker):
         super().__init__(placement)
         self._undo = ExitStack()
         self._hosts = open_environments(config, self._undo)
-        self._open: dict[str, FleetTask] = {}  # last calls, by id of the episode
+        self._open: dict[str, FleetTask] = {}  # the last call of each running episode, by uid
 
     @register(Dispatch.ONE_TO_ALL)
     def serve(self, calls: Sequence[FleetTask], ended: Sequence[str], timeout_seconds: float) -> list[Done]:
         """Ends the episodes in `ended`, starts the `calls` (agent, method, arguments), and waits for the first
-        results.  Returns the results with their agents. Result None means that an episode's reset has begun."""
+        results.  Returns (agent, result) by episode. The result None means that an episode's reset has begun."""
         for uid in ended:
             agent, *_ = self._open.pop(uid).what
             self._hosts[agent].close(uid)
@@ -66,16 +66,16 @@ class EnvironmentWorker(MeasuredWorker):
 
 
 def placed_hosts(group: WorkerGroup, config: EnvironmentConfig) -> dict[str, EnvironmentHost]:
-    """Opens the environment hosts of all agents, by agent, on the ranks of a group. An episode is a task; its parts are
-    its reset and its turns. It runs on the rank that had the fewest episodes. If that rank is lost, the episode starts
-    again on another, with the same seed and turns. The loss of the last rank ends the run."""
+    """Opens an environment host for the main agent and each sub-agent, by name. Episodes run on the ranks of `group`: a
+    new episode goes to the rank with the fewest episodes. If this rank is lost, the episode starts again on another
+    rank, with the same seed and turns. The loss of the last rank ends the run."""
     ranks, hosts, attempts = RankDriver(group, Fleet(has_parts=True)), dict[str, PlacedHost](), count()
     ranks.join(range(group.world_size))
     return {agent: PlacedHost(agent, ranks, hosts, attempts) for agent in (MAIN, *config.agents)}
 
 
 class PlacedHost(EnvironmentHost):
-    """The environments of one agent. Their ranks serve all agents of `hosts`."""
+    """The environment host of one agent. The ranks behind it serve all agents in `hosts`."""
 
     def __init__(self, agent: str, ranks: RankDriver, hosts: dict[str, PlacedHost], attempts: Iterator[int]) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class PlacedRewards:
         self.ranks, self._uids = RankDriver(group, Fleet(), concurrent=True), map(str, count())
         self.ranks.join(range(group.world_size))
         self.scores_alone: bool = group.start_on(0, "scores_alone", os.getpid()).result()
-        self.found: dict[str, list[Outcome]] = {}  # outcomes that nobody asked for yet, by uid
+        self.found: dict[str, list[Outcome]] = {}  # outcomes that have arrived and were not returned yet, by batch
 
     def submit_batch(self, items: Sequence[RewardItem]) -> Placed:
         task = FleetTask(next(self._uids), list(items), size=len(items))

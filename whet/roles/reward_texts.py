@@ -20,7 +20,7 @@ from whet.models.load import context_length, load_tokenizer
 from whet.models.positions import position_ids
 from whet.types import Trajectory
 
-KEPT = 4  # tokenizers
+KEPT = 4  # number of tokenizers that stay loaded
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class TextReader:
 
 @lru_cache(KEPT)
 def text_reader(path: str, trusted: bool, policy: PreTrainedTokenizerBase) -> TextReader | None:
-    """Returns a reward model's text reader; None if the policy's tokens have the same ids there, so that it reads ids.
+    """Returns a reward model's text reader; None if its vocabulary has the policy's token ids, so that it reads ids.
 
     Raises: ModelError."""
     tokenizer = load_tokenizer(path, path, trust_remote_code=trusted)
@@ -62,8 +62,8 @@ def text_reader(path: str, trusted: bool, policy: PreTrainedTokenizerBase) -> Te
 
 
 def text_batch(batch: Batch, trajectories: Sequence[Trajectory], reader: TextReader) -> Batch:
-    """Encodes conversations as a batch. Each row of `batch` with a token in `response_mask` gets the conversation of
-    its trajectory; the last token is the response. Other rows are not read."""
+    """Encodes conversations as a batch to score. A row of `batch` with a token in `response_mask` becomes the whole
+    conversation of its trajectory; the last token is its response. Other rows become empty and get no score."""
     read = batch["response_mask"].bool().any(1).tolist()
     owners = [trajectories[number] for number in batch["trajectory_uid"].tolist()]
     encoded = iter(reader.encode([each for each, is_read in zip(owners, read, strict=True) if is_read]))
@@ -71,7 +71,7 @@ def text_batch(batch: Batch, trajectories: Sequence[Trajectory], reader: TextRea
 
 
 def rows_of(texts: Sequence[Sequence[int]]) -> Batch:
-    """Makes a batch of texts to score. The last token of each is its response; an empty text is not read."""
+    """Makes a batch of encoded texts to score. The last token of a text is its response. Empty texts get no score."""
     rows = [ids or [0, 0] for ids in texts]
     width = max(map(len, rows))
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])

@@ -48,13 +48,13 @@ from whet.weight_sync.buckets import Broken, Digest, Inlet, LinkClosedError, rec
 from whet.weight_sync.delta import DeltaBase
 from whet.weight_sync.routes import RankSite, Route, open_inlet
 
-MEETING_PORT = 28_500  # and the rank's number: of a server on several nodes
-HALF_FILLED_SECONDS = 0.05  # between two looks for weights that come again
+MEETING_PORT = 28_500  # plus the rank's number: port at which the parts of a server on several nodes connect
+HALF_FILLED_SECONDS = 0.05  # between two checks whether weights, sent a second time, have arrived
 
 
 class Direct:
-    """The engine of a rollout worker in this process. The loop calls it without a router, and the worker supplies the
-    weights. Errors name the role, as errors of worker groups do."""
+    """The engine of a rollout worker in this process. The loop calls the engine directly, without a fleet, and the
+    worker supplies the weights. Errors name the role, as errors of worker groups do."""
 
     num_lost = 0
 
@@ -65,11 +65,11 @@ class Direct:
 
     @property
     def reads_trained_weights(self) -> bool:
-        """Tells whether the engine computes with the trainer's own tensors: no copy, no recorded step."""
+        """Tells whether the engine computes with the trainer's own tensors, without a copy and without CUDA graphs."""
         return self._worker.is_attached and self._worker.device.type == "cpu"
 
     def submit(self, request: Request) -> bool:
-        """Submits a request to the engine; False if it has no room."""
+        """Submits a request to the engine.  Returns False if the engine is full."""
         with self._named("submit"):
             return self._engine.submit(request)
 
@@ -122,8 +122,8 @@ class Modes:
 
 
 class Lent:
-    """Stands for the engine on a rank that lends its devices to another rank's engine. It only takes part in gathering
-    weights. If that rank is on another node, `part` is the server's part on this node."""
+    """Replaces the engine on a rank that lends its devices to another rank's engine, and only takes part in gathering
+    weights. If the other rank is on another node, `part` is the engine's part on this node."""
 
     def __init__(self, options: Mapping[str, object], part: RolloutEngine | None = None) -> None:
         self._part = part
@@ -143,14 +143,14 @@ class Lent:
         return Status(self.version, 0, 0)
 
     def close(self) -> None:
-        """Ends the part."""
+        """Ends the engine's part on this node, if there is one."""
         if self._part is not None:
             self._part.close()
 
 
 class RolloutWorker(MeasuredWorker):
-    """A rank that samples. If its engine can, it samples with the module of an actor in its process; otherwise `load`
-    brings weights of its own. Of every `num_ranks` ranks the first has an engine, on the devices of all of them."""
+    """A rank that samples. If its engine can, it samples with the module of an actor in its process; otherwise it gets
+    weights of its own by `load`. Of every `num_ranks` ranks the first has an engine, on the devices of all of them."""
 
     is_replica = True
 
@@ -175,8 +175,8 @@ class RolloutWorker(MeasuredWorker):
         self._inlet: Inlet | None = None
         self._base: DeltaBase | None = None  # of deltas
         self._is_half_filled = False  # the link broke while weights went into the engine
-        self._queue = deque[Request]()  # that the engine had no room for
-        self._turn = threading.Lock()  # of those that use the engine: weights arrive in a thread of their own
+        self._queue = deque[Request]()  # requests that the full engine did not take yet
+        self._turn = threading.Lock()  # guards the engine: weights arrive in a thread of their own
         if self.is_reporting and not (self.role == "rollout" and self.is_beside_actor()):
             self._load()
 
@@ -196,8 +196,8 @@ class RolloutWorker(MeasuredWorker):
     def serve(
         self, requests: Sequence[Request], aborted: Sequence[str], timeout_seconds: float, gathers: bool
     ) -> list[Event | Lost]:
-        """Takes requests, ends `aborted` ones, samples, and returns at the first events. With `gathers` it returns all
-        events of `timeout_seconds`, or until no request is left. The last event may report the loss of the engine.
+        """Takes requests, ends the `aborted` requests, samples, and returns at the first events. With `gathers` it
+        samples for `timeout_seconds` or until no request is left, and returns all events. The last may be a `Lost`.
 
         Raises: EngineError, WeightSyncError."""
         events = list[Event | Lost]()
@@ -215,7 +215,7 @@ class RolloutWorker(MeasuredWorker):
             with self._turn:
                 self.engine.abort(aborted)
         while True:
-            if self._is_half_filled:  # all weights come again, or the run ends
+            if self._is_half_filled:  # all weights are sent again, or the run ends
                 time.sleep(max(0.0, min(HALF_FILLED_SECONDS, until - time.monotonic())))
                 return
             with self._turn:
@@ -249,7 +249,7 @@ class RolloutWorker(MeasuredWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def status(self) -> Status:
-        """The state of this rank's engine."""
+        """Returns the status of this rank's engine: version of its weights, numbers of requests."""
         return self.engine.status()
 
     @register(Dispatch.ONE_TO_ALL)
@@ -293,7 +293,7 @@ class RolloutWorker(MeasuredWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def takes_delta(self) -> bool:
-        """Tells whether this rank receives only the changes of the weights."""
+        """Tells whether this rank receives deltas: only the elements of weights that changed since the last version."""
         return isinstance(self.engine, TakesDelta) and self.engine.takes_delta
 
     def _fill(self, weights: Weights, version: int) -> None:
@@ -305,7 +305,7 @@ class RolloutWorker(MeasuredWorker):
 
     @register(Dispatch.ONE_TO_ALL, concurrent=True)
     def site(self) -> RankSite:
-        """The place where this rank runs."""
+        """Returns the machine, address and accelerator of this rank."""
         return RankSite.here(self.address, self.device)
 
     @register(Dispatch.ALL_TO_ALL, concurrent=True)
@@ -317,8 +317,8 @@ class RolloutWorker(MeasuredWorker):
 
     @register(Dispatch.ONE_TO_ALL, concurrent=True)
     def receive(self, version: int) -> str | Broken:
-        """Receives the weights of `version` over the link.  Returns their digest, or Broken. While requests are being
-        sampled, weights are gathered in memory, then loaded between two decode steps.
+        """Receives the weights of `version` over the link.  Returns their digest, or Broken if the link broke. While
+        requests are being sampled, weights are first collected in memory, then loaded between two decode steps.
 
         Raises: WeightSyncError."""
         assert self._inlet is not None
@@ -336,7 +336,7 @@ class RolloutWorker(MeasuredWorker):
                 with self._turn:
                     self._fill((gathered if self._base is None else self._base.weights).items(), version)
         except BaseException as error:
-            self._close_link()  # the trainer, which waits for this rank, hears of it
+            self._close_link()  # so that the trainer does not wait for this rank
             if isinstance(error, DeadlineError | LinkClosedError):
                 return Broken(error)
             raise
@@ -345,7 +345,7 @@ class RolloutWorker(MeasuredWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def rollout_mode(self) -> None:
-        """Moves this process's trained models and optimizers off the device, except weights to sample with."""
+        """Moves trained models and optimizers of this process off the device, except weights that the engine shares."""
         for role, engine in self._engines_beside().items():
             engine.offload(weights=not (self.is_attached and role == "actor"))
         self._meet()
@@ -354,7 +354,7 @@ class RolloutWorker(MeasuredWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def trainer_mode(self) -> None:
-        """Undoes `rollout_mode`. Frees the memory that only sampling needs."""
+        """Frees the memory that only sampling needs, and moves trained models and optimizers back to the device."""
         if isinstance(self.engine, Sleeps):
             self.engine.sleep()
         self._meet()
@@ -366,13 +366,13 @@ class RolloutWorker(MeasuredWorker):
         self.engine.close()
 
     def _meet(self) -> None:
-        """Waits for the other ranks whose devices the engine uses, if the pool also trains."""
+        """Waits for all ranks of the pool if the engine uses devices of several ranks and the pool also trains."""
         if self._num_ranks > 1 and self.process_group is not None:
-            torch.distributed.all_reduce(torch.zeros(()), group=self.process_group)  # the hosts meet
+            torch.distributed.all_reduce(torch.zeros(()), group=self.process_group)  # a barrier, on the host
 
     def _place(self, hosts: Sequence[Host]) -> tuple[Span | None, bool]:
-        """Returns the engine's part on this node, if the engine spans several nodes, and whether this rank starts that
-        part. The first rank of a node does. On Ray its processes see the devices of all its ranks on the node."""
+        """Returns the engine's part on this node (None if it has only one node), and whether this rank starts the part.
+        The first rank on a node starts it, with the devices of all ranks of the engine on the node."""
         first = self.dp_rank * self._num_ranks
         together = hosts[first : first + self._num_ranks]
         if not together or self._num_ranks == 1:

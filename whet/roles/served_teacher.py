@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A teacher behind an OpenAI-compatible server. The server returns log-probs of the most probable tokens at each prompt
-position, as `prompt_logprobs` of vLLM and whet."""
+"""A teacher on an OpenAI-compatible server. The server returns the log-probs of the most probable tokens at each prompt
+position: the field `prompt_logprobs` of vLLM's and whet's servers."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from whet.errors import EngineError
 from whet.http import CallError, fetch, shown
 
 CONCURRENCY, ATTEMPTS, SECONDS, REPLY_BYTES = 16, 5, 600.0, 2**30
-LEAST = 1e-6  # of the others' mass: what a sum of probabilities leaves of 1 is rounding below it
+LEAST = 1e-6  # smallest probability of all tokens not returned: 1 minus a sum is only rounding error below it
 TEXTS = "name a teacher with the student's tokenizer, or train on this one's texts (`whet generate`, then `whet sft`)"
 Place = Mapping[str, Mapping[str, Any]]  # by token id
 
 
 class ServedTeacher:
-    """A teacher on a server; `key` is its name in the config. The environment variable OPENAI_API_KEY has the server's
-    key, if it needs one."""
+    """A teacher on a server; `key` is its config key. If the server needs an API key, set OPENAI_API_KEY to it."""
 
     def __init__(self, key: str, address: str, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises: EngineError where the server does not answer."""
         self._key, self._address, self._tokenizer = key, address.rstrip("/"), tokenizer
-        self._checked = set[int]()  # tokens that it reads as the student does
+        self._checked = set[int]()  # token ids with the same text in the server's and the student's vocabulary
         self._model = str(self._ask("GET", "models")["data"][0]["id"])
 
     def outcomes(self, batch: Batch, top_k: int, vocab_size: int) -> dict[str, Tensor]:
-        """Gets `teacher_ids` [B, R, K] and `teacher_outcomes` [B, R, K + 1], K = `top_k`; 0 outside of responses.
+        """Gets `teacher_ids` [B, R, K], the K = `top_k` likeliest tokens, and `teacher_outcomes` [B, R, K + 1]: their
+        log-probs, then the log of the remaining probability. Both are 0 outside of responses.
 
         Raises: EngineError for a server with another vocabulary, or one that returns too few tokens or positions."""
         masks = batch["response_mask"]
@@ -58,7 +58,7 @@ class ServedTeacher:
                 pairs = [(float(each["logprob"]), int(token)) for token, each in place.items()]
                 best = sorted((pair for pair in pairs if pair[1] < vocab_size), reverse=True)[:top_k]
                 if len(best) < top_k:
-                    found_, change = f"told {len(best)} tokens in a place", "lower top_k, or raise its limit"
+                    found_, change = f"returned {len(best)} tokens at a position", "lower top_k, or raise its limit"
                     raise EngineError(self._key, found_, f"top_k={top_k}", change)
                 values = [value for value, _ in best]
                 others = math.log(max(LEAST, 1.0 - math.fsum(map(math.exp, values))))
@@ -67,17 +67,17 @@ class ServedTeacher:
         return found
 
     def _places(self, ids: list[int], top_k: int) -> list[Place | None]:
-        """Returns tokens with their log-probs at each position of a text; None at the first position."""
+        """Asks the server for the most probable tokens and their log-probs at each position; None at the first one."""
         body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
         places: list[Place | None] = self._ask("POST", "completions", body)["choices"][0].get("prompt_logprobs") or []
         if len(places) != len(ids):
-            found, change = f"told {len(places)} of {len(ids)} places", "use vLLM or `whet serve`"
+            found, change = f"returned {len(places)} of {len(ids)} positions", "use vLLM or `whet serve`"
             raise EngineError(self._key, found, "prompt_logprobs of every token", change)
         return places
 
     def _check(self, told: Mapping[str, Any], token: int) -> None:
         """Checks that a token from the server has the same text as the student's token.  Raises: EngineError."""
-        if token in self._checked or token >= len(self._tokenizer):  # behind these are rows without a token
+        if token in self._checked or token >= len(self._tokenizer):  # padding rows of the output layer have no token
             return
         text, own = told.get("decoded_token"), self._tokenizer.decode([token])
         if text is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements of ranks in other processes: use of the machine, and traces of their operators."""
+"""Measurements of ranks in other processes: use of accelerators, memory and cores, and traces of torch operators."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAME = "rank"
 
 
 class MeasuredWorker(Worker):
-    """A rank that measures its own process and its child processes, and records its operators on request."""
+    """A rank that measures its own process and its child processes, and records its torch operators on request."""
 
     _recorder: profile.profile  # of the step that is profiled
 
@@ -34,15 +34,15 @@ class MeasuredWorker(Worker):
 
     @register(concurrent=True)
     def system_use(self, whole: bool) -> dict[str, float]:
-        """Measures this rank's accelerator: `accelerator_gib` and so on. `whole` adds the memory of its processes, and
-        the processor cores used since the last call."""
+        """Measures this rank's accelerator (`accelerator_gib`, ...). With `whole`, also measures the memory of its
+        processes, and the processor cores used since the last call."""
         if not whole:
             return profile.accelerator_use(self.device)
         return {key.rpartition("/")[2]: value for key, value in self._meter.measure(self.device).items()}
 
     @register(Dispatch.ONE_TO_ALL)
     def start_recording(self) -> None:
-        """Records every operator of this rank from now on."""
+        """Starts to record every torch operator of this rank."""
         self._recording.enter_context(profiling(profile.in_range))
         self._recorder = profile.recorder()
         self._recorder.start()
@@ -60,7 +60,7 @@ class MeasuredWorker(Worker):
 
 @contextmanager
 def recorded(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig, base: Path) -> Iterator[None]:
-    """Records the ranks in other processes that train or sample, in BASE.POOL_RANK.trace.json.gz, during the block."""
+    """Records operators of ranks in other processes during the block, and writes BASE.POOL_RANK.trace.json.gz files."""
     seen = [role for role in ("rollout", *TRAINED_ROLES) if role in roles]
     found = {} if cluster.stays_here else {cluster.pool_of(role): role for role in seen}
     groups = {pool: roles[role] for pool, role in found.items()}
@@ -104,11 +104,11 @@ def asked_of_trained(roles: Mapping[str, WorkerGroup], cluster: ClusterConfig, m
 
 
 def _named(pool: str, rank: int) -> str:
-    """The name of a rank in metrics. The meter of its machine uses the same name."""
+    """Returns the name of a rank in metrics, which is its process's name in `ps`."""
     return short_name(f"{pool} {rank}").replace(" ", "_")
 
 
 def shares_of_peak(flops: Mapping[str, float], peaks: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """Computes `perf/mfu` and `system/.../mfu`. By process: `flops` in `seconds`, and `peaks` per second."""
+    """Computes `perf/mfu` and `system/.../mfu`. `flops` are operations in `seconds`, `peaks` per second, by process."""
     each = {f"system/{name}/mfu": number / seconds / peaks[name] for name, number in flops.items()}
     return each | {"perf/mfu": sum(flops.values()) / seconds / sum(peaks.values())}

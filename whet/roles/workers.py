@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker that trains or runs a model, with the trainer's end of the link to rollout ranks in other processes."""
+"""The worker that trains or runs a model, and the sender's end of weight sync to rollout ranks in other processes."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class TrainWorker(EngineWorker):
     @register(Dispatch.DP_COMPUTE)
     def update(self, batch: Batch, objective: Objective) -> Metrics:
         """Takes an optimizer step on the mini-batch `batch`."""
-        if self._flops_of is not None:  # ranks that share rows are taken to share their work evenly
+        if self._flops_of is not None:  # assumes that ranks which share rows share the work evenly
             self._flops += self._flops_of(batch) * self.dp_size / self.world_size
         metrics = self.engine.forward_backward(batch, objective)
         metrics.merge(self.engine.step())
@@ -107,7 +107,7 @@ class TrainWorker(EngineWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def digest(self) -> str:
-        """Returns the digest of the model's weights, with an adapter merged. Every rank gets it."""
+        """Returns the digest of the model's weights, with an adapter merged. All ranks return the same digest."""
         return str(Digest.of(self.engine.named_weights()))
 
     @register(concurrent=True)
@@ -134,7 +134,7 @@ class TrainWorker(EngineWorker):
         try:
             self.engine.save(Path(path), self.start)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(path, f"cannot be written ({error})", "a folder with room for it") from error
+            raise CheckpointError(path, f"cannot be written ({error})", "a writable folder with free space") from error
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, path: str) -> None:
@@ -148,17 +148,17 @@ class TrainWorker(EngineWorker):
             raise CheckpointError(path, found, "", "name another checkpoint") from error
         if saved is not None and self.start is not None and saved["fingerprint"] != self.start["fingerprint"]:
             theirs, ours = (each["model_path"] for each in (saved, self.start))
-            found, expected = f"is an adapter for the model at {theirs}", f"one for the other weights at {ours}"
+            found, expected = f"is an adapter for the model at {theirs}", f"an adapter for the other weights at {ours}"
             raise CheckpointError(path, found, expected, "name the model that the run started from")
 
     @register(Dispatch.ONE_TO_ALL)
     def site(self) -> RankSite:
-        """The place where this rank runs."""
+        """Returns the machine, address and accelerator of this rank."""
         return RankSite.here(self.address, self.device)
 
     @register(Dispatch.ONE_TO_ALL)
     def open_outlets(self, routes: Sequence[Route], deadline_seconds: float) -> dict[Way, str]:
-        """Opens this rank's ends of links, and closes earlier ones.  Returns their addresses."""
+        """Closes this rank's earlier links, and opens its ends of the links in `routes`.  Returns their addresses."""
         self.close()
         self._base = DeltaBase()
         self._outlets = open_outlets(routes, self.rank, self.address, deadline_seconds, self.device)
@@ -167,15 +167,15 @@ class TrainWorker(EngineWorker):
     @register(Dispatch.ONE_TO_ALL)
     def publish(self, version: int, dtype: str, only_adapter: bool, as_delta: bool = False) -> str | Broken | None:
         """Sends the weights of `version`, or only the adapter's, in the rollout's dtype; with `as_delta` only the
-        changes since the last version on these links. Every rank must call this: gathering may need all.  Returns
-        their digest; None on a rank without a link; Broken."""
+        changes since the last version on these links. All ranks must call it: gathering may need all.  Returns the
+        weights' digest; None on a rank without a link; Broken if a link broke."""
         try:
             weights = with_adapter(self.engine).adapter_weights() if only_adapter else self.engine.named_weights()
             with span("weight sync"):
                 outlets, base = list(self._outlets.values()), self._base if as_delta else None
                 return send(weights, version, outlets, vars(torch)[dtype], base)
         except BaseException as error:
-            self.close()  # whoever waits for this rank hears of it
+            self.close()  # so that no other rank waits for this one
             if isinstance(error, DeadlineError | LinkClosedError):
                 return Broken(error)
             raise
@@ -186,7 +186,7 @@ class TrainWorker(EngineWorker):
 
 
 class AdapterOffWorker(EngineWorker):
-    """The reference of a run that trains an adapter: it is the actor's own module, with the adapter off."""
+    """The reference (`ref`) of a run that trains an adapter: the actor's own module, with the adapter switched off."""
 
     def __init__(self, placement: Placement) -> None:
         super().__init__(placement)
@@ -222,7 +222,7 @@ def actor_beside(worker: Worker) -> TrainWorker:
 
 
 def with_adapter(engine: TrainEngine) -> TrainsAdapter:
-    """Returns the engine with its adapter methods.  Raises: EngineError if it trains no adapters."""
+    """Returns the engine, typed as one with adapter methods.  Raises: EngineError if it trains no adapters."""
     if not isinstance(engine, TrainsAdapter):
         change = "unset model.lora.rank, or choose another engine"
         raise EngineError(type(engine).__name__, "trains no adapters", "", change)
@@ -230,7 +230,7 @@ def with_adapter(engine: TrainEngine) -> TrainsAdapter:
 
 
 def path_of(model: ModelConfig) -> str:
-    """The folder or hub name of the policy.  Raises: ConfigError where it is not set."""
+    """Returns the folder or hub name of the policy.  Raises: ConfigError if it is not set."""
     if model.path is None:
         raise ConfigError("model.path", None, "a Hugging Face model folder or hub name")
     return model.path
@@ -239,7 +239,7 @@ def path_of(model: ModelConfig) -> str:
 def settings_of(
     model: ModelConfig, role: ActorConfig | RefConfig | RewardModelConfig | ExamplesConfig, path: str | None = None
 ) -> RoleSettings:
-    """The settings of a role that only runs the model at `path`, by default the policy's model."""
+    """Returns the settings of a role that only runs the model at `path`, by default the policy's model."""
     assert model.dtype != "auto", "`with_dtypes` comes first, in the driver"
     return RoleSettings(
         model_path=path or path_of(model),
@@ -256,7 +256,7 @@ def settings_of(
 def settings_trained(
     config: RunConfig, role: ActorConfig | ExamplesConfig, total_steps: int, path: str | None = None
 ) -> RoleSettings:
-    """The settings of a role that trains the model at `path` in `total_steps` optimizer steps."""
+    """Returns the settings of a role that trains the model at `path` in `total_steps` optimizer steps."""
     model = config.model
     return replace(
         settings_of(model, role, path),
@@ -270,9 +270,9 @@ def settings_trained(
 
 
 def tokenizer_of(config: RunConfig, *others: str | None) -> PreTrainedTokenizerBase:
-    """Returns the policy's tokenizer. Checks that the models at `others` too have embeddings of all its tokens.
+    """Returns the policy's tokenizer. Checks that the policy and the models at `others` have embeddings of all tokens.
 
-    Raises: ModelError; ConfigError where the model's context is too short."""
+    Raises: ModelError; ConfigError if the model's context is too short."""
     path, trusted = path_of(config.model), config.model.trust_remote_code
     models = [path, *(other for other in others if other is not None)]
     tokenizer = load_tokenizer(config.model.tokenizer_path or path, *models, trust_remote_code=trusted)
@@ -305,9 +305,9 @@ def check_vocabulary(
 ) -> None:
     """Checks that the models at `paths`, by config key, have the policy's vocabulary. A model whose folder has no
     tokenizer is skipped.  Raises: ConfigError."""
-    expected = "a model with the policy's vocabulary: its numbers of single tokens have none in another"
+    expected = "a model with the policy's vocabulary, because it computes a value for each token"
     for key, path in paths.items():
-        with suppress(ModelError):  # without a tokenizer it is taken to be the policy's
+        with suppress(ModelError):  # a folder without a tokenizer is assumed to have the policy's vocabulary
             if path not in (None, policy.path) and text_reader(path, policy.trust_remote_code, tokenizer):
                 raise ConfigError(key, path, expected, change)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets: buffers of a fixed size with weights and a description of them, so that every link can carry them; and the
-two ends of a link, one sender and one or several receivers.
+"""Buckets: buffers of a fixed size, with pieces of weights and a header that describes them, for links of every kind;
+and the two ends of a link, one sender and one or several receivers.
 
 A bucket has two numbers (characters of the header, bytes in use), the header as JSON, and from HEADER_BYTES on pieces
 of weights. A weight that does not fit into the rest of a bucket continues in the next one. A digest of all weights is
@@ -27,7 +27,7 @@ from whet.rollout.protocol import SharesModule, Weights
 from whet.weight_sync.delta import DeltaBase
 
 HEADER_BYTES = 2**16
-ALIGNMENT = 64  # of a piece, whose bytes are viewed in place as numbers
+ALIGNMENT = 64  # of a piece, so that its bytes can be viewed in place as numbers
 LARGEST = 2**64 - 1  # checksum
 _SIZES = struct.Struct("<QQ")
 TABLE_WIDTH = 512  # 64-bit words
@@ -37,8 +37,8 @@ COLUMN_FACTOR, ROW_FACTOR = -7046029254386353131, -4658895280553007687  # odd, s
 def send(
     weights: Weights, version: int, outlets: Sequence[Outlet], dtype: torch.dtype, base: DeltaBase | None = None
 ) -> str | None:
-    """Sends all weights, floating-point ones in `dtype`. If the receivers have the version of `base`, sends deltas;
-    `base` then becomes this version.  Returns the digest of the weights.
+    """Sends all weights, floating-point weights in `dtype`. If `base` has the version that the receivers have, sends
+    deltas; `base` then becomes the new version.  Returns the digest of the weights.
 
     Every rank iterates over all weights, because gathering them may need all ranks. This includes a rank without
     outlets, which returns None, and a rank whose link broke.
@@ -71,14 +71,14 @@ def send(
 def receive(
     inlet: Inlet, version: int, digest: Digest, base: DeltaBase | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields full weights as they arrive, each after its checksum was verified, and adds them to `digest`. Deltas refer
-    to the version of `base`, which then becomes this version.
+    """Yields full weights as they arrive, each after its checksum was verified, and adds them to `digest`. Deltas are
+    changes of the version in `base`, which then becomes the new version.
 
     A weight may be a view of the bucket: copy it before the next one is requested.
     Raises: WeightSyncError for another version, a wrong checksum or digest; DeadlineError."""
     held = None if base is None else base.begin()
     begun = torch.empty(0)  # the bytes of a weight that continues in the next bucket
-    due: tuple[str, int] | None = None  # its name, and its next byte
+    due: tuple[str, int] | None = None  # name of the weight `begun`, and number of its next byte
     header = Header(version=version, base=None, digest=None, pieces=[])
     while header.digest is None:
         bucket = inlet.bucket()
@@ -89,7 +89,7 @@ def receive(
             raise WeightSyncError(f"version {version}: base of its delta", held, f"{header.base}, which it changes")
         for piece in header.pieces:
             if (piece.name, piece.start) != (due or (piece.name, 0)):
-                expected = f"{due or 0}: a bucket was lost or came twice"
+                expected = f"{due or 0}: a bucket was lost or arrived twice"
                 raise WeightSyncError(f"version {version}: {piece.name}", f"byte {piece.start} arrived", expected)
             octets, end = bucket[piece.offset : piece.offset + piece.size], piece.start + piece.size
             if piece.size < piece.sent_size:
@@ -130,8 +130,8 @@ class WeightRange(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     checksum: int  # of the whole weight
-    delta_size: int | None  # bytes of its delta; None where the weight itself is sent
-    start: int  # in what is sent
+    delta_size: int | None  # bytes of its delta; None if the weight itself is sent
+    start: int  # first byte of the range, in the bytes of the weight or delta
     size: int
     offset: int  # in the bucket
 
@@ -149,7 +149,7 @@ class WeightRange(NamedTuple):
 
     @property
     def sent_size(self) -> int:
-        """The number of bytes sent in all buckets."""
+        """The number of bytes of the weight or its delta in all buckets together."""
         return self.whole_size if self.delta_size is None else self.delta_size
 
 
@@ -185,7 +185,7 @@ class _Packer:
     def __init__(self, outlet: Outlet, version: int, digest: Digest, base: int | None) -> None:
         self._outlet, self._version, self._digest, self._base = outlet, version, digest, base
         self._bucket: torch.Tensor | None = None
-        self._pieces: list[WeightRange] = []  # with the largest checksum in place of theirs, which `post` reads
+        self._pieces: list[WeightRange] = []  # with a placeholder as checksum, which `post` replaces
         self._header_room = self._end = 0
 
     def add(self, name: str, weight: torch.Tensor, delta: torch.Tensor | None = None) -> None:
@@ -228,8 +228,8 @@ class _Packer:
 
 
 class Digest:
-    """A digest of weights, in whatever order: the sum, modulo 2^64, of a hash of each weight's name, dtype, shape and
-    checksum. Checksums are computed on the weights' device; the host reads all of them at once, when one is needed."""
+    """A digest of weights, independent of their order: the sum, modulo 2^64, of a hash of each weight's name, dtype,
+    shape and checksum. Checksums are computed on the weights' device; the host reads all at once, when it needs one."""
 
     def __init__(self) -> None:
         self._sum = 0
@@ -316,7 +316,7 @@ def copy(load: Callable[[Weights, int], None], weights: Weights, version: int, d
 
 
 BUCKET_BYTES = 2**26
-SLOTS = 2  # buckets of the sender: it fills one while the other is being sent
+SLOTS = 2  # buckets in the sender's memory: it fills one while the other is being sent
 
 
 class LinkClosedError(WeightSyncError):
@@ -325,8 +325,8 @@ class LinkClosedError(WeightSyncError):
 
 @dataclass(frozen=True)
 class Broken:
-    """A broken link, returned instead of a digest. As a raised error it would end all ranks, although a lost rank
-    breaks only the links of others."""
+    """A broken link, returned instead of a digest. If it were raised as an error, all ranks would end, although only
+    one rank was lost and the links of other ranks can be opened again."""
 
     error: DeadlineError | LinkClosedError
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deltas of weights: the elements whose bits differ from the version before, exact for every dtype. In bytes:
+"""Deltas of weights: the elements whose bits differ from the version before, exact for every dtype. Layout in bytes:
 
     top | mask | values    mask: a bit for each element, set if it changed; bytes of 0 are left out. top: a bit for each
                            byte of the mask, 0 if it is left out. values: the new elements. No bytes: no change.
@@ -19,7 +19,7 @@ class DeltaBase:
     """The weights of a version in host memory, at one end of a link. The next version can then be sent as a delta."""
 
     def __init__(self) -> None:
-        self.version: int | None = None  # None before the first one, and while one is on its way
+        self.version: int | None = None  # None before the first version, and while a version is being sent
         self.weights: dict[str, torch.Tensor] = {}
 
     def begin(self) -> int | None:
@@ -28,13 +28,13 @@ class DeltaBase:
         return before
 
     def keep(self, name: str, weight: torch.Tensor) -> None:
-        """Keeps a copy of a weight."""
+        """Stores a copy of a weight in host memory."""
         if name not in self.weights:
             self.weights[name] = torch.empty_like(weight, device=HOST, memory_format=torch.contiguous_format)
         self.weights[name].copy_(weight)
 
     def replace(self, name: str, weight: torch.Tensor) -> torch.Tensor | None:
-        """Replaces a weight.  Returns the bytes of its delta; None if the full weight has fewer bytes."""
+        """Stores a weight's new values.  Returns the bytes of its delta; None if the full weight has fewer bytes."""
         before = self.weights.get(name)
         found = None if before is None else delta(before.to(weight.device), weight)
         self.keep(name, weight)
@@ -49,7 +49,7 @@ class DeltaBase:
 
 
 def delta(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of the change between two weights of equal dtype and shape, on their device."""
+    """Returns the bytes of the delta from `before` to `after`, of equal dtype and shape, on their device."""
     words = WORDS[after.itemsize]
     old, new = (each.detach().contiguous().view(-1).view(words) for each in (before, after))
     changed = old != new

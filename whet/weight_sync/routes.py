@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight sync between processes. It chooses a sender and a kind of link for each receiver, and controls a sync. There
-are two kinds of link: a broadcast to other machines, over gloo, or over nccl between accelerators; and shared memory
-between processes of one machine.
+"""Weight sync between processes: chooses a sender and a kind of link for each receiver, and runs a sync. There are two
+kinds of link: a broadcast to other machines, over gloo, or over nccl between accelerators; and shared memory between
+processes of one machine.
 
 The ranks of two pools have no common process group, so a broadcast makes its own, with the sender as rank 0. The sender
 opens the group's store on the address at which others reach it; nothing but the network restricts who connects.
@@ -53,7 +53,7 @@ class RankSite:
 
     machine: str  # equal for processes that can share memory
     address: str  # under which other machines reach it
-    accelerator: str | None = None  # unique identifier of the rank's device
+    accelerator: str | None = None  # unique identifier of the rank's device, if broadcasts can bypass host memory
 
     @classmethod
     def here(cls, address: str, device: torch.device) -> RankSite:
@@ -131,11 +131,11 @@ def weight_sync(actor: WorkerGroup, rollout: WorkerGroup, dtype: str, deadline_s
 
 
 class BetweenPools:
-    """Sends weights from the actor's ranks to rollout ranks in other processes.
+    """Sends the actor's weights to rollout ranks in other processes; a call sends one version.
 
-    Links are opened for the first version and reused until the ranks change. Both sides are called at the same time and
-    wait for each other, for one bucket at most half of `deadline_seconds`: so a hanging receiver does not make the
-    sender late. Even if the rollout accepts deltas, the first version over a link is sent whole."""
+    Links are opened for the first version and reused until the ranks change. Senders and receivers are called at the
+    same time and wait for each other, for one bucket at most half of `deadline_seconds`: so the sender keeps its own
+    deadline if a receiver hangs. Even if the rollout accepts deltas, the first version over a link is sent whole."""
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, dtype: str, deadline_seconds: float) -> None:
         self._actor, self._rollout, self._dtype = actor, rollout, dtype
@@ -146,8 +146,8 @@ class BetweenPools:
     def __call__(
         self, version: int, ranks: Mapping[int, int] | None = None, lost: dict[int, Loss] | None = None
     ) -> str:
-        """Sends one version to `ranks` (by default all), which maps each rank to a number that changes with its
-        process. `lost` collects ranks that are lost while others continue; without it a loss is an error.
+        """Sends one version to the rollout ranks in `ranks` (by default all). The value of a rank is a number that
+        changes when its process is replaced. `lost` collects ranks that are lost; without it, a loss is an error.
 
         Raises: WeightSyncError, DeadlineError, WorkerError."""
         ranks = ranks or dict.fromkeys(self._rollout.reporting, 0)
@@ -167,7 +167,7 @@ class BetweenPools:
             digests = [digest for call in calls if call.exception() is None for digest in call.result()]
             broken = [each.error for each in digests if isinstance(each, Broken)]
             is_for_others = lost is not None and before < len(losses) < len(ranks)
-            if errors or not (broken and is_for_others):  # else a lost rank broke the links of the others
+            if errors or not (broken and is_for_others):  # else a lost rank broke the links of other ranks: send again
                 break
         if errors or broken or lost is None or len(losses) == len(ranks):
             errors += [*losses.values(), *broken]
@@ -190,7 +190,7 @@ class BetweenPools:
             left = {rank: (route, seconds) for rank, route in zip(there, routes, strict=True)}
 
     def _on(self, method: str, arguments: Mapping[int, tuple[Any, ...]], lost: dict[int, Loss]) -> list[Any]:
-        """Calls ranks at the same time.  Returns results. `lost` collects ranks that are lost while others continue."""
+        """Calls `method` on rollout ranks at the same time.  Returns the results. `lost` collects the lost ranks."""
         calls = {rank: self._rollout.start_on(rank, method, *each) for rank, each in arguments.items()}
         found = list[Any]()
         for rank, call in calls.items():
@@ -241,7 +241,7 @@ class CollectiveOutlet(Outlet):
         return self._slots[self._posted % SLOTS]
 
     def post(self, used: int) -> None:
-        """Starts to send the slot: first its header, which has the number of the following bytes."""
+        """Starts to send the slot: first its header, which says how many bytes follow, then these bytes."""
         slot, bucket = self._posted % SLOTS, self._slots[self._posted % SLOTS]
         with self.waiting("sending weights to rollout ranks"):
             parts = [bucket[:HEADER_BYTES], bucket[HEADER_BYTES:used]]
@@ -255,7 +255,7 @@ class CollectiveOutlet(Outlet):
             self._group.barrier().wait()
 
     def close(self) -> None:
-        self._sending = [[] for _ in range(SLOTS)]  # each work holds the group
+        self._sending = [[] for _ in range(SLOTS)]  # each pending operation keeps the group alive
         _end(self._group)
         self._group = None
 
@@ -349,7 +349,7 @@ def _address_towards(host: str, port: int) -> str:
 
 
 class SharedMemoryOutlet(Outlet):
-    """The sender's end for several receivers in shared memory. With `spares`, only a receiver that fails is dropped."""
+    """The sender's end of shared memory for several receivers. With `spares`, only a receiver that fails is dropped."""
 
     def __init__(
         self, receivers: int, deadline_seconds: float, bucket_bytes: int = BUCKET_BYTES, *, spares: bool = False
@@ -414,7 +414,7 @@ class SharedMemoryOutlet(Outlet):
 
     @contextmanager
     def _sparing(self, receiver: socket.socket, doing: str) -> Iterator[None]:
-        """Waits for a receiver in the block. With `spares`, a receiver that fails is dropped."""
+        """Handles the failure of `receiver` in the block: with `spares` drops this receiver, else raises the error."""
         try:
             with self.waiting(doing):
                 yield

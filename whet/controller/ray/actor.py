@@ -18,7 +18,7 @@ from whet.errors import WorkerError
 
 
 class FramedMessage:
-    """Frames pickled as out-of-band buffers. Ray copies them once, into its object store, and they are read there."""
+    """Frames pickled as out-of-band buffers. Ray copies them once, to its object store, where receivers read them."""
 
     def __init__(self, frames: Sequence[Any]) -> None:
         self.frames = [memoryview(frame) for frame in frames]
@@ -38,8 +38,8 @@ class Location:
 
     address: str
     node_id: str
-    gpu_ids: tuple[str, ...]  # that Ray gave it
-    store_port: int | None  # of the pool's store, where this actor opened it
+    gpu_ids: tuple[str, ...]  # that Ray gave the actor
+    store_port: int | None  # of the pool's store; None if this actor did not open it
 
 
 CONCURRENT = "concurrent"  # concurrency group
@@ -60,7 +60,7 @@ class RankActor:
         return self._name
 
     def prepare(self, code: UserCode, opens_store: bool, deadline_seconds: float) -> Location:
-        """Makes the user's code importable, and opens the pool's store if asked to.  Returns the actor's location."""
+        """Makes the user's code importable; with `opens_store` opens the pool's TCPStore.  Returns the location."""
         address = ray.util.get_node_ip_address()
         if opens_store:
             self._store = devices.open_store(address, deadline_seconds)
@@ -79,7 +79,7 @@ class RankActor:
     def serve(self, header: bytes, payload: FramedMessage) -> FramedMessage:
         """Serves a call of a worker's method."""
         if self._workers is None:
-            raise WorkerError(self._name, "called before `assign` made it a rank", "a call of `assign` first")
+            raise WorkerError(self._name, "called before `assign` made this actor a rank", "a call of `assign` first")
         return FramedMessage(self._workers.serve([memoryview(header), *payload.frames]))
 
     @ray.method(concurrency_group=CONCURRENT)

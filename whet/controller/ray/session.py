@@ -67,13 +67,13 @@ class Reservation:
 
     name: str  # unique to the launch
     group: PlacementGroup
-    cpus: float  # for each that a process is counted with: less than 1 where a node has fewer
+    cpus: float  # for each device of a process: 1, or less if a node has fewer CPUs than such devices
 
 
 @contextmanager
 def connected(cluster: ClusterConfig) -> Iterator[bool]:
-    """Connects to the Ray cluster in the config, else to a running one, else starts one. Yields whether it was started
-    here; then no other node can join it. The end of the block disconnects, and ends a cluster that was started.
+    """Connects to the Ray cluster in the config, else to a running one; if none runs, starts one. Yields True if it
+    started the cluster, which no other node can join. The end of the block disconnects, and ends a started cluster.
 
     Raises: ConfigError if no cluster runs at the address."""
     if ray.is_initialized():
@@ -104,10 +104,10 @@ def connected(cluster: ClusterConfig) -> Iterator[bool]:
 
 @contextmanager
 def authenticated(*, starts: bool) -> Iterator[None]:
-    """Sends this machine's token to a running cluster, which may require it. Ray itself sends it only for address auto.
+    """Sends this machine's Ray token to a running cluster, which may require it; Ray does so only for the address auto.
 
-    If the block `starts` a cluster and the machine has no token, the cluster gets a new one. Ray itself would write one
-    to ~/.ray/auth_token, and every later `ray start --head` would then require it of other nodes."""
+    If the block `starts` a cluster and the machine has no token, the cluster gets a new one. Ray would write one to
+    ~/.ray/auth_token, and every later `ray start --head` would require it of other nodes."""
     if not HAS_TOKENS:
         yield
         return
@@ -183,11 +183,11 @@ def reserve(slots: Sequence[Slot], cluster: ClusterConfig, *, is_alone: bool) ->
 
 
 def _cpus(wanted: list[tuple[int, int]]) -> float | None:
-    """Returns the CPUs for each process, at most 1, on the live nodes with the most CPUs; None if too few nodes are
-    alive. `wanted` has the GPUs and CPUs of each node."""
+    """Returns the number of CPUs for each device of a process, at most 1, on the live nodes with the most CPUs; None if
+    too few nodes are alive. `wanted` has the numbers of GPUs and CPUs that the run needs on each node."""
     left = sorted(alive_nodes(), key=lambda node: -node.total.get("CPU", 0.0))
     found = 1.0
-    for gpus, cpus in sorted(wanted, reverse=True):  # a node for many GPUs is one for fewer too
+    for gpus, cpus in sorted(wanted, reverse=True):  # the largest first, on the nodes with most CPUs
         node = next((node for node in left if node.total.get("GPU", 0.0) >= gpus), None)
         if node is None or not node.total.get("CPU"):
             return None
@@ -203,7 +203,7 @@ def head_address() -> tuple[str, int]:
 
 
 def attempt(seconds: float, action: Callable[[], Any]) -> None:
-    """Runs an action that may fail, for at most `seconds`. Ray waits for a minute if the head node is lost."""
+    """Runs an action for at most `seconds`, and ignores its failure. Ray waits a minute if the head node is lost."""
     late = DeadlineError("Ray", f"no answer in {seconds:g} s", change="check it with `ray status`")
     with contextlib.suppress(DeadlineError, RayError, RuntimeError, ValueError):
         within(seconds, action, late)

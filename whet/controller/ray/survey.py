@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A survey of a cluster: each node reports on itself and on its connections to the others."""
+"""A survey of a Ray cluster: each node reports on itself and on its connections to other nodes."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class _Probe:
     def examine(
         self, packages: Sequence[str], paths: Sequence[str], others: Mapping[str, tuple[str, int]], seconds: float
     ) -> dict[str, Any]:
-        """Returns the fields of a `NodeReport` that the node finds out itself."""
+        """Returns the fields of a `NodeReport` that are measured on the node itself: all but the clock."""
         unreached = {}
         for address, listener in others.items():
             try:
@@ -151,7 +151,7 @@ def _report(
 
 
 def _clock(probe: Any) -> float:
-    """Measures how many seconds the node's clock is ahead. The reading with the shortest round trip counts."""
+    """Measures how many seconds the node's clock is ahead of this machine's. The fastest of several readings counts."""
     readings: list[tuple[float, float]] = []
     for _ in range(CLOCK_READINGS):
         before = time.time()

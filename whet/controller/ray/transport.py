@@ -37,7 +37,7 @@ from whet.controller.worker_group import LAUNCH_AGAIN, RAISE_DEADLINE, stopped
 from whet.errors import DeadlineError, LostWorkerError, WhetError, WorkerError
 
 CLOSE_SECONDS = 10.0  # for workers to close before their processes are killed
-KILL_SECONDS = 1.0  # that a failure waits for Ray to kill; when its head is lost, Ray tries for a minute
+KILL_SECONDS = 1.0  # limit of a wait for Ray to kill actors; if the head is lost, Ray tries for a minute
 IDLE_SECONDS = 2.0  # without a call before a rank gets a ping
 CHECK_SECONDS = 1.0  # how often a wait checks whether the launch has ended
 INLINE_BYTES = 64 * 1024  # smaller payloads go with the call; larger ones into the object store, once
@@ -161,7 +161,7 @@ class RayTransport(RemoteTransport[_Actor]):
             return ray.put(message)
         except RayError as error:
             found = f"no room for {message.size / 2**20:,.0f} MiB ({error})"
-            change = "start the node with a larger one (`ray start --object-store-memory=...`)"
+            change = "start the node with a larger store (`ray start --object-store-memory=...`)"
             raise WorkerError("Ray's object store here", found, change=change) from error
 
     def start_call(self, peer: _Actor, call: OpenCall, header: bytes, payload: Any) -> None:
@@ -204,7 +204,7 @@ class RayTransport(RemoteTransport[_Actor]):
             "name": f"{name}{again}",
             "namespace": self._reserved.name,  # a name stays in use until Ray has removed the dead actor
             "num_cpus": self._reserved.cpus * slot.pool.num_devices,
-            # Whole ones: of shares Ray would put two ranks of a pool onto a GPU.
+            # Whole GPUs: with fractions, Ray would put two ranks of a pool onto one GPU.
             "num_gpus": len(slot.devices) if self._has_gpus and slot.is_first else 0,
             "max_restarts": 0,
             "max_task_retries": 0,
@@ -212,7 +212,7 @@ class RayTransport(RemoteTransport[_Actor]):
                 self._reserved.group, placement_group_bundle_index=slot.node
             ),
         }
-        # Threads for concurrent calls, with rewards one for each batch that waits; all other calls share one.
+        # Threads for concurrent calls; a pool with rewards needs one for each pending batch. Other calls share one.
         threads = REWARD_THREADS if "reward" in roles else 4
         remote = ray.remote(concurrency_groups={CONCURRENT: threads})(RankActor)  # type: ignore[call-overload]
         return remote.options(**options).remote(name)
@@ -283,12 +283,12 @@ class RayTransport(RemoteTransport[_Actor]):
     def _failure(self, peer: _Actor, call: OpenCall | None, error: RayError) -> WhetError:
         """Converts an error of Ray to an error of whet."""
         name = peer.name(call.role if call else "")
-        if isinstance(error, RayTaskError):  # not from a worker's method: its error comes in the reply
+        if isinstance(error, RayTaskError):  # not from a worker's method, whose error is in the reply
             found = f"{type(error.cause).__name__}: {error.cause}".rstrip(": ")
             return WorkerError(name, found, change="read the logs of Ray on its node")
         if peer.location is None and (raised := RAISED.findall(str(error))):
             versions = "whet and its dependencies in the same versions on every node"
-            found, change = f"could not be started ({raised[-1]})", "compare them with `whet doctor --cluster`"
+            found, change = f"could not be started ({raised[-1]})", "compare the versions: `whet doctor --cluster`"
             return WorkerError(name, found, versions, change)
         lines = [line.strip() for line in str(error).splitlines() if line and not line.startswith("\t")]
         reason = textwrap.shorten(" ".join(lines[1:] or lines), REASON_LENGTH, placeholder=" ...")

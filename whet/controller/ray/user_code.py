@@ -23,7 +23,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 MAX_FILES, MAX_SEEN = 5_000, 200_000  # Python files, files of any kind
-FORWARDED = (  # how names of variables begin that every node gets
+FORWARDED = (  # first letters of the environment variables that every node gets
     *("CUDA_DEVICE_ORDER", "GLOO_", "HF_", "NCCL_", "PYTORCH_", "SGLANG_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_"),
     *("VLLM_", "WHET_"),
 )

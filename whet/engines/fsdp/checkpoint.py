@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a sharded state in a folder: every rank writes its shards, and any number of ranks can read them.
 
-    engine.json                                   steps, and the model of an adapter
-    shard-00001-model-00001-of-00002.safetensors  of the first rank, the first of its two files
+    engine.json                                   numbers of steps, and the base model of an adapter
+    shard-00001-model-00001-of-00002.safetensors  shards of the first rank, the first of two files
 
-torch.distributed.checkpoint reads and writes it in its safetensors form, which loads without running code. Names are
-`model.<weight>` and `optimizer.<weight>.<moment>`."""
+torch.distributed.checkpoint reads and writes the folder as safetensors, which load without running code. Tensors are
+named `model.<weight>` and `optimizer.<weight>.<moment>`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from whet.errors import CheckpointError, EngineError
 from whet.models.sharded import like
 
 STATE, STEP = "engine.json", "step"  # a step is one number, the same on every rank
-FILE_BYTES = 2**30  # of whole weights a file; a file's shards are in memory twice while it is written
+FILE_BYTES = 2**30  # whole weights in a file; its shards are in memory twice while it is written
 Named = dict[str, torch.Tensor]
 T = TypeVar("T")
 
@@ -62,11 +62,11 @@ def save(
 def load(
     path: Path, weights: Mapping[str, torch.Tensor], states: Mapping[str, Named], group: dist.ProcessGroup
 ) -> dict[str, Any]:
-    """Fills `weights`, and fills `states` where the folder has the state.  Returns the `progress`.
+    """Loads `weights`, and the optimizer's `states` by weight if the folder has them.  Returns the `progress`.
 
     Raises: EngineError for the state of another model or engine; CheckpointError for an unreadable state."""
     if not path.is_dir():
-        change = "set engine.name to that of the run that wrote it"
+        change = "set engine.name to the engine of the run that wrote the file"
         raise EngineError(f"{path}", "is a file", "a folder, which this engine writes", change)
     reader = HuggingFaceStorageReader(str(path))
     found: dict[str, Any] = reader.read_metadata().state_dict_metadata
@@ -84,12 +84,12 @@ def load(
         dcp.load(tensors, storage_reader=reader, process_group=group)
         progress: dict[str, Any] = json.loads((path / STATE).read_text())
     except (OSError, ValueError, CheckpointException) as error:
-        raise CheckpointError(f"{path}", _first_line(error), "a state that can be read") from error
+        raise CheckpointError(f"{path}", _first_line(error), "a readable state of the fsdp engine") from error
     return progress
 
 
 def _everyones(own: dict[str, T], group: dist.ProcessGroup) -> dict[str, T]:
-    """Merges the mappings of all ranks. In a pipeline, the ranks of a stage have only that stage's weights."""
+    """Merges the mappings of all ranks by name. (In a pipeline, a rank has only the weights of its own stages.)"""
     everyone: list[Any] = [own] * group.size()
     dist.all_gather_object(everyone, own, group=group)
     return {name: value for each in everyone for name, value in each.items()}
@@ -103,7 +103,7 @@ def _as_shard(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return value[None]
     assert isinstance(weight, DTensor)
     is_alike = value.shape == weight.to_local().shape
-    shape = weight.shape if is_alike else (weight.shape[0], *value.shape[1:])  # else a number or some for each row
+    shape = weight.shape if is_alike else (weight.shape[0], *value.shape[1:])  # else one or more numbers for each row
     return like(weight, value, torch.Size(shape))
 
 
@@ -118,7 +118,7 @@ def _empty(saved: TensorStorageMetadata, name: str, weight: torch.Tensor) -> tor
 
 
 def _first_line(error: BaseException) -> str:
-    """Returns the error of the first rank that failed, as text."""
+    """Returns the text of an error. If it contains the errors of several ranks, the text is the first rank's."""
     if isinstance(error, CheckpointException):
         rank, (error, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {error}"

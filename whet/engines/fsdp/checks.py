@@ -18,21 +18,21 @@ def refuses(use: EngineUse) -> Iterator[ConfigError]:
     yield from _sizes(use)
     key, mesh = f"{use.key}.options.mesh", Mesh.of(use.processes, use.options["mesh"])
     if mesh.context > 1 and use.engine.packing is False:
-        expected = f"1 with {use.key}.packing=false: it shares out packed rows"
+        expected = f"1 with {use.key}.packing=false: only packed rows are split by tokens"
         yield ConfigError(f"{key}.context", mesh.context, expected, f"unset {use.key}.packing")
     if mesh.context > 1 and use.media:
         expected = f"1, as {use.media} has images or videos, which are not split by tokens"
-        change = "lower it, or exclude such rows (data.filter)"
+        change = "set it to 1, or exclude such rows (data.filter)"
         yield ConfigError(f"{key}.context", mesh.context, expected, change)
     if mesh.pipeline > 1:
         yield from _pipeline(use, key, mesh.pipeline)
     if (path := use.model.lora.path) is not None:
-        found = f"fsdp merges no adapter while it loads, and model.lora.path={path}"
-        change = "export the merged model first, and name its folder as model.path"
+        found = f"fsdp, which cannot merge the adapter of model.lora.path={path} while it loads the model"
+        change = "export the merged model first, and set model.path to its folder"
         yield ConfigError(f"{use.key}.name", found, "", change)
     for name, size in (("tensor", mesh.tensor), ("expert", mesh.expert)):
         if size > 1 and use.optim is not None and use.optim.state_dtype == "int8":
-            expected = f"no blocks along rows, which {key}.{name}={size} cuts"
+            expected = f"another dtype: int8 uses blocks along rows of a weight, which {key}.{name}={size} cuts"
             yield ConfigError(f"{use.optim_key}.state_dtype", "int8", expected, "set bfloat16")
 
 

@@ -44,12 +44,12 @@ class FSDPEngine(Engine):
     """Weights, gradients and optimizer state in shards over the ranks of `process_group`, by torch's FSDP2.
 
     mesh: sizes of the grid of processes: replicate (copies), shard (parts of the weights and of a mini-batch's rows),
-        context (parts of a row's tokens), tensor (parts of heads and inner dimension), expert (parts of the experts,
-        over shard x context), pipeline (parts of the layers); of shard and replicate the unset one takes the rest.
-    reshard_after_forward: gives up gathered layers before the backward pass and gathers them again.
-    cpu_offload: weights and optimizer stay on the host, gradients go there.
-    stages_per_rank: stages of a pipeline on each of its ranks; with more than one they are interleaved: less waiting,
-        more messages.
+        context (parts of a row's tokens), tensor (parts of the heads and of an MLP's neurons), expert (parts of the
+        experts, over shard x context), pipeline (parts of the layers). If shard or replicate is unset, it takes all
+        remaining processes.
+    reshard_after_forward: frees gathered layers after the forward pass, and gathers them again for the backward pass.
+    cpu_offload: weights and optimizer stay on the host, and gradients are moved to it.
+    stages_per_rank: pipeline stages on each rank; more than one are interleaved: less waiting, more messages.
     compile: compiles the layers: a slower start, faster steps.
     """
 
@@ -103,11 +103,11 @@ class FSDPEngine(Engine):
         self._sums_wide = optim is not None and optim.weight_rounding is not None
         if self._sums_wide:
             for weight in self._trained():
-                weight.grad_dtype = None  # gradients are summed up in float32, weights are bfloat16
+                weight.grad_dtype = None  # gradients are summed up in float32, although weights are bfloat16
 
     @classmethod
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
-        """Returns the placement: a shard of everything in each process, on the host if it is offloaded."""
+        """Returns the placement: each process has a shard of weights, gradients and optimizer state."""
         mesh = Mesh.of(processes, options["mesh"])
         return Spread(mesh.shards, options["cpu_offload"], mesh.row_ranks * mesh.pipeline, token_shares=mesh.context)
 
@@ -135,15 +135,15 @@ class FSDPEngine(Engine):
         checkpoint.save(path, self._saved(), self._states(), {**self._progress(), "start": start}, self.ranks.group)
 
     def load(self, path: Path) -> dict[str, Any] | None:
-        """Restores the state, whatever number of ranks wrote it.  Returns its `start`.
+        """Restores a state that any number of ranks wrote.  Returns its `start`, the description of an adapter's base.
 
         Raises: EngineError for the state of another model or engine."""
         state = checkpoint.load(path, self._saved(), self._states(), self.ranks.group)
         for optimizer in [] if self.optimizer is None else optimizers_of(self.optimizer):
             for weight, kept in optimizer.state.items():
-                if isinstance(optimizer, CompactAdamW):  # it works on its rank's part
+                if isinstance(optimizer, CompactAdamW):  # keeps its rank's part as plain tensors
                     kept.update({name: own_part(value) for name, value in kept.items()})
-                elif checkpoint.STEP in kept:  # torch's counts where the weight lies
+                elif checkpoint.STEP in kept:  # torch's AdamW wants its step count on the weight's device
                     kept[checkpoint.STEP] = kept[checkpoint.STEP].to(weight.device)
         self._load_progress(state)
         start: dict[str, Any] | None = state["start"]
@@ -160,7 +160,7 @@ class FSDPEngine(Engine):
             super()._move(device, weights=weights)
 
     def _reshard(self) -> None:
-        """Frees gathered weights. torch itself keeps the outermost ones after a forward pass."""
+        """Frees gathered weights. torch itself keeps the weights of the outermost module after a forward pass."""
         for module in chain.from_iterable(whole.modules() for whole in self._stages.values()):
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -175,8 +175,8 @@ class FSDPEngine(Engine):
         return found
 
     def passes(self, columns: Columns, block: int | str) -> list[list[int]]:
-        """Returns the same number of passes on every rank, because all ranks take part in gathering weights."""
-        ends = (self._num_stages, self.pipeline_ranks) if self._num_stages > 1 else (0, 1)  # what the schedules take
+        """Splits rows into micro-batches, as many on every rank, because all ranks take part in gathering weights."""
+        ends = (self._num_stages, self.pipeline_ranks) if self._num_stages > 1 else (0, 1)  # torch's schedules need it
         return self._evened(super().passes(columns, block), *ends)
 
     def schedule(self, columns: Columns, objective: Objective, counts: Columns, metrics: Metrics) -> torch.Tensor:
@@ -206,7 +206,7 @@ class FSDPEngine(Engine):
     def _stage(
         self, index: int, where: Layout, hidden: torch.Tensor | None, needs: frozenset[str], temperature: float
     ) -> dict[str, torch.Tensor]:
-        """Computes the outputs of a pipeline stage from hidden states, which have padding at the end."""
+        """Computes the outputs of pipeline stage `index`. `hidden` are the padded hidden states of the stage before."""
         whole = self._stages[index]
         if hidden is not None:
             receives: Any = body_of(whole.model).get_input_embeddings()
@@ -222,7 +222,7 @@ class FSDPEngine(Engine):
         return found if needs <= found.keys() else {name: torch.zeros(where.shape) for name in needs}
 
     def _keep_gradients(self) -> None:
-        """Keeps gradients in float32 between passes, if the weights have fewer bits."""
+        """Converts gradients to float32 between passes, if the weights are bfloat16."""
         if self._sums_wide:
             for weight in self._trained():
                 if weight.grad is not None and weight.grad.dtype != torch.float32:
@@ -230,7 +230,7 @@ class FSDPEngine(Engine):
 
     @torch.no_grad()
     def _clip(self) -> torch.Tensor:
-        """Clips the gradient.  Returns its norm before clipping, over all shards without their copies."""
+        """Clips the gradient.  Returns its norm before clipping. Each shard counts once, even if it has copies."""
         grads = [weight.grad for weight in self._trained() if isinstance(weight.grad, DTensor)]
         size, squares = self.ranks.mesh.stage_ranks, torch.zeros((), dtype=torch.float64, device=self.device)
         for grad in grads:
@@ -256,7 +256,7 @@ def _gathered(weight: Any) -> torch.Tensor:
 
 
 def _shards(tensor: DTensor) -> int:
-    """Returns the number of different shards of a tensor, without copies."""
+    """Returns the number of different shards of a tensor; copies of a shard are not counted."""
     count = 1
     for dim, placement in enumerate(tensor.placements):
         count *= 1 if placement.is_replicate() else tensor.device_mesh.size(dim)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages of a pipeline: slices of a model's layers, run by torch.distributed.pipelining. The last one has the loss.
+"""Pipeline stages: slices of a model's layers, run by torch.distributed.pipelining. The last stage computes the loss.
 
 A stage has the model's own modules, with `Absent` in place of modules of other stages, so weights keep their names."""
 
@@ -20,7 +20,7 @@ from whet.models.load import body_of, layers
 from whet.models.routers import auxiliary_coefficient
 
 KEY = "engine.options.mesh.pipeline"
-Run = Callable[[int, torch.Tensor | None], torch.Tensor]  # of a micro-batch: hidden states, or the loss
+Run = Callable[[int, torch.Tensor | None], torch.Tensor]  # micro-batch number, hidden states -> hidden states or loss
 
 
 class Absent(nn.Module):
@@ -44,7 +44,7 @@ class Receives(Absent):
 
 
 def stages_of(model: nn.Module, count: int, own: Sequence[int]) -> tuple[nn.Module, list[nn.Module]]:
-    """Returns a rank's model, with the stages `own` of `count`, and each of these alone.  Raises: ConfigError."""
+    """Returns the model with only the stages `own` of `count`, and the list of these stages.  Raises: ConfigError."""
     body, listed = body_of(model), layers(body_of(model))
     config = body.config
     if config.get_text_config() is not config or config.tie_word_embeddings:
@@ -83,8 +83,8 @@ def replaced(module: nn.Module, table: Mapping[int, nn.Module]) -> nn.Module:
 
 
 class _Stage(nn.Module):
-    """Wraps a stage in the form that torch's schedules call. (FSDP is inside, so gradients are summed after each
-    micro-batch.)"""
+    """Wraps a stage in the form that torch's schedules call. (The stage contains the FSDP modules, so gradients are
+    summed over the ranks after each micro-batch.)"""
 
     def __init__(self, run: Run, is_first: bool) -> None:
         super().__init__()
@@ -103,8 +103,8 @@ def run_schedule(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> None:
-    """Runs all micro-batches through this rank's stages, `runs`, of `count`; forward and backward passes alternate.
-    `shape` is the shape of hidden states between stages."""
+    """Runs forward and backward passes of all micro-batches, in turn. `runs` are this rank's stages, by index from 0 to
+    `count` - 1; `shape` is the shape of hidden states between stages."""
     hidden, number = torch.zeros(shape, device=device), torch.zeros(1, device=device)
     made = []
     for index, run in runs.items():

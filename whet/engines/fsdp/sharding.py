@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharding: the ranks of a role with their shards of weights and rows, and the conversion of a model's modules to
-FSDP2, layer by layer. On request, heads and experts are split over ranks first."""
+"""Sharding: `arrange` places the ranks of a role in a mesh; `shard` converts a model to FSDP2, layer by layer. If the
+mesh says so, heads and experts are split over ranks first."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from whet.models.packing import Layout
 from whet.models.sequence_parallel import TokenShare
 
 TENSOR_KEY, EXPERT_KEY = "engine.options.mesh.tensor", "engine.options.mesh.expert"
-# Ranks whose rows do not reach a part of the model send zeros as its gradient: from torch 2.13 on.
+# True from torch 2.13 on: a rank whose rows do not use a part of the model can send zeros as its gradient.
 ADDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 class Whole(nn.Module):
-    """The forward pass of a model as one module, before which FSDP2 gathers the weights outside of layers."""
+    """The forward pass of a model as one module. Before it runs, FSDP2 gathers the weights that no layer has."""
 
     def __init__(self, model: nn.Module, is_last: bool = True) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Whole(nn.Module):
         self, where: Layout, needs: frozenset[str], settings: ForwardSettings, temperature: float
     ) -> dict[str, torch.Tensor]:
         """Returns copies of the outputs of `outputs_of`, because FSDP2 registers hooks on the tensors that a module
-        returns. Every stage but the last returns its hidden states."""
+        returns. A pipeline stage before the last returns its hidden states."""
         if not self.is_last:
             return {"states": states_of(self.model, where, settings).clone()}
         outputs = outputs_of(self.model, where, needs, settings, temperature)
@@ -68,10 +68,10 @@ def shard(
     cpu_offload: bool,
     is_last: bool = True,
 ) -> Whole:
-    """Shards the parameters of the model over `ranks`, in place.  Returns its forward pass."""
+    """Shards the model's parameters in place. `is_narrow`: computes in bfloat16.  Returns the model as one module."""
     body = body_of(model)
     if not ADDS_ZEROS and ranks.rows_group.size() > 1 and body.config.get_text_config() is not body.config:
-        found = f"{type(body).__name__} has parts that rows without images do not reach, whose gradients ranks wait for"
+        found = f"{type(body).__name__} has parts without gradient on rows without images, which other ranks wait for"
         change = "install torch 2.13 or newer, or train on one rank"
         raise ConfigError(f"torch {torch.__version__}", found, "", change)
     if ranks.tensor_mesh is not None:
@@ -79,7 +79,7 @@ def shard(
     experts = list(split_experts(body, ranks))
     options: dict[str, Any] = {
         "mesh": ranks.shard_mesh,
-        # States between layers keep their dtype: autocast narrows what products read, as it does in one process.
+        # Hidden states between layers keep their dtype; autocast converts the inputs of products, as in `single`.
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if is_narrow else None,
             reduce_dtype=torch.float32,
@@ -92,7 +92,7 @@ def shard(
     head = model.get_output_embeddings() if model is body else None  # type: ignore[operator]
     if embedding.weight is not None and (head is None or head.weight is not embedding.weight):
         fully_shard(embedding, reshard_after_forward=reshard_after_forward, **options)
-    for module in experts:  # by columns: each rank has experts of its own, and files have rows of two products apart
+    for module in experts:  # by columns: ranks have experts of their own, and files keep the rows of two products apart
         own: dict[str, Any] = {**options, "mesh": ranks.expert_shard_mesh, "shard_placement_fn": lambda _: Shard(2)}
         fully_shard(module, reshard_after_forward=reshard_after_forward, **own)
     for layer in (each for each in layers(body) if any(True for _ in each.parameters())):
@@ -101,19 +101,19 @@ def shard(
     for module in whole.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # losses are divided by counts of all ranks
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other factor
+            module.set_force_sum_reduction_for_comms(True)  # gloo supports no division
             if ADDS_ZEROS:
                 module.set_reduce_scatter_unused_params(True)
     return whole
 
 
 class SummedGradient(ParallelStyle):  # type: ignore[misc]  # torch's class has no types
-    """Sums the gradients of some weights over the ranks: every rank has the whole weight, such as a norm of queries,
-    but computes only its own heads."""
+    """Sums the gradients of a whole weight over the ranks, such as the norm of queries: each rank computes only its own
+    heads, and so only a part of the gradient."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
-        seen: set[int] = set()  # FSDP puts another parameter in the place of the first, and then keeps that
+        seen: set[int] = set()  # FSDP replaces the parameter once
 
         def add_up(weight: torch.Tensor) -> None:
             assert weight.grad is not None
@@ -141,7 +141,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Splits the linear layers that `base_model_tp_plan` names: each rank has some heads and some neurons of an MLP.
+    """Splits the linear layers that `base_model_tp_plan` names: each rank gets some heads and some neurons of an MLP.
     Embedding, norms and output stay whole on every rank. `split_experts` splits experts.  Raises: ConfigError if the
     layers cannot be split.
 
@@ -151,15 +151,15 @@ def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     known = {name: style for name, style in known.items() if ".experts" not in name}
     unknown = sorted({style for style in known.values() if style not in STYLES})
     if unknown or not known:
-        what = f"has layers of the kinds {', '.join(unknown)}" if unknown else "has no plan"
+        what = f"has layers of the kinds {', '.join(unknown)}" if unknown else "has no base_model_tp_plan"
         change = "set it to 1 (and engine.options.mesh.context for long rows)"
-        raise ConfigError(TENSOR_KEY, mesh.size(), f"1, as {type(model).__name__} {what} for it", change)
+        raise ConfigError(TENSOR_KEY, mesh.size(), f"1, as {type(model).__name__} {what}", change)
     names = [name for name, _ in body.named_modules()]
     plan = {name: style for name in names for glob, style in known.items() if fnmatchcase(name, glob)}
     rows = (name for name, style in plan.items() if style.startswith("rowwise") and "attn" not in name)
     inner: set[int] = {getattr(body.get_submodule(name), "in_features") for name in rows}  # noqa: B009  # of a Linear
     sizes = {"attention heads": config.num_attention_heads, "key-value heads": config.num_key_value_heads}
-    counts = [*sizes.items(), *(("inner numbers of an MLP", each) for each in sorted(inner))]
+    counts = [*sizes.items(), *(("neurons of an MLP", each) for each in sorted(inner))]
     if wrong := [f"{count} {what}" for what, count in counts if count % mesh.size()]:
         valid = [each for each in divisors(config.num_key_value_heads) if not any(n % each for _, n in counts)]
         change = f"try {', '.join(str(each) for each in valid)}"
@@ -170,14 +170,14 @@ def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         if name not in adapted:
             styles[name] = style
             continue
-        # Of B A x, the factor on the side that is split is split too, and the other one is whole.
+        # Of the adapter's product B A x, the matrix on the split side of the layer is split too; the other is whole.
         styles[f"{name}.base_layer"] = style
         styles[f"{name}.{'lora_A' if style.startswith('rowwise') else 'lora_B'}.{ADAPTER}"] = style
     parallelize_module(body, mesh, {name: STYLES[style]() for name, style in styles.items()}, src_data_rank=None)
 
 
 def split_experts(model: PreTrainedModel, ranks: Ranks) -> Iterator[nn.Module]:
-    """Gives each rank some experts [E, ...] of every expert layer.  Yields the modules.  Raises: ConfigError."""
+    """Gives each rank some of the experts [E, ...] of every expert layer.  Yields the layers.  Raises: ConfigError."""
     mesh, found = ranks.mesh, list(expert_modules(model))
     if mesh.expert > 1 and not found:
         raise ConfigError(EXPERT_KEY, mesh.expert, f"1, as {type(model).__name__} has no experts", "unset it")
@@ -208,20 +208,20 @@ def split_experts(model: PreTrainedModel, ranks: Ranks) -> Iterator[nn.Module]:
 @dataclass(frozen=True)
 class Ranks:
     """The ranks of a role, in meshes and groups. Weights are sharded over `shard_mesh`; if it has two dimensions, the
-    first counts copies. A group is the line of ranks along one dimension of the mesh that contains this rank."""
+    first counts copies. Each group has this rank and its partners in a split: by stages, experts, tokens or rows."""
 
     group: dist.ProcessGroup
-    pipeline_group: dist.ProcessGroup  # one rank of each stage; all that follow are of a stage
+    pipeline_group: dist.ProcessGroup  # one rank of each stage; the meshes and groups below are of this rank's stage
     mesh: Mesh
     shard_mesh: DeviceMesh
-    tensor_mesh: DeviceMesh | None  # ranks that split heads and inner numbers
+    tensor_mesh: DeviceMesh | None  # ranks that split heads and MLP neurons
     expert_mesh: DeviceMesh | None  # (copies,) shards of an expert, parts of the experts
     expert_group: dist.ProcessGroup  # ranks with different experts and different tokens
     context_group: dist.ProcessGroup  # ranks with different tokens of the same rows
     rows_group: dist.ProcessGroup  # together they read every row once
 
     def token_share(self, heads: int) -> TokenShare:
-        """Returns the split of tokens over the context ranks. Each `heads` consecutive ranks share the heads."""
+        """Returns the split of a row's tokens over context ranks. Each `heads` consecutive ranks split the heads."""
         grid = torch.tensor(dist.get_process_group_ranks(self.context_group)).view(-1, heads)
         inner, outer = _line(self.context_group, grid.tolist()), _line(self.context_group, grid.T.tolist())
         return TokenShare(self.context_group, inner, outer)
@@ -234,7 +234,7 @@ class Ranks:
 
 
 def arrange(group: dist.ProcessGroup | None, device_type: str, given: Mapping[str, int] | None) -> Ranks:
-    """Arranges the ranks of `group` (None: this process alone) by the sizes of a mesh, which divide their number."""
+    """Arranges the ranks of `group` (None: this process alone) in a mesh of the sizes `given`."""
     group = group if group is not None else _alone(device_type)
     mesh, everyone = Mesh.of(group.size(), given), group
     stages = torch.tensor(dist.get_process_group_ranks(group)).view(mesh.pipeline, -1)
@@ -273,7 +273,7 @@ def _mesh(group: dist.ProcessGroup, sizes: Mapping[str, int], device_type: str) 
 
 
 def _line(group: dist.ProcessGroup, lines: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Returns the process group of the line that contains this rank. `lines` lists the ranks of all lines."""
+    """Returns the process group of the list in `lines`, lists of rank numbers, that contains this rank."""
     ranks = next(line for line in lines if dist.get_rank() in line)
     if list(ranks) == dist.get_process_group_ranks(group):
         return group
@@ -283,7 +283,7 @@ def _line(group: dist.ProcessGroup, lines: Sequence[Sequence[int]]) -> dist.Proc
 
 
 def _alone(device_type: str) -> dist.ProcessGroup:
-    """Returns a process group of this process alone, which its roles share."""
+    """Returns a process group that has only this process. All roles of the process share it."""
     if not dist.is_initialized():
         dist.init_process_group(backends(device_type), store=dist.HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None
