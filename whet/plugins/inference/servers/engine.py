@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of rollout engines that send requests to their own server. It does the bookkeeping that they share."""
+"""The base class of rollout engines that send requests to their own server, with the bookkeeping that they share."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ class ServerEngine(ServerWords):
         self._ended: queue.SimpleQueue[tuple[Live | None, Event]] = queue.SimpleQueue()
         self._most = max_batch_size + max_batch_size // 4  # requests in the server, so that it need not wait
         self._names, self._paused, self._is_ready = 0, False, False
-        self._coming: int | None = None  # the version that is being loaded, or was when it broke off
+        self._coming: int | None = None  # the version that is being loaded, or whose load broke off
         self._seen = (-1, 0.0)  # tokens of unfinished requests, and when that number last changed
-        self._restarts = shared.restarts  # that are left
+        self._restarts = shared.restarts  # restarts that are left
         self._loss: LostReplicaError | None = None  # why the server is lost
         self._kept = KeptWeights(shared.weights_dir, is_shared=span is not None)
         self.options: Mapping[str, Any] = {}  # that `refused` reads
@@ -110,7 +110,7 @@ class ServerEngine(ServerWords):
 
     def _begin(self) -> None:
         self.server = self._start()
-        # Of the thread of this server's client; open while requests may be sent.
+        # Used in the client's thread; `_is_open` is set while requests may be sent.
         self._room, self._is_open = asyncio.Semaphore(self._most), asyncio.Event()
         self._is_open.set()
 
@@ -141,7 +141,7 @@ class ServerEngine(ServerWords):
 
     @classmethod
     def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
-        """Returns the bytes of the whole cache, which the server reserves at its start."""
+        """Returns the bytes of the whole KV cache, which the server reserves at its start."""
         cache, rows = options["kv_cache_bytes"], decoding.rows
         needed = rows * (max(decoding.lengths.prompts) + decoding.lengths.response) * decoding.token_bytes
         smaller = {"kv_cache_bytes": max(2**26, needed // 2)}
@@ -201,7 +201,7 @@ class ServerEngine(ServerWords):
                 self.stream(live, -len(live.before.token_ids), whole)
 
     def stream(self, live: Live, place: int, new: Completion) -> None:
-        """Returns new tokens of a running request. `place` counts from the tokens with which it was sent."""
+        """Queues new tokens of a running request as Partial. `place`: their position after the tokens sent before."""
         where = live.request.uid, live.request.attempt, len(live.rest.sampled_ids) + place
         self._ended.put((None, new.as_partial(*where)))
 
@@ -241,7 +241,7 @@ class ServerEngine(ServerWords):
         self._send(iter([[self._kept.part] * self.num_devices]), self._kept.version)
 
     def _send(self, parts: Iterator[list[Part]], version: int) -> None:
-        """Sends weights to the server, which continues to sample until the first part has arrived."""
+        """Sends weights to the server, which continues to sample until the first part is ready."""
         first = list(islice(parts, 1))
         with self.between_two_steps(version):
             self.update(chain(first, parts), version)
@@ -264,7 +264,7 @@ class ServerEngine(ServerWords):
 
     @contextmanager
     def between_two_steps(self, version: int) -> Iterator[None]:
-        """Pauses sampling while its block loads weights.  Raises: WeightSyncError if the server refuses them."""
+        """Pauses sampling while the `with` block loads weights.  Raises: WeightSyncError if the server refuses them."""
         is_held = self._paused or self._coming is not None  # nothing can end in a pause
         handling = "recompute" if is_held else self.on_new_weights
         if handling in ("wait", "abort"):
@@ -303,7 +303,7 @@ class ServerEngine(ServerWords):
             self._look()
 
     def _cut(self) -> None:
-        """Ends all sent requests. Each is sent again with the tokens that it has.  Raises: EngineError."""
+        """Aborts all sent requests, so that each is sent again with its tokens so far.  Raises: EngineError."""
         for live in (sent := in_server(self._live.values())):
             live.is_cut = True
         self._end(sent)
@@ -367,7 +367,7 @@ class ServerEngine(ServerWords):
         return await self.sample(live)
 
     def _take(self, events: list[Event], timeout_seconds: float) -> None:
-        """Appends the events that have arrived; leaves out events of replaced requests."""
+        """Appends the events that have arrived to `events`, except events of requests that were replaced."""
         with suppress(queue.Empty):
             live, event = self._ended.get(timeout=max(0.0, timeout_seconds))
             while True:
@@ -381,7 +381,7 @@ class ServerEngine(ServerWords):
                 live, event = self._ended.get_nowait()
 
     def _end(self, chosen: list[Live]) -> None:
-        """Ends requests, and returns once the server has none of them."""
+        """Aborts requests, and waits until the server has none of them."""
         until = time.monotonic() + self._answer_seconds
         for live in chosen:
             if not live.is_sent and live.call.cancel():
@@ -405,14 +405,14 @@ class ServerEngine(ServerWords):
 
     @contextmanager
     def _noting_loss(self) -> Iterator[None]:
-        """Records a loss of the server that its block raises; the next call that reports losses raises it."""
+        """Records a LostReplicaError of the `with` block; the next submit, poll or abort raises it."""
         try:
             yield
         except LostReplicaError as error:
             self._loss = error
 
     def unless_lost(self, work: Callable[[], object]) -> None:
-        """Runs `work` with the server. If the server is lost, before or meanwhile, its restart replaces `work`."""
+        """Runs `work` unless the server is lost. If it is lost before or during `work`, its restart replaces `work`."""
         if self._loss is None:
             with self._noting_loss():
                 self.ready()
@@ -436,7 +436,7 @@ class ServerEngine(ServerWords):
             raise self.server.failure(f"closed the connection ({error}) at {path}") from error
 
     def _look(self) -> None:
-        """Raises: EngineError if the server has ended, or if no running request got a token in time."""
+        """Raises: EngineError if the server has ended, or if no running request got a token within the deadline."""
         self.server.check()
         now, (tokens, changed_at) = time.monotonic(), self._seen
         if now - changed_at < self._answer_seconds / 4:

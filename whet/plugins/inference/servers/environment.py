@@ -42,7 +42,7 @@ class Package:
     oldest: tuple[int, int] | None = None  # this version and newer ones run too, without their insides; None: none do
 
     def runs(self, version: str) -> bool:
-        """Tells whether whet runs with another version too, using only its public interface."""
+        """Tells whether whet supports another version too, through its public interface alone (plain mode)."""
         numbers = [int(each) for each in re.findall(r"\d+", version)[:2]]
         return self.oldest is not None and numbers[:1] == [self.oldest[0]] and numbers >= [*self.oldest]
 
@@ -53,7 +53,7 @@ class Package:
 
     @property
     def how(self) -> str:
-        """The advice that ends an error message."""
+        """The advice that ends an error message: how to install the engine and to name its interpreter."""
         where = f"name the interpreter as rollout.engine.options.python or in {self.variable}"
         checkout = CHECKOUT if (CHECKOUT / "pyproject.toml").is_file() else "a checkout of whet"
         return f"run `make {self.name}` in {checkout}, and {where}"
@@ -127,7 +127,7 @@ def _engine_arguments(folder: Path, package: Package) -> frozenset[str]:
 
 
 def longest(option: str, server: Mapping[str, Any], positions: int) -> int:
-    """Returns the longest sequence that the server accepts.  Raises: ConfigError if it exceeds the model's."""
+    """Returns the longest sequence that the server accepts.  Raises: ConfigError if it is above `positions`."""
     length = server.get(option, positions)
     if not isinstance(length, int) or not 0 < length <= positions:
         expected = f"1 to {positions}, the positions of the model"
@@ -136,7 +136,7 @@ def longest(option: str, server: Mapping[str, Any], positions: int) -> int:
 
 
 def where_found(base: str, model: ModelConfig) -> tuple[str, str]:
-    """Returns the places of model and tokenizer: an absolute path (the server runs elsewhere), or a hub name."""
+    """Returns the paths of model and tokenizer: absolute, as the server has another working folder, or hub names."""
     paths = base, model.tokenizer_path or base
     first, second = (str(Path(path).resolve()) if Path(path).exists() else path for path in paths)
     return first, second

@@ -59,13 +59,13 @@ class ServerClient:
         return self.start(self.answer(method, path, body, seconds=seconds)).result()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs `work` in the thread that makes the calls."""
+        """Runs `work` in the client's thread, which makes the calls."""
         self._calls.add(call := in_loop(work))
         call.add_done_callback(self._calls.discard)
         return call
 
     async def answer(self, method: str, path: str, body: Any = None, *, seconds: float | None) -> Any:
-        """Makes one call from inside that thread, and returns the reply. With None there is no deadline."""
+        """Makes one call, for coroutines in the client's thread, and returns the reply. `seconds=None`: no deadline."""
         async with asyncio.timeout(seconds), self._sent(method, path, body) as reply:
             content = await read(reply, MOST_BYTES)
         is_json = "json" in reply.headers.get("content-type", "")
@@ -102,8 +102,8 @@ class ServerClient:
 
 
 class Server:
-    """The process of a server. It ends with this object, with this process, or with its parent. Its log is kept only
-    after a failure: any end without `close` is one, even with exit code 0."""
+    """The process of a server. It ends with this object or with the process that made this object. Its log is kept only
+    after a failure; every end without `close` is a failure, even with exit code 0."""
 
     def __init__(self, kind: str, command: Sequence[str], environment: Mapping[str, str], port: int) -> None:
         self._kind, self.error = kind, EngineError  # that a failure raises
@@ -141,7 +141,7 @@ class Server:
                 self.client.call("GET", "/health", seconds=HEALTH_SECONDS)
                 return
             time.sleep(TICK_SECONDS)
-        raise self.failure(f"is not well after {why}")
+        raise self.failure(f"does not answer GET /health after {why}")
 
     def failure(self, what: str, change: str = "") -> EngineError:
         """Returns the error of a failed server, with the relevant lines of its log."""

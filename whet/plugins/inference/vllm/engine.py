@@ -87,10 +87,10 @@ class VLLMEngine(ServerEngine):
 
     compile: compiles the model: slower to start, faster to run.
     adapter: samples with the trained adapter on the base weights, instead of merging it and sending all weights.
-    plain: uses only public flags and calls of vLLM, as with every version except the one of `make vllm`. vLLM draws
-        tokens; adapters, on_new_weights=keep, images, penalties, bad words and cuts of the distribution are refused.
-    routed_experts: reports the experts that computed each token of a mixture, so that the trainer uses them too; with
-        plain=true.
+    plain: uses only public flags and calls of vLLM, as with every version except that of `make vllm`. Random numbers
+        are then vLLM's; adapters, on_new_weights=keep, images, penalties, bad words, top_p and the like are refused.
+    routed_experts: reports the experts that computed each token in a mixture of experts, so that the trainer uses the
+        same experts; needs plain=true.
     """
 
     length_option, package, sees = "max_model_len", PACKAGE, (*QWEN, "smolvlm")
@@ -149,7 +149,7 @@ class VLLMEngine(ServerEngine):
 
     @classmethod
     def _plain(cls, options: Mapping[str, Any]) -> Interpreter | None:
-        """Returns the interpreter of an engine in plain mode; None with whet's additions.  Raises: ConfigError."""
+        """Returns the interpreter in plain mode; None if whet's additions to vLLM are used.  Raises: ConfigError."""
         found = cls.environment_of(options)
         is_plain = options["plain"] or found.other is not None
         check_routed(found, options, is_plain)
@@ -378,7 +378,7 @@ def body_of(
 
 
 def _features(media: Sequence[RequestMedia], version: int) -> dict[str, Any]:
-    """Returns the files of media by kind. Features computed by another version of the weights are not used."""
+    """Returns the files of media by kind. Hashes contain `version`: features of other weights are not used again."""
     found: dict[str, dict[str, list[Any]]] = {"mm_hashes": {}, "mm_placeholders": {}, "kwargs_data": {}}
     for each in media:
         run = {"offset": each.places[0], "length": each.places[-1] + 1 - each.places[0]}
@@ -388,7 +388,7 @@ def _features(media: Sequence[RequestMedia], version: int) -> dict[str, Any]:
 
 
 def completion_of(answer: Any, request: Request, version: int | None = None) -> Completion:
-    """Converts a server's reply to a completion; in plain mode its weights are of `version`.  Raises: EngineError."""
+    """Converts a server's reply to a completion; `version`: of the weights in plain mode.  Raises: EngineError."""
     [choice] = answer["choices"]
     if version is not None:
         choice = _told_in_plain_mode(choice, request, version)
@@ -408,7 +408,7 @@ def completion_of(answer: Any, request: Request, version: int | None = None) -> 
 
 
 def _told_in_plain_mode(choice: Any, request: Request, version: int) -> Any:
-    """Adds facts to the choice that older vLLM versions leave out: a stop string, the reason of an aborted stream."""
+    """Adds fields that vLLM leaves out in plain mode: versions, a stop string, the reason of an aborted stream."""
     tokens, stops, reason = choice.get("token_ids") or (), request.params.stop, choice.get("finish_reason") or "abort"
     spans = [{"version": version, "start": 0, "end": len(tokens)}] if tokens else []
     stop = choice.get("stop_reason", stops[0] if stops and reason == "stop" else None)
@@ -416,7 +416,7 @@ def _told_in_plain_mode(choice: Any, request: Request, version: int) -> Any:
 
 
 def likeliest_of(content: Sequence[Any], request: Request) -> tuple[Likeliest, ...]:
-    """Returns the most probable tokens at each token, if requested. vLLM lists them after the sampled token."""
+    """Returns the most probable tokens at each position, if requested. vLLM lists them after the sampled token."""
     if not (count := request.params.num_likeliest):
         return ()
     pairs = [[(_token_id(each), each["logprob"]) for each in place["top_logprobs"]] for place in content]
@@ -429,7 +429,7 @@ def _token_id(told: Any) -> int:
 
 
 def versions_of(spans: Sequence[Any]) -> Versions:
-    """Returns runs of (version, tokens) from the server's spans. It names weights that it loaded itself "default"."""
+    """Converts the server's spans to (version, number of tokens). "default" are the weights that it loaded itself."""
     return tuple(
         (FIRST_VERSION if span["version"] == "default" else int(span["version"]), span["end"] - span["start"])
         for span in spans
@@ -437,7 +437,7 @@ def versions_of(spans: Sequence[Any]) -> Versions:
 
 
 def versions_at(known: Versions, version: int, start: int, end: int) -> Versions:
-    """Returns runs of the tokens from `start` to `end`: the first have the `known` versions, later ones `version`."""
+    """Returns (version, number of tokens) for tokens `start` to `end`: `known` versions first, then `version`."""
     each = [known_version for known_version, count in known for _ in range(count)]
     each += [version] * (end - len(each))
     return tuple((run, len(list(same))) for run, same in groupby(each[start:end]))
