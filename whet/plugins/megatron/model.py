@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds a stage of Megatron-Core's GPTModel from a transformers config, and computes its outputs for sampled tokens.
 
-The layers are Megatron-Core's local ones, but with whet's attention over packed rows."""
+The layers are Megatron-Core's own, without TransformerEngine, but with whet's attention over packed rows."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class PackedAttention(nn.Module):
 
 
 class Norm(nn.RMSNorm):
-    """torch's norm, with its gradient summed over ranks. Megatron-Core's local norm does not allow split tokens."""
+    """torch's RMSNorm, with gradients summed over ranks. Megatron-Core's local norm does not support split tokens."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -88,7 +88,7 @@ class Norm(nn.RMSNorm):
 
 
 class MegatronStage(core.GPTModel):  # type: ignore[misc]
-    """A pipeline stage: some of the layers. It returns hidden states; a `head` replaces the output layer."""
+    """A pipeline stage: some of the layers. It returns hidden states. A `head` for scores replaces the output layer."""
 
     head: nn.Linear | None
     pad_token_id: int | None
@@ -112,9 +112,9 @@ def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype
     for name, size, count, what in (
         ("tensor", sizes.tensor, groups, "key-value heads"),
         ("tensor", sizes.tensor, model.vocab_size, "rows of the vocabulary"),
-        ("tensor", sizes.tensor, width, "inner numbers of an MLP"),
+        ("tensor", sizes.tensor, width, "inner dimensions of an MLP"),
         ("expert", sizes.expert, experts or 1, "experts"),
-        ("pipeline", stages, model.num_hidden_layers, "layers, with virtual"),
+        ("pipeline", stages, model.num_hidden_layers, "layers (the size is pipeline x virtual)"),
     ):
         if count % size:
             raise ConfigError(f"engine.options.{name}", size, f"a divisor of the model's {count} {what}", "lower it")
@@ -203,8 +203,8 @@ def pack(body: PreTrainedModel, where: Layout, size: int, ranks: MeshGroups) -> 
 
 
 def in_halves(where: Layout, sizes: Sizes, size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the token order of Megatron-Core's context parallelism. Each row is padded and cut into 2 `context`
-    chunks. First come rank 0's, of each row the first and the last; then rank 1's, the second and the second last.
+    """Returns the token order of Megatron-Core's context parallelism. Each row is padded and cut into 2 x `context`
+    chunks. The chunks of rank 0 come first (a row's first and last), then those of rank 1 (its second and second last).
 
     Returns: places [T] of the tokens; starts [rows + 1] of the padded rows, the last one extended to `size`."""
     ranks, step = sizes.context, 2 * sizes.context * sizes.tensor

@@ -64,12 +64,12 @@ class Rule:
 
     @property
     def _blocks(self) -> int:
-        """The number of blocks that are split over ranks separately: gate and up are two."""
+        """The number of blocks that are split over ranks separately: gate and up are two, grouped heads are one."""
         return len(self.names) if not self.groups else 1
 
 
 def rule_of(name: str, config: Any, layers_before: int = 0, experts_before: int = 0) -> Rule:
-    """Returns a parameter's rule. Its stage starts at layer `layers_before`, with expert `experts_before`."""
+    """Returns the rule of a parameter, whose stage starts at `layers_before` and whose rank at `experts_before`."""
     outside = {
         "embedding.word_embeddings.weight": Rule(("embed_tokens.weight",), 0),
         "output_layer.weight": Rule(("embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight",), 0),
