@@ -210,7 +210,7 @@ class Outline:
 
     @property
     def kept(self) -> Kept:
-        """The numbers of activations that a pass keeps: fewer if layers are compiled."""
+        """The numbers of activations that a pass keeps for each token: fewer if layers are compiled."""
         role, dtype = self.role, self.role.forward.dtype
         compiles = self.device_type != "cpu" and is_compiled(role.engine.name, role.engine.options)
         is_known = fits_one_call(self.config, dtype) and not self.experts[0]
@@ -303,7 +303,7 @@ class Outline:
 
 @contextmanager
 def _attention_of(device_type: str) -> Iterator[None]:
-    """Makes attention use the fused kernel for rows of any length, as an accelerator does, if the plan is for one."""
+    """Makes attention in its block use the fused kernel for all rows, if `device_type` is not the CPU."""
     before = attention.SHORT
     attention.SHORT = before if device_type == "cpu" else 0
     try:
@@ -343,7 +343,7 @@ def tokens_of(rows: Sequence[RowLength], forward: ForwardSettings) -> int:
 
 
 def columns(rows: Sequence[RowLength]) -> dict[str, torch.Tensor]:
-    """Makes the columns of a batch with these lengths. Each prompt consists of a token id of its own."""
+    """Makes the columns of a batch with these lengths. All tokens of a prompt have its number as token id."""
     prompt_width, width = max(row.prompt_tokens for row in rows), max(row.response_tokens for row in rows)
     prompts = torch.tensor([row.prompt_tokens for row in rows])[:, None]
     responses = torch.tensor([row.response_tokens for row in rows])[:, None]
