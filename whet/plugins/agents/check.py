@@ -32,7 +32,7 @@ from whet.registry import ENVIRONMENTS
 from whet.types import Failure, Media, Prompt
 
 SHOWN = 50  # characters of an answer or a message
-NUM_SEEDS = 8  # that "another seed" compares
+NUM_SEEDS = 8  # seeds that the check "another seed" compares
 SPEED_SECONDS = 0.3
 START_SECONDS = 120.0  # to load the environment
 MAX_MEDIA_BYTES = 16 * 2**20  # of the images and videos of an observation
@@ -40,7 +40,7 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 Found = dict[str, Any]  # what a probe returns
 Make = Callable[[Prompt], Environment]  # makes the environment of an episode
 Probe = Callable[..., Coroutine[object, None, Found]]  # gets a function that makes the environment, and the plan
-Parts = dict[str, str]  # what an observation says, by the names of its fields
+Parts = dict[str, str]  # the fields of an observation as texts, by name
 WORDS = ("Up", "Down", "Left", "Right", "1", "1+1")
 ORDINARY = (*"udlr012", "yes", "select(0)", "<calc>1+1</calc>", *(f"<answer>{word}</answer>" for word in WORDS))
 STRANGE: Mapping[str, str] = {
@@ -142,7 +142,7 @@ class _EnvironmentCheck:
         yield self._of("starts", faults, turns if alone["rewards"] else "reset returns")
         if "starts" in faults:
             return
-        if not alone["rewards"]:  # what reset gave cannot be used
+        if not alone["rewards"]:  # reset returned an unusable observation
             yield from (EnvironmentFinding(name, False, what) for name, what in faults.items())
             return
         yield EnvironmentFinding("deadline", True, f"an episode took {alone['seconds']:.2g} s")

@@ -141,14 +141,14 @@ def _tell(folder: Path, messages: Sequence[Message], media: Sequence[Media], bef
                 _tell_picture(folder, left.pop(0))
             else:
                 typer.echo(f"[{part.get('type', 'a part without a type')}]")
-    for each in left:  # of placeholders within a text
+    for each in left:  # media of placeholders within a text
         _tell_picture(folder, each)
 
 
 def _tell_picture(folder: Path, media: Media) -> None:
     from whet.data.media import has_pixels, images
 
-    if not has_pixels(media):  # a film, whose frames nobody has chosen
+    if not has_pixels(media):  # a video file without a choice of frames
         typer.echo(f"[{media.kind}{f' {media.source}' if isinstance(media.source, str) else ''}]")
         return
     for image in images(media):

@@ -98,7 +98,7 @@ class MegatronEngine(Engine):
                     grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
                 )
                 self.wrapped = [core.DistributedDataParallel(own, buffers, stage) for stage in self.stages]
-                self.optimizer = cast(Any, Steps(self, distributed_optimizer, dtype))  # has what the base calls
+                self.optimizer = cast(Any, Steps(self, distributed_optimizer, dtype))  # has the methods that are called
             else:
                 for stage in self.stages:
                     stage.requires_grad_(False)
@@ -168,7 +168,7 @@ class MegatronEngine(Engine):
             loss = self._loss_of(found, parts[number] if passes[number] else None, objective, counts, metrics)
             if passes[number]:
                 total.add_(loss.detach())
-            return loss, torch.zeros((), dtype=torch.int), {}  # none of the tokens to divide by
+            return loss, torch.zeros((), dtype=torch.int), {}  # no tokens to divide by
 
         def forward(numbers: Iterator[int], stage: Any) -> tuple[torch.Tensor, Any]:
             number = next(numbers)

@@ -60,7 +60,7 @@ class PackedAttention(nn.Module):
 
     def __init__(self, config: Any, **settings: Any) -> None:
         super().__init__()
-        # No submodule: it has no weights, and a state is that of a mesh without it.
+        # In vars, not as a submodule: it has no weights, and a state must not depend on the mesh.
         vars(self)["inner"] = None
         if config.context_parallel_size > 1:
             vars(self)["inner"] = core.transformer_engine.TEDotProductAttention(config, **settings)
@@ -143,7 +143,7 @@ def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype
         expert_model_parallel_size=sizes.expert,
         expert_tensor_parallel_size=sizes.expert_tensor,
         sequence_parallel=sizes.tensor > 1,
-        # With both, interleaved stages get gradients of other micro-batches, without an error.
+        # With both settings, interleaved stages get gradients of other micro-batches, without an error.
         batch_p2p_comm=sizes.virtual == 1,
         overlap_p2p_comm=sizes.virtual > 1,
         **FIXED,
@@ -171,7 +171,7 @@ def stage_of(config: Any, model: Any, part: int, role: RoleSettings) -> Megatron
         pre_process=core.parallel_state.is_pipeline_first_stage(**ends),
         post_process=is_last,
         share_embeddings_and_output_weights=model.tie_word_embeddings and not has_head,
-        position_embedding_type="none",  # attention turns queries and keys
+        position_embedding_type="none",  # PackedAttention applies rotary positions
         vp_stage=part if virtual else None,
     )
     made.head, made.pad_token_id = None, model.pad_token_id
@@ -236,6 +236,6 @@ def outputs_of(
         return {name: at.to_columns(stage.head(states).squeeze(-1).float()) for name in needs}
     is_tied = stage.share_embeddings_and_output_weights
     weight = stage.shared_embedding_or_output_weight() if is_tied else stage.output_layer.weight
-    # Along the rows of the vocabulary: each rank has tokens of its own, and gets the gradient of its rows from all.
+    # All rows of the vocabulary: each rank has its own tokens, and gets the gradient of its rows from all ranks.
     whole = core.gather_from_sequence_parallel_region(weight)
     return statistics_of(states, whole, None, at, needs, settings, heat)

@@ -18,11 +18,11 @@ from whet.errors import ConfigError
 class Sizes:
     """The sizes of the mesh: the number of parts in each dimension."""
 
-    tensor: int = 1  # of a layer's heads and inner numbers
-    pipeline: int = 1  # of the layers, one after another
-    virtual: int = 1  # of a rank's layers, interleaved with those of other ranks
-    expert: int = 1  # of the experts
-    context: int = 1  # of a row's tokens
+    tensor: int = 1  # parts of a layer's heads and inner dimension
+    pipeline: int = 1  # parts of the layers, one after another
+    virtual: int = 1  # parts of a rank's layers, interleaved with parts of other ranks
+    expert: int = 1  # parts of the experts
+    context: int = 1  # parts of a row's tokens
     context_by: str = "transformer_engine"
 
     @property

@@ -19,12 +19,12 @@ from whet.planning.units import size
 from whet.registry import ADV_ESTIMATORS, ENGINES, ROLLOUT_ENGINES
 
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # instructions with which `dtype: auto` is bfloat16 on processors
-# GiB of the accelerators that are named by so many GB: less, by their own accounting and error correction.
+# Usable GiB of accelerators by nominal GB: fewer, because of units, reserved memory and error correction.
 CARDS = {24: 22, 48: 44, 80: 78, 141: 139, 180: 178}
 MOMENTS = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.03}  # bytes of AdamW's two moments, of a weight
 
-# Of an accelerator a micro-batch without a size that is set fills up this share, with all else in it; a layer's largest
-# tensor of so many tokens has 32-bit indices up to models of 70B; sizes differ by whole steps.
+# For micro-batches without a configured size: the share of an accelerator that all tensors fill together; the most
+# tokens (a layer's largest tensor has 32-bit indices up to models of 70B); the step between two sizes.
 FILLED, MOST_TOKENS, TOKEN_STEP = 0.75, 32_768, 512
 
 
@@ -131,7 +131,7 @@ def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: boo
     )
     lora, held, update = config.model.lora.rank, 0.0, 0.0
     item = 2 if narrow else 4
-    beside, kinds = dict[str, float](), dict[str, Kept]()  # of each trained role: bytes of an update but activations
+    beside, kinds = dict[str, float](), dict[str, Kept]()  # by trained role: bytes of an update without activations
     meshes = {each: mesh_of(config, each) for each in _roles(config) if config.cluster.pool_of(each) == pool}
     for role, mesh in meshes.items():
         own, _ = section_of(config, role)

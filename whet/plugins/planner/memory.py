@@ -32,7 +32,7 @@ PROCESS_BYTES, HEAP, HEAP_WITH_SAMPLING = 110 * 2**20, 1.05, 1.25
 DEVICE_PROCESS_BYTES = 2 * 2**30  # of an accelerator's libraries on the host (not measured yet)
 CACHE = "rollout: KV cache"
 _OUTLINES = WeakKeyDictionary[Setup, dict[str, Outline]]()
-MARGIN = 1.2  # formulas of activations are within a fifth of traced plans
+MARGIN = 1.2  # formulas of activations are within 20 % of traced plans
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _at_rest(setup: Setup, pool: str) -> tuple[_Kept, RolloutBytes | None]:
         _keep_role(kept, setup, name, model, away=("rollout",) if turns and setup.device is not None else ())
     if isinstance(config, TrainConfig) and config.rollout.engine.options.get("weight_delta") is True:
         size = outlines_of(setup)["actor"].num_weights * ITEM_BYTES[config.rollout.dtype]
-        if samples or "actor" in outlines:  # of the actor's ranks one on each node sends
+        if samples or "actor" in outlines:  # one of the actor's ranks on each node sends
             ranks = Counter(slot.node for slot in cluster.slots() if slot.pool.name == pool)
             parts = 1 if samples else min(ranks.values())
             kept.keep("weights of the last version", size // parts, phases, on_host=True)

@@ -159,7 +159,7 @@ class Outline:
         if self.encoders is None:
             return 0.0
         shares = self.role.forward.packing and self.role.forward.share_prompts
-        # An example is one token and its response: what it has of media is in both.
+        # An example has one token as its prompt here: its media may be in all its tokens.
         lengths = [(row.prompt, row.prompt_tokens if row.prompt_tokens > 1 else row.tokens) for row in rows]
         prompts = list(dict(lengths).values()) if shares else [length for _, length in lengths]
         return self.media_share * sum(prompts) * self.patches_per_token
@@ -294,7 +294,7 @@ class Outline:
             shapes = {k: self._mode.from_tensor(v) for k, v in tensors.items() if isinstance(v, torch.Tensor)}
             return replace(grid, **shapes)
 
-        # Masks are made of shapes, and only where attention reads them: of a row of 1M tokens one has 1 TiB.
+        # Masks are built without values, and only if attention reads them: one for a row of 1M tokens has 1 TiB.
         laid_out: Layout = replace(shapes_of(where), bunches=tuple(map(shapes_of, where.bunches)))
         if self.role.is_reward_model:
             vars(laid_out)["sampled_by_row"] = self._mode.from_tensor(where.sampled_by_row)

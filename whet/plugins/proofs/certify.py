@@ -146,7 +146,7 @@ def kl_error(form: str, world: World = World(), *, staleness: float = 0.0) -> fl
     """Returns |g - t| / |t| for a loss that is only a KL of this `form`. t is the gradient of each state's KL, weighted
     by fixed visit probabilities. `staleness`: noise between the logits of the sampling and the updated policy."""
     step = CertifiedStep.of(plain(kl=KLConfig(where="loss", form=form, coef=1.0)), world, SUMS)
-    mean, _ = step.expected_gradient(1, staleness, 0.0)  # in a group of one RLOO is 0
+    mean, _ = step.expected_gradient(1, staleness, 0.0)  # in a group of one RLOO's advantage is 0
     now = world.table(1).requires_grad_()
     log_pi, log_ref = now.log_softmax(-1), world.table(4).log_softmax(-1)
     by_state = (log_pi.exp() * (log_pi - log_ref)).sum(-1)
@@ -199,7 +199,7 @@ class CertifiedStep:
         weights = torch.tensor([multiplicity(group) for group in groups], dtype=torch.float64)
         weights = weights * self.world.log_probs(sampler).sum(-1).exp()[torch.tensor(groups)].prod(-1)
         settings = self.config.algorithm.filter
-        if settings.name is not None:  # what is left out is sampled again
+        if settings.name is not None:  # groups that it drops are sampled again
             weights = weights * torch.tensor([self.is_kept(group) for group in groups])
             extra = FILTERS[settings.name].resolve_options(settings.options, "algorithm.filter.options").get("extra", 0)
             durations = self.world.mask.sum(-1)[torch.tensor(groups)].amax(-1)
@@ -220,7 +220,7 @@ class CertifiedStep:
     def loss(self, group: Sequence[int], columns: Columns, outputs: Columns) -> Tensor:
         """Returns the loss of a step on one group; selects its rows from the columns and outputs of all responses."""
         rows, metrics = torch.tensor(group), Metrics()
-        shaper = Shaper(self.config)  # afresh: no group knows of another
+        shaper = Shaper(self.config)  # a new one for each group, without state
         uid = torch.zeros(len(group), dtype=torch.int64)
         batch = Batch.of({**{name: column[rows] for name, column in columns.items()}, "uid": uid})
         batch = shaper.rewards(batch, metrics)
@@ -324,7 +324,7 @@ def multiplicity(group: Sequence[int]) -> int:
 # ---- the table
 
 STALENESS, GAP = 0.3, 0.3
-BATCH = 4  # groups of a batch, of which a filter with an option `extra` begins more
+BATCH = 4  # groups of a batch; a filter with an option `extra` starts more
 KL_LOSS = "KL in the loss"
 SUMS = "seq-mean-token-sum"
 
@@ -356,9 +356,9 @@ def rows() -> list[Certified]:
     found.append(Certified(WEIGHTS.kind, "none", plain(), gap=GAP))
     seen = list[AlgorithmConfig]()
     for name in shipped_recipes():
-        if not name.endswith(("_sft", "_eval")):  # of other commands
+        if not name.endswith(("_sft", "_eval")):  # recipes of other commands
             algorithm = load_config(TrainConfig, name, checked=False).config.algorithm
-            if algorithm not in seen:  # or it is one of these on more processes
+            if algorithm not in seen:  # else the recipe differs in other sections only
                 found.append(Certified("recipe", name, algorithm, mode=None))
             seen.append(algorithm)
     return found
@@ -369,7 +369,7 @@ def rows_of(entry: Entry) -> list[Certified]:
     kind, name, exact = entry.kind, entry.name, bool(entry.marks.get("unbiased"))
     if kind == KL_FORMS.kind:
         terms = [KLConfig(where=where, form=name, coef=0.5) for where in ("reward", "loss")]
-        exact = name.startswith("k1")  # in the reward
+        exact = name.startswith("k1")  # exact in the reward only
         return [Certified(f"KL in the {kl.where}", name, plain(kl=kl), exact and kl.where == "reward") for kl in terms]
     if entry.alias_of is not None:
         return []

@@ -20,10 +20,10 @@ INTERPRETERS = ("python", "ipython", "code_interpreter")  # names of a tool that
 _THOUGHTS = re.compile(
     r"(?s).*(?:</think>|\[/THINK\]|<think>.*|\[THINK\].*|<\|channel\|>analysis(?:(?!<\|channel\|>).)*)"
 )
-MAX_BROKEN = 100  # places in a text at which JSON may break off before no more is looked for
+MAX_BROKEN = 100  # places at which JSON may break off; then the search in a text ends
 _ARGUMENTS = {"arguments", "parameters"}
 _BROKEN = re.compile(r"""\{\s*["'](?:type|id|name|function|arguments|parameters)["']\s*:""")
-_PARAMETER = r"<parameter=([^>\n]+)>((?:(?!<parameter=).)*?)</parameter>"  # one begins behind the end of another
+_PARAMETER = r"<parameter=([^>\n]+)>((?:(?!<parameter=).)*?)</parameter>"  # no parameter begins inside another
 _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
@@ -60,7 +60,7 @@ def hermes(text: str, schemas: Schemas) -> Iterator[str | Call]:
 @register_tool_parser(
     "llama3_json",
     begin=("<|python_tag|>",),
-    begin_patterns=(r'(?:^|(?<=\n)|;)[^\S\n]*(?:\{\s*(?:"|\Z)|\Z)',),  # also what may become such
+    begin_patterns=(r'(?:^|(?<=\n)|;)[^\S\n]*(?:\{\s*(?:"|\Z)|\Z)',),  # also the beginning of a call
     opening=('{"name": "', '", "parameters":'),
 )
 def llama3_json(text: str, schemas: Schemas) -> Iterator[str | Call]:
@@ -141,7 +141,7 @@ def gpt_oss(text: str, schemas: Schemas) -> Iterator[str | Call]:
     for part in re.split(r"(?<=<\|call\|>)|(?<=<\|end\|>)|(?=<\|start\|>)", text):
         head, tag, body = part.partition("<|message|>")
         to = re.search(r"\bto=(?:functions\.)?([\w.-]+)", head)
-        if to is None or to[1] == "assistant" or "<|" not in part:  # to the assistant goes a result
+        if to is None or to[1] == "assistant" or "<|" not in part:  # messages to the assistant are results
             if part:
                 yield part
             continue

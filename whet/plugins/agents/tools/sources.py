@@ -226,7 +226,7 @@ def schema_of(function: Callable[..., Any], name: str, where: str) -> tuple[Tool
         strict = ConfigDict(extra="forbid", allow_inf_nan=False)
         model: type[BaseModel] = create_model(name, __config__=strict, **fields)
         parameters = _without_titles(model.model_json_schema())
-        parameters.pop("additionalProperties", None)  # the check says so, where a model gives more
+        parameters.pop("additionalProperties", None)  # the check of arguments reports extra ones
     except Exception as error:  # pydantic's errors of unsupported types have several classes
         found = f"a parameter has a type without a JSON schema ({str(error).splitlines()[0]})"
         raise ConfigError(place, found, "str, int, float, bool, list, dict, Literal or a pydantic model") from error

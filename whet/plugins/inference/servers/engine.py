@@ -36,11 +36,11 @@ from whet.rollout.requirements import Decoding, RolloutBytes
 from whet.types import Failure, Media
 
 FIRST_VERSION = 0  # of the weights that the server itself loaded
-TICK_SECONDS = 0.2  # between two looks at the server while events are waited for
+TICK_SECONDS = 0.2  # between two checks of the server while `poll` waits for events
 ABORT_SECONDS = 0.2  # after which an abort is repeated: the request may have been on its way
-POLL_SECONDS = 0.002  # between two looks at answers that are on their way
-SENDS = 3  # of a request whose connection broke while the server is well
-UNREADABLE = (ValueError, KeyError, TypeError)  # answers of another form
+POLL_SECONDS = 0.002  # between two checks for replies that are on their way
+SENDS = 3  # attempts for a request whose connection breaks while the server is well
+UNREADABLE = (ValueError, KeyError, TypeError)  # errors from replies of an unexpected form
 
 
 class ServerEngine(ServerWords):
@@ -48,7 +48,7 @@ class ServerEngine(ServerWords):
 
     A subclass passes its options to `__init__`, then the server's arguments to `launch`."""
 
-    length_option: ClassVar[str]  # its name for the longest sequence
+    length_option: ClassVar[str]  # the server's option for the longest sequence
     package: ClassVar[Package]
     sees: ClassVar[Sees] = QWEN
     server: Server
@@ -78,7 +78,7 @@ class ServerEngine(ServerWords):
         self.vocab_size, self.positions = int(whole.config.get_text_config().vocab_size), num_positions(whole.config)
         self._live = Ledger[Live]()
         self._ended: queue.SimpleQueue[tuple[Live | None, Event]] = queue.SimpleQueue()
-        self._most = max_batch_size + max_batch_size // 4  # requests in the server, so that it need not wait
+        self._most = max_batch_size + max_batch_size // 4  # requests in the server: some wait there, ready to run
         self._names, self._paused, self._is_ready = 0, False, False
         self._coming: int | None = None  # the version that is being loaded, or whose load broke off
         self._seen = (-1, 0.0)  # tokens of unfinished requests, and when that number last changed
@@ -148,7 +148,7 @@ class ServerEngine(ServerWords):
         longest = max(decoding.lengths.prompts)
         in_memory = not (options.get("adapter") or options["weights_dir"])
         is_whole_file, is_kept = options["weight_transfer"] == "file", bool(options["restarts"])
-        copies = in_memory * (is_kept + (is_whole_file or is_kept))  # old ones until the new ones are there
+        copies = in_memory * (is_kept + (is_whole_file or is_kept))  # old weights until the new ones have arrived
         return RolloutBytes(cache, cache, True, rows, longest, smaller, copies)
 
     # -- the contract of rollout engines
@@ -230,7 +230,7 @@ class ServerEngine(ServerWords):
             parts = in_parts(coming, self.num_devices, self.weights_dir)
             self.unless_lost(lambda: self._send(parts, version))
         for _ in coming:
-            pass  # into the file, or what a lost server did not take: the sender waits until all are read
+            pass  # writes the file, or skips weights that a lost server did not read: the sender waits for all
         if is_file:
             self.unless_lost(self._send_kept)
         self.version = version
@@ -265,7 +265,7 @@ class ServerEngine(ServerWords):
     @contextmanager
     def between_two_steps(self, version: int) -> Iterator[None]:
         """Pauses sampling while the `with` block loads weights.  Raises: WeightSyncError if the server refuses them."""
-        is_held = self._paused or self._coming is not None  # nothing can end in a pause
+        is_held = self._paused or self._coming is not None  # no request can end in a pause
         handling = "recompute" if is_held else self.on_new_weights
         if handling in ("wait", "abort"):
             self.open(False)

