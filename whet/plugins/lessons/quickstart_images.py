@@ -88,7 +88,7 @@ def draw_page(path: Path, answers: Sequence[tuple[Record, Record, Record]], ques
 
 
 def side_by_side(row: Record) -> Image.Image:
-    """Joins the images of a row, or the frames of its video, at most four side by side; they have the same size."""
+    """Joins the images of a row, or the frames of its video, all of one size, at most four side by side."""
     pictures = [Image.open(path).convert("RGB") for path in _files(row)]
     (width, height), columns = pictures[0].size, min(4, len(pictures))
     lines = -(-len(pictures) // columns)

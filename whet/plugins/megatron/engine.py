@@ -105,7 +105,8 @@ class MegatronEngine(Engine):
 
     @classmethod
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
-        """Returns how the layers and heads are divided over the processes; copies of the model read other rows."""
+        """Returns how the layers and heads are divided over the processes; each copy of the model reads its own
+        rows."""
         parts, context = options["tensor"] * options["pipeline"], options["context"]
         return Spread(parts, row_ranks=parts * context, token_shares=context)
 
@@ -125,7 +126,7 @@ class MegatronEngine(Engine):
             checkpoint.save_weights(path, self.named_weights())
 
     def load(self, path: Path) -> dict[str, Any] | None:
-        """Restores a state written with any mesh.  Returns its `start`."""
+        """Restores a state that `save` wrote with any mesh.  Returns the `start` in it."""
         with self.ranks.used():
             state = checkpoint.load(path, self.stages, self.optimizer)
         self._load_progress(state)
@@ -149,7 +150,7 @@ class MegatronEngine(Engine):
         return self.ranks.used()
 
     def passes(self, columns: Columns, block: int | str) -> list[list[int]]:
-        """Returns the rows of each forward pass. All ranks make as many passes, to exchange tokens with experts."""
+        """Returns the rows of each forward pass. All ranks make the same number, to exchange tokens with experts."""
         if ROUTED in columns:
             raise EngineError(ROUTED, "the rollout's experts", "none: megatron replays none", "set engine.name to fsdp")
         return self._evened(super().passes(columns, block), step=self.sizes.pipeline if self.sizes.virtual > 1 else 1)

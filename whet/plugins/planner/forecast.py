@@ -104,7 +104,7 @@ class Forecast:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of the whole run; None if the data cannot be read."""
+        """Seconds of the whole run; None if the data cannot be read, or if the speed is unknown."""
         step, counts = self.step_seconds, self.counts
         if step is None or counts is None:
             return None

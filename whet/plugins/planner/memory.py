@@ -156,7 +156,7 @@ def plan_memory(setup: Setup, pool: str | None = None) -> Memory:
 
 
 def _at_rest(setup: Setup, pool: str) -> tuple[_Kept, RolloutBytes | None]:
-    """Counts a process of a pool by phase, without model passes.  Returns the bytes, and the rollout engine's plan."""
+    """Counts the bytes of a pool's process by phase, without model passes.  Returns them, and the rollout's plan."""
     config, cluster = setup.config, setup.config.cluster
     outlines = {name: each for name, each in outlines_of(setup).items() if cluster.pool_of(name) == pool}
     samples = isinstance(config, TrainConfig) and cluster.pool_of("rollout") == pool

@@ -239,7 +239,7 @@ def _json_call(text: str, body: str, key: str) -> Call:
 
 
 def _calls_of(values: Sequence[object], text: str, key: str) -> list[Call]:
-    """Converts the values of a list to calls. The first call carries the text of all of them."""
+    """Converts the values of a list to calls. The first call has the text of the whole list."""
     return [_call_of(each, text if number == 0 else "", key) for number, each in enumerate(values)]
 
 

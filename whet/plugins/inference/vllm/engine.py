@@ -82,8 +82,8 @@ log = logging.getLogger(__name__)
 
 @register_rollout("vllm", shares="whet.plugins.inference.servers.options:ServerOptions")
 class VLLMEngine(ServerEngine):
-    """vLLM in a server process with its own environment (`make vllm`); float32 requests give the same tokens in any
-    batch.
+    """Samples with vLLM, in a server process with its own environment (`make vllm`). float32 requests give the same
+    tokens in any batch.
 
     compile: compiles the model: slower to start, faster to run.
     adapter: samples with the trained adapter on the base weights, instead of merging it and sending all weights.

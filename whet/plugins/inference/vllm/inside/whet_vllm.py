@@ -150,7 +150,7 @@ class KeyedSampler(Sampler):
 
 
 def _draw(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Draws for each row the first token whose cumulative probability exceeds its number.   [S, V], [S] -> [S]"""
+    """Draws for each row the first token whose cumulative probability exceeds the row's number. [S, V], [S] -> [S]"""
     probs = logits.softmax(-1)
     cumulated = probs.cumsum(-1)
     tokens = torch.searchsorted(cumulated, numbers[:, None] * cumulated[:, -1:], right=True).squeeze(1)
