@@ -105,8 +105,7 @@ class MegatronEngine(Engine):
 
     @classmethod
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
-        """Returns how the layers and heads are divided over the processes; each copy of the model reads its own
-        rows."""
+        """Returns how layers and heads are divided over the processes. Each copy of the model reads other rows."""
         parts, context = options["tensor"] * options["pipeline"], options["context"]
         return Spread(parts, row_ranks=parts * context, token_shares=context)
 

@@ -69,8 +69,7 @@ class Rule:
 
 
 def rule_of(name: str, config: Any, layers_before: int = 0, experts_before: int = 0) -> Rule:
-    """Returns the rule of a parameter. Its stage starts at layer `layers_before`, its rank at expert
-    `experts_before`."""
+    """Returns a parameter's rule. Its stage starts at layer `layers_before`, its rank at expert `experts_before`."""
     outside = {
         "embedding.word_embeddings.weight": Rule(("embed_tokens.weight",), 0),
         "output_layer.weight": Rule(("embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight",), 0),
