@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`whet env check`: plays an environment in separate processes and looks for faults. Each call has a deadline.
 
-Probes run in child processes (`prepare`); this process evaluates their results. The children come from two templates
-with different hash seeds, which reveals results that depend on the order of a set or on a hash."""
+A probe is a function that runs in a child process; this process evaluates its result. The children are forked from two
+template processes (`prepare`) with different hash seeds, so results that depend on a hash or a set's order differ."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from whet.registry import ENVIRONMENTS
 from whet.types import Failure, Media, Prompt
 
 SHOWN = 50  # characters of an answer or a message
-NUM_SEEDS = 8  # that "another seed" compares
+NUM_SEEDS = 8  # seeds that the check "another seed" compares
 SPEED_SECONDS = 0.3
 START_SECONDS = 120.0  # to load the environment
 MAX_MEDIA_BYTES = 16 * 2**20  # of the images and videos of an observation
@@ -40,7 +40,7 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 Found = dict[str, Any]  # what a probe returns
 Make = Callable[[Prompt], Environment]  # makes the environment of an episode
 Probe = Callable[..., Coroutine[object, None, Found]]  # gets a function that makes the environment, and the plan
-Parts = dict[str, str]  # what an observation says, by the names of its fields
+Parts = dict[str, str]  # the fields of an observation as texts, by name
 WORDS = ("Up", "Down", "Left", "Right", "1", "1+1")
 ORDINARY = (*"udlr012", "yes", "select(0)", "<calc>1+1</calc>", *(f"<answer>{word}</answer>" for word in WORDS))
 STRANGE: Mapping[str, str] = {
@@ -51,7 +51,7 @@ STRANGE: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class EnvironmentFinding:
-    """A check, its result (None: the check does not apply), and the reason."""
+    """The result of one check: its name, `is_ok` (None: the check does not apply), and `what`, the text to print."""
 
     name: str
     is_ok: bool | None
@@ -60,7 +60,7 @@ class EnvironmentFinding:
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings of a check. It plays `answers` if given, else the environment's `choices()`, else general ones."""
+    """The settings of a check. It plays `answers`, else the environment's `choices()`, else built-in answers."""
 
     prompt: Prompt
     answers: Sequence[str] = ()
@@ -92,7 +92,7 @@ def check(environment: str, options: Mapping[str, object], plan: Plan) -> Iterat
 
 
 class _Children:
-    """Child processes of one template. `ask` runs a probe, a function of this module, in a new or a kept child."""
+    """Child processes of one template. `ask` runs a probe, a function of this module, in a new child or in `child`."""
 
     def __init__(self, code: bytes, plan: Plan) -> None:
         self._children = Children("whet.plugins.agents.check:prepare", pickle.dumps((code, plan)), replies=(dict,))
@@ -106,7 +106,7 @@ class _Children:
         self._children.close()
 
     def ask(self, probe: Probe, *arguments: object, child: Callee | None = None, seconds: float | None = None) -> Found:
-        """Runs a probe and returns its result. If the process ended without one, the field `ended` has the reason."""
+        """Runs a probe and returns its result. Without a reply, the result is the reason in the field `ended`."""
         used, seconds = child or self._children.start(), seconds or self._seconds
         self._children.call(used, None, pickle.dumps((probe, arguments)), seconds)
         while True:
@@ -129,7 +129,7 @@ class _EnvironmentCheck:
         self.plan, self.first, self.second = plan, first, second
 
     def run(self) -> Iterator[EnvironmentFinding]:
-        """Yields the results of all checks. They end early if the environment does not finish an episode."""
+        """Yields the result of each check. Stops early if the first episode fails to start, crashes or hangs."""
         seed = self.plan.seed
         alone = self.first.ask(_play, [seed])
         if "ended" in alone:
@@ -142,7 +142,7 @@ class _EnvironmentCheck:
         yield self._of("starts", faults, turns if alone["rewards"] else "reset returns")
         if "starts" in faults:
             return
-        if not alone["rewards"]:  # what reset gave cannot be used
+        if not alone["rewards"]:  # reset returned an unusable observation
             yield from (EnvironmentFinding(name, False, what) for name, what in faults.items())
             return
         yield EnvironmentFinding("deadline", True, f"an episode took {alone['seconds']:.2g} s")
@@ -212,7 +212,7 @@ class _EnvironmentCheck:
 
 
 def _difference(one: Sequence[Parts], two: Sequence[Parts], what: str) -> str:
-    """Returns the first turn and part in which two transcripts differ, with both values."""
+    """Returns a text: the first turn and field in which two transcripts differ, and the values of both."""
     pairs = zip_longest(one, two, fillvalue={"failure": "no observation"})
     turn, (left, right) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     name = next(each for each in ("failure", *left) if left.get(each) != right.get(each))
@@ -242,7 +242,7 @@ async def _serve(caller: Caller, make: Make, plan: Plan) -> None:
 
 @dataclass
 class _Played:
-    """An episode in progress."""
+    """An episode that a probe plays, and the record of its observations, rewards and faults."""
 
     make: Make
     plan: Plan
@@ -280,7 +280,7 @@ class _Played:
         await self.call("answers", "step", Answer(draws.choice(list(offered))))
 
     async def call(self, name: str, *arguments: Any) -> Observation | Failure:
-        """Calls the environment, and records the outcome for its check. Tasks for sub-agents get a result at once."""
+        """Calls reset or step, and records the outcome for the check `name`. Tasks get a fixed result at once."""
         outcome, rounds = await self.running.call(*arguments), 0
         while isinstance(outcome, Observation) and outcome.tasks and rounds < self.plan.max_turns:
             self.asked += [str(task) for task in outcome.tasks]
@@ -301,7 +301,7 @@ class _Played:
         if isinstance(outcome, Failure):
             told, verb = outcome.message, "reset" if name == "starts" else "step"
             at = "rewards" if outcome.key.startswith("Observation.reward") else "observations" if outcome.key else name
-            self.faults[at] = f"{verb} {'raised' if at == name else 'gave what cannot be used:'} {told}"
+            self.faults[at] = f"{verb} {'raised' if at == name else 'returned an unusable observation:'} {told}"
             self.transcript.append({"failure": told, "tasks": repr(self.asked)})
             self.is_over = True
             return
@@ -319,7 +319,7 @@ class _Played:
 
 
 def _parts(seen: Observation, asked: Sequence[str]) -> Parts:
-    """Returns the parts of an observation as texts: media by their digests, tasks as the environment gave them."""
+    """Returns the fields of an observation as texts, by name. Media become digests; `asked` has the tasks."""
     messages = [message.to_dict() for message in seen.messages]
     media = [(each.kind, each.digest) for each in seen.media]
     parts = {**vars(seen), "messages": messages, "media": media, "tasks": list(asked)}
@@ -341,7 +341,7 @@ def _plain(value: object) -> object:
 
 
 def _size(media: Media) -> int:
-    """Returns the bytes of the encoded file, or of all frames."""
+    """Returns the size of a media in bytes: of its file, or of all frames of a video."""
     sources = media.source if isinstance(media.source, tuple) else (media.source,)
     return sum(len(each) if isinstance(each, bytes) else Path(each).stat().st_size for each in sources)
 
@@ -351,7 +351,7 @@ async def _load(make: Make, plan: Plan) -> Found:
 
 
 async def _play(make: Make, plan: Plan, seeds: Sequence[int]) -> Found:
-    """Plays several episodes in turns, one for each seed; later seeds start first."""
+    """Plays an episode for each seed, alternately turn by turn; later seeds go first. Returns all transcripts."""
     start, played = time.perf_counter(), [_Played(make, plan, seed) for seed in seeds]
     for each in reversed(played):
         await each.begin()
@@ -389,7 +389,7 @@ async def _after_the_end(make: Make, plan: Plan) -> Found:
 
 
 async def _restores(make: Make, plan: Plan) -> Found:
-    """Copies an environment after a turn, and plays on with the original, then with the copy."""
+    """Copies an environment after a turn, plays the original and then the copy to the end, and compares them."""
     played, copied = (_Played(make, plan, plan.seed) for _ in range(2))
     await played.begin()
     await played.turn()
@@ -411,7 +411,7 @@ async def _restores(make: Make, plan: Plan) -> Found:
 
 
 async def _close(make: Make, plan: Plan) -> Found:
-    """Closes an environment twice: once after a turn, and once right after its construction."""
+    """Calls close twice on an environment after a turn, and twice on another one right after its construction."""
     for num_turns in (1, 0):
         played = _Played(make, plan, plan.seed)
         if num_turns:
@@ -433,7 +433,7 @@ async def _close(make: Make, plan: Plan) -> Found:
 
 
 async def _answer(make: Make, plan: Plan, text: str) -> Found:
-    """Plays an answer; plays it again if the episode has not ended."""
+    """Plays an answer in a new episode, and once more if it has not ended.  Returns the first fault."""
     played = _Played(make, plan, plan.seed)
     await played.begin()
     for _ in range(2):

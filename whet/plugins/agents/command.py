@@ -43,13 +43,13 @@ def play(
     ] = None,
     agent: Annotated[
         list[str] | None,
-        typer.Option(metavar="AGENT=NAME", help="environment of a sub-agent, else one turn; may be repeated"),
+        typer.Option(metavar="AGENT=NAME", help="environment of the sub-agent AGENT; unset: one turn; may be repeated"),
     ] = None,
 ) -> None:
     """Play an episode in the terminal: each line that you type is an answer of the model.
 
-    The end of the input ends the episode. A picture is a PNG file until then.
-    You also answer for sub-agents: the name of one stands before its turn."""
+    The end of the input ends the episode. Pictures are shown as paths of PNG files, which are deleted at the end. You
+    also answer for sub-agents: the name of the sub-agent stands before the >."""
     import asyncio
 
     from whet.config.environment import ToolsConfig
@@ -141,14 +141,14 @@ def _tell(folder: Path, messages: Sequence[Message], media: Sequence[Media], bef
                 _tell_picture(folder, left.pop(0))
             else:
                 typer.echo(f"[{part.get('type', 'a part without a type')}]")
-    for each in left:  # of placeholders within a text
+    for each in left:  # media of placeholders within a text
         _tell_picture(folder, each)
 
 
 def _tell_picture(folder: Path, media: Media) -> None:
     from whet.data.media import has_pixels, images
 
-    if not has_pixels(media):  # a film, whose frames nobody has chosen
+    if not has_pixels(media):  # a video file without a choice of frames
         typer.echo(f"[{media.kind}{f' {media.source}' if isinstance(media.source, str) else ''}]")
         return
     for image in images(media):
@@ -158,7 +158,7 @@ def _tell_picture(folder: Path, media: Media) -> None:
 
 
 def _read_answer(shown: str) -> str | None:
-    """Reads a line of input, or several lines between two lines that begin with three backticks; None at the end."""
+    """Reads a line of input, or lines between two lines that begin with three backticks; None at the input's end."""
     typer.echo(shown, nl=False)
     lines: list[str] = []
     while line := sys.stdin.readline():
@@ -177,7 +177,7 @@ def check(
     seed: Seed = 0,
     prompt: PromptText = "",
     ground_truth: Truth = "",
-    answer: Annotated[list[str] | None, typer.Option(help="answer to play, not general ones; may be repeated")] = None,
+    answer: Annotated[list[str] | None, typer.Option(help="answer to play; unset: built-in ones; repeatable")] = None,
     turns: Annotated[int, typer.Option(min=1, help="most turns of an episode")] = 50,
     seconds: Annotated[float, typer.Option(min=0.1, help="deadline of each probe, such as an episode")] = 10.0,
     max_characters: Annotated[int, typer.Option(min=1, help="most characters of an observation")] = 100_000,

@@ -78,10 +78,10 @@ NUMBER = r"(?<![\w.-])-?[0-9]+(?:\.[0-9]+)?(?!\w|\.[0-9])"
 class Gymnasium:
     """An environment of gymnasium with discrete actions. The action of a turn is its last word from `actions`, or
     without `actions` its last number if that is an action. A turn without an action takes no step, and gets the reply
-    `invalid_text` and the reward `invalid_reward`. An observation is its value as text; with `render=true` the
-    environment's own text (ansi), or with `render=package.module:name` this function's text. `success` is 1 if the
-    episode terminated with a reward of at least `success_reward` (CliffWalking: -1). The default is any reward above 0,
-    but no `success` if an earlier step pays above 0 too (CartPole)."""
+    `invalid_text` and the reward `invalid_reward`. The model reads gymnasium's observation as text; with `render=true`
+    the environment's own text (ansi), or with `render=package.module:name` this function's text. `success` is 1 if a
+    step terminates the episode with a reward of at least `success_reward` (CliffWalking: -1). By default any reward
+    above 0 is enough, but there is no `success` if an earlier step pays above 0 too (CartPole)."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Gymnasium:
         return Observation(done=False, **self._shown(seen))
 
     def step(self, answer: Answer) -> Observation:
-        """Takes the step that the turn names.  Raises: RuntimeError after the end."""
+        """Takes the action that the turn names.  Raises: RuntimeError after the end of the episode."""
         if self.is_over:
             raise RuntimeError("step was called after the end of the episode; call reset first")
         found = self.pattern.findall(answer.text)

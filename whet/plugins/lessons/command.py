@@ -26,10 +26,10 @@ def quickstart(
         Path | None, typer.Option(help="the folder to write; unset: runs/ and the recipe's name")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="random seed")] = 0,
-    images: Annotated[bool, typer.Option("--images", help="a model that sees learns to count figures")] = False,
+    images: Annotated[bool, typer.Option("--images", help="a vision model learns to count figures")] = False,
     pretrained: Annotated[bool, typer.Option("--pretrained", help="SmolLM2-135M learns sums and last words")] = False,
 ) -> None:
-    """Train a small model to add, to count, or a real one."""
+    """Train a small model to add (or to count figures), or a pretrained model."""
     from whet.plugins.lessons.quickstart import ADDITION, quickstart as run
     from whet.plugins.lessons.quickstart_images import COUNTING
     from whet.plugins.lessons.quickstart_pretrained import PRETRAINED

@@ -93,7 +93,7 @@ _SPECIAL = (END_OF_TEXT, END_OF_TURN, START_OF_TURN)
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The shape of a model. Fixed: intermediate size 3 x hidden, hidden / head_dim heads, half as many KV heads."""
+    """The shape of a model. Fixed: 3 x hidden as intermediate size, hidden / head_dim heads, half as many KV heads."""
 
     num_layers: int
     hidden_size: int
@@ -331,7 +331,7 @@ def with_media(template: str, arch: VisionArch) -> str:
 def vision_model(
     arch: VisionArch, text: dict[str, Any], tokenizer: PreTrainedTokenizerBase, head_dim: int, patch_size: int
 ) -> PreTrainedModel:
-    """Returns a vision model with random weights. Its tower has the text's depth and heads, and 3/4 of its width."""
+    """Returns a vision model with random weights. Its tower has the text model's depth and heads, and 3/4 its width."""
     hidden, layers, heads = text["hidden_size"], text["num_hidden_layers"], text["num_attention_heads"]
     width = 3 * hidden // 4
     if arch == "smolvlm":

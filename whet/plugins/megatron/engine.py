@@ -45,11 +45,11 @@ from whet.registry import register_engine
 class MegatronEngine(Engine):
     """Megatron-Core's GPTModel of its local layers, for Llama, Qwen 2.5 and 3, Qwen3-MoE and Mixtral.
 
-    tensor: number of parts of a layer's heads and inner dimension, and of a row's tokens between layers.
-    pipeline: number of consecutive parts of the layers.
+    tensor: number of ranks over which a layer's heads and inner dimension are split, and a row's tokens between layers.
+    pipeline: number of ranks over which the layers are split, in their order.
     virtual: number of parts of a rank's layers, interleaved with other ranks' parts: less waiting, more messages.
-    expert: number of parts of the experts, over the ranks of a stage.
-    context: number of parts of a row's tokens.
+    expert: number of ranks of a pipeline stage over which the experts are split.
+    context: number of ranks over which a row's tokens are split.
     context_by: `heads`: ranks exchange tokens for heads in attention; `transformer_engine`: Megatron-Core's own form.
     distributed_optimizer: shards the optimizer's state over the ranks that read different rows.
     hugging_face: checkpoints also have the weights in Hugging Face's form, which `whet export` reads.
@@ -98,14 +98,14 @@ class MegatronEngine(Engine):
                     grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
                 )
                 self.wrapped = [core.DistributedDataParallel(own, buffers, stage) for stage in self.stages]
-                self.optimizer = cast(Any, Steps(self, distributed_optimizer, dtype))  # has what the base calls
+                self.optimizer = cast(Any, Steps(self, distributed_optimizer, dtype))  # has the methods that are called
             else:
                 for stage in self.stages:
                     stage.requires_grad_(False)
 
     @classmethod
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
-        """Returns how the layers and heads are divided over the processes; copies of the model read other rows."""
+        """Returns how layers and heads are divided over the processes. Each copy of the model reads other rows."""
         parts, context = options["tensor"] * options["pipeline"], options["context"]
         return Spread(parts, row_ranks=parts * context, token_shares=context)
 
@@ -125,7 +125,7 @@ class MegatronEngine(Engine):
             checkpoint.save_weights(path, self.named_weights())
 
     def load(self, path: Path) -> dict[str, Any] | None:
-        """Restores a state written with any mesh.  Returns its `start`."""
+        """Restores a state that `save` wrote with any mesh.  Returns the `start` in it."""
         with self.ranks.used():
             state = checkpoint.load(path, self.stages, self.optimizer)
         self._load_progress(state)
@@ -149,9 +149,9 @@ class MegatronEngine(Engine):
         return self.ranks.used()
 
     def passes(self, columns: Columns, block: int | str) -> list[list[int]]:
-        """Returns forward passes, the same number on every rank, since all ranks exchange tokens with experts."""
+        """Returns the rows of each forward pass. All ranks make the same number, to exchange tokens with experts."""
         if ROUTED in columns:
-            raise EngineError(ROUTED, "experts of the rollout", "none: megatron replays no choices", "set it to fsdp")
+            raise EngineError(ROUTED, "the rollout's experts", "none: megatron replays none", "set engine.name to fsdp")
         return self._evened(super().passes(columns, block), step=self.sizes.pipeline if self.sizes.virtual > 1 else 1)
 
     def schedule(self, columns: Columns, objective: Objective, counts: Columns, metrics: Metrics) -> torch.Tensor:
@@ -168,7 +168,7 @@ class MegatronEngine(Engine):
             loss = self._loss_of(found, parts[number] if passes[number] else None, objective, counts, metrics)
             if passes[number]:
                 total.add_(loss.detach())
-            return loss, torch.zeros((), dtype=torch.int), {}  # none of the tokens to divide by
+            return loss, torch.zeros((), dtype=torch.int), {}  # no tokens to divide by
 
         def forward(numbers: Iterator[int], stage: Any) -> tuple[torch.Tensor, Any]:
             number = next(numbers)
@@ -189,7 +189,7 @@ class MegatronEngine(Engine):
         return total
 
     def _width(self, where: Layout) -> int:
-        """Returns the number of tokens after padding, which splits into equal parts for the ranks."""
+        """Returns the number of tokens with padding, which divides evenly over the ranks."""
         if self.sizes.halves:
             return int(in_halves(where, self.sizes)[1][-1])
         return tokens_of(where, self.forward_settings) * self.row_ranks
@@ -262,8 +262,8 @@ class Steps:
         self.inner.zero_grad(set_to_none)
 
     def state_dict(self, weights: dict[str, Any], steps: int | None, metadata: dict[str, Any]) -> dict[int, Any]:
-        """Returns the state after `steps` (None: for reading). Another mesh has other optimizers, so it contains only
-        tensors, by the names of `weights`."""
+        """Returns the state after `steps` (None: a template for reading). It contains only tensors, named as in
+        `weights`, since another mesh has other optimizers."""
         found: dict[int, Any] = {}
         for number, each in enumerate(self.inner.chained_optimizers):
             self._count(each, 1 if steps is None else steps)  # of 0 steps Megatron-Core reads no state
@@ -282,7 +282,7 @@ class Steps:
             self._count(each, steps)
 
     def _count(self, each: Any, steps: int) -> None:
-        """Sets the number of steps, and creates the moments for the next steps."""
+        """Sets the step count of the optimizer `each`, and creates the moments for the next steps."""
         each.init_state_fn(each.optimizer, each.config)
         for group in each.optimizer.param_groups:
             group["step"] = steps  # Apex reads it here, torch in each weight's state
@@ -291,5 +291,5 @@ class Steps:
                 own["step"] = torch.tensor(float(steps))
 
     def step(self) -> None:
-        """Updates the weights."""
+        """Updates the weights with the prepared gradients."""
         self.inner.step_with_ready_grads()

@@ -20,13 +20,13 @@ COPIED = ("*.json", "*.model", "*.jinja", "*.txt")  # config and tokenizer
 
 
 class _Empty(MegatronEngine):
-    """A model without weights, which are read later."""
+    """An engine that starts without weights, since `read` loads a folder's weights later."""
 
     def _fill(self) -> None: ...
 
 
 def write(folder: str, out: Path) -> None:
-    """Converts the model of a Hugging Face folder, and writes it with its config and tokenizer."""
+    """Converts the model of a Hugging Face folder to `out`, in the distributed form, with config and tokenizer."""
     engine = _engine(folder)
     with engine.ranks.used():
         checkpoint.write(out, engine.stages)
@@ -35,8 +35,8 @@ def write(folder: str, out: Path) -> None:
 
 
 def read(path: Path, model: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the weights of a folder in the distributed form by their Hugging Face names. `model` has the config.
-    Raises: CheckpointError, ModelError."""
+    """Yields the weights of a folder in the distributed form by their Hugging Face names. `model`: a folder with the
+    config.  Raises: CheckpointError, ModelError."""
     engine = _engine(str(model), is_empty=True)
     with engine.ranks.used():
         checkpoint.read(path, engine.stages)
@@ -46,6 +46,6 @@ def read(path: Path, model: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def _engine(folder: str, is_empty: bool = False) -> MegatronEngine:
     """Returns an engine in this process that only converts weights, in float32."""
     if not Path(folder, "config.json").is_file():
-        raise ModelError(folder, "has no config.json", "that of the model", "name the model's folder with --base")
+        raise ModelError(folder, "has no config.json", "a model folder", "name the model's folder with --base")
     role = RoleSettings(folder, EngineConfig(name="megatron"), "float32")
     return (_Empty if is_empty else MegatronEngine)(role, None, HOST)

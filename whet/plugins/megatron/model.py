@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds a stage of Megatron-Core's GPTModel from a transformers config, and computes its outputs for sampled tokens.
 
-The layers are Megatron-Core's local ones, but with whet's attention over packed rows."""
+The layers are Megatron-Core's own, without TransformerEngine, but with whet's attention over packed rows."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PackedAttention(nn.Module):
 
     def __init__(self, config: Any, **settings: Any) -> None:
         super().__init__()
-        # No submodule: it has no weights, and a state is that of a mesh without it.
+        # In vars, not as a submodule: it has no weights, and a state must not depend on the mesh.
         vars(self)["inner"] = None
         if config.context_parallel_size > 1:
             vars(self)["inner"] = core.transformer_engine.TEDotProductAttention(config, **settings)
@@ -80,7 +80,7 @@ class PackedAttention(nn.Module):
 
 
 class Norm(nn.RMSNorm):
-    """torch's norm, with its gradient summed over ranks. Megatron-Core's local norm does not allow split tokens."""
+    """torch's RMSNorm, with gradients summed over ranks. Megatron-Core's local norm does not support split tokens."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -88,7 +88,7 @@ class Norm(nn.RMSNorm):
 
 
 class MegatronStage(core.GPTModel):  # type: ignore[misc]
-    """A pipeline stage: some of the layers. It returns hidden states; a `head` replaces the output layer."""
+    """A pipeline stage: some of the layers. It returns hidden states. A `head` for scores replaces the output layer."""
 
     head: nn.Linear | None
     pad_token_id: int | None
@@ -112,9 +112,9 @@ def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype
     for name, size, count, what in (
         ("tensor", sizes.tensor, groups, "key-value heads"),
         ("tensor", sizes.tensor, model.vocab_size, "rows of the vocabulary"),
-        ("tensor", sizes.tensor, width, "inner numbers of an MLP"),
+        ("tensor", sizes.tensor, width, "inner dimensions of an MLP"),
         ("expert", sizes.expert, experts or 1, "experts"),
-        ("pipeline", stages, model.num_hidden_layers, "layers, with virtual"),
+        ("pipeline", stages, model.num_hidden_layers, "layers (the size is pipeline x virtual)"),
     ):
         if count % size:
             raise ConfigError(f"engine.options.{name}", size, f"a divisor of the model's {count} {what}", "lower it")
@@ -143,7 +143,7 @@ def config_of(model: Any, sizes: Sizes, device: torch.device, dtype: torch.dtype
         expert_model_parallel_size=sizes.expert,
         expert_tensor_parallel_size=sizes.expert_tensor,
         sequence_parallel=sizes.tensor > 1,
-        # With both, interleaved stages get gradients of other micro-batches, without an error.
+        # With both settings, interleaved stages get gradients of other micro-batches, without an error.
         batch_p2p_comm=sizes.virtual == 1,
         overlap_p2p_comm=sizes.virtual > 1,
         **FIXED,
@@ -171,7 +171,7 @@ def stage_of(config: Any, model: Any, part: int, role: RoleSettings) -> Megatron
         pre_process=core.parallel_state.is_pipeline_first_stage(**ends),
         post_process=is_last,
         share_embeddings_and_output_weights=model.tie_word_embeddings and not has_head,
-        position_embedding_type="none",  # attention turns queries and keys
+        position_embedding_type="none",  # PackedAttention applies rotary positions
         vp_stage=part if virtual else None,
     )
     made.head, made.pad_token_id = None, model.pad_token_id
@@ -203,8 +203,8 @@ def pack(body: PreTrainedModel, where: Layout, size: int, ranks: MeshGroups) -> 
 
 
 def in_halves(where: Layout, sizes: Sizes, size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the token order of Megatron-Core's context parallelism. Each row is padded and cut into 2 `context`
-    chunks. First come rank 0's, of each row the first and the last; then rank 1's, the second and the second last.
+    """Returns the token order of Megatron-Core's context parallelism. Each row is padded and cut into 2 x `context`
+    chunks. The chunks of rank 0 come first (a row's first and last), then those of rank 1 (its second and second last).
 
     Returns: places [T] of the tokens; starts [rows + 1] of the padded rows, the last one extended to `size`."""
     ranks, step = sizes.context, 2 * sizes.context * sizes.tensor
@@ -236,6 +236,6 @@ def outputs_of(
         return {name: at.to_columns(stage.head(states).squeeze(-1).float()) for name in needs}
     is_tied = stage.share_embeddings_and_output_weights
     weight = stage.shared_embedding_or_output_weight() if is_tied else stage.output_layer.weight
-    # Along the rows of the vocabulary: each rank has tokens of its own, and gets the gradient of its rows from all.
+    # All rows of the vocabulary: each rank has its own tokens, and gets the gradient of its rows from all ranks.
     whole = core.gather_from_sequence_parallel_region(weight)
     return statistics_of(states, whole, None, at, needs, settings, heat)

@@ -20,7 +20,7 @@ from whet.errors import ConfigError, ModelError
 FAMILIES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")  # model types
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
-# In files of Mixtral, with the names of others: w1 is the gate, w2 down, w3 up.
+# Names in files of Mixtral, by the usual names: w1 is the gate, w2 down, w3 up.
 IN_FILES = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
@@ -28,9 +28,9 @@ IN_FILES = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "down_proj": "w2", "
 class Rule:
     """The Hugging Face names of a Megatron-Core weight, and the way to convert its form."""
 
-    names: tuple[str, ...]  # of the weights that it is made of
+    names: tuple[str, ...]  # of the Hugging Face weights that it consists of
     cut: int | None = None  # dimension that the ranks share out; None: whole on each
-    groups: int = 0  # of heads: queries lie with their keys and values
+    groups: int = 0  # number of groups of heads; queries, keys and values of a group lie together
     expert: int | None = None  # index in the weight of all experts
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -64,12 +64,12 @@ class Rule:
 
     @property
     def _blocks(self) -> int:
-        """The number of blocks that are split over ranks separately: gate and up are two."""
+        """The number of blocks that are split over ranks separately: gate and up are two, grouped heads are one."""
         return len(self.names) if not self.groups else 1
 
 
 def rule_of(name: str, config: Any, layers_before: int = 0, experts_before: int = 0) -> Rule:
-    """Returns a parameter's rule. Its stage starts at layer `layers_before`, with expert `experts_before`."""
+    """Returns a parameter's rule. Its stage starts at layer `layers_before`, its rank at expert `experts_before`."""
     outside = {
         "embedding.word_embeddings.weight": Rule(("embed_tokens.weight",), 0),
         "output_layer.weight": Rule(("embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight",), 0),

@@ -57,7 +57,7 @@ class MeshGroups:
 
 @cache  # the roles of a process share groups
 def arrange(sizes: Sizes, device: torch.device) -> MeshGroups:
-    """Makes the process groups; all ranks take part."""
+    """Makes the process groups of a mesh; every rank must call it."""
     before = {name: getattr(parallel_state, name) for name in BLANK}
     vars(parallel_state).update({**BLANK, "_HYBRID_DP_CP_GROUPS": {}})
     try:
@@ -81,14 +81,14 @@ def arrange(sizes: Sizes, device: torch.device) -> MeshGroups:
 
 
 def _share(group: dist.ProcessGroup) -> TokenShare | None:
-    """Returns the split of tokens over a group's ranks. Attention on each rank still sees all tokens."""
+    """Returns the split of tokens over a group; None for one rank. Attention on each rank still sees all tokens."""
     if group.size() == 1:
         return None
     return TokenShare(group, group, dist.new_group([dist.get_rank()], use_local_synchronization=True))
 
 
 def join(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Starts torch.distributed if this is the only process.  Raises: EngineError for a subset of the ranks."""
+    """Starts torch.distributed for one process, if needed.  Raises: EngineError if `group` lacks some ranks."""
     if not dist.is_initialized():
         dist.init_process_group(backends(device.type), store=dist.HashStore(), rank=0, world_size=1)
     if group is not None and group.size() != dist.get_world_size():

@@ -16,13 +16,13 @@ from whet.errors import ConfigError
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the mesh."""
+    """The sizes of the mesh: the number of parts in each dimension."""
 
-    tensor: int = 1  # of a layer's heads and inner dimension
-    pipeline: int = 1  # of the layers, one after another
-    virtual: int = 1  # of a rank's layers, interleaved with those of other ranks
-    expert: int = 1  # of the experts
-    context: int = 1  # of a row's tokens
+    tensor: int = 1  # parts of a layer's heads and inner dimension
+    pipeline: int = 1  # parts of the layers, one after another
+    virtual: int = 1  # parts of a rank's layers, interleaved with parts of other ranks
+    expert: int = 1  # parts of the experts
+    context: int = 1  # parts of a row's tokens
     context_by: str = "transformer_engine"
 
     @property
@@ -47,7 +47,7 @@ def refuses(use: EngineUse) -> Iterator[ConfigError]:
     if sizes.halves and find_spec("transformer_engine") is None:
         change = "set it to heads, or pip install transformer-engine[pytorch]"
         key = f"{use.key}.options.context_by"
-        yield ConfigError(key, sizes.context_by, f"an installation of it, with context={sizes.context}", change)
+        yield ConfigError(key, sizes.context_by, f"TransformerEngine installed, as context={sizes.context}", change)
     reasons = {
         f"model.lora.rank={use.model.lora.rank}": use.model.lora.rank is not None,
         f"model.lora.path={use.model.lora.path}": use.model.lora.path is not None,
@@ -62,7 +62,7 @@ def refuses(use: EngineUse) -> Iterator[ConfigError]:
             f"{use.optim_key}.weight_rounding={optim.weight_rounding}": optim.weight_rounding is not None,
         }
     for reason in (each for each, holds in reasons.items() if holds):
-        yield ConfigError(f"{use.key}.name", "megatron", f"an engine that knows {reason}", "set it to fsdp")
+        yield ConfigError(f"{use.key}.name", "megatron", f"an engine that supports {reason}", "set it to fsdp")
 
 
 def is_installed() -> bool:

@@ -30,8 +30,8 @@ def fill(stages: Sequence[MegatronStage], config: Any, ranks: MeshGroups, role: 
                     continue
                 rule = _rule(stage, name, config, ranks)
                 group = ranks.tensor if rule.expert is None else ranks.expert_tensor
-                # The norm of the gradient counts what ranks share out on each of them; initialisation, which is left
-                # out, would say it.
+                # The gradient norm counts weights that are split over ranks on each rank. These attributes mark them,
+                # as Megatron-Core's initialisation, which is left out, would.
                 vars(weight).update(tensor_model_parallel=rule.cut is not None, partition_dim=rule.cut or 0)
                 whole = whole_weight(rule, files, prefix, role.model_path)
                 weight.copy_(rule.share(whole, group.size(), dist.get_rank(group)))

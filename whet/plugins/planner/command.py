@@ -27,7 +27,7 @@ def plan(
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the numbers as JSON")] = False,
-    gpus: Annotated[str | None, typer.Option(help="numbers of accelerators to plan for instead, 8,16,64")] = None,
+    gpus: Annotated[str | None, typer.Option(help="plan for other numbers of accelerators: 8,16,64")] = None,
     ranks: Annotated[bool, typer.Option("--ranks", help="list the node, devices and mesh place of every rank")] = False,
 ) -> None:
     """Estimate the memory, disk and time that a run needs.
@@ -84,10 +84,10 @@ def plan_for(config: RunConfig, gpus: str, device_gib: float | None, host_gib: f
     shared_console().print(table(columns, rows, left=(4, 5)))
     least = smallest(config, shape, device_gib, max(counts), host_gib)
     if least is None:
-        typer.echo(f"it fits on none of up to {max(counts)}")
+        typer.echo(f"the run fits on no number of accelerators up to {max(counts)}")
         raise typer.Exit(1)
     typer.echo(f"smallest number that fits: {least.gpus}, with {least.words or 'the config as it is'}")
-    typer.echo("by formulas, to a fifth; `whet plan` with these words traces the passes, --ranks lists every rank")
+    typer.echo("by formulas, accurate to 20 %; `whet plan` with these settings traces the passes, --ranks lists ranks")
 
 
 def list_ranks(config: RunConfig) -> None:

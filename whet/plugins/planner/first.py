@@ -19,22 +19,22 @@ from whet.planning.units import size
 from whet.registry import ADV_ESTIMATORS, ENGINES, ROLLOUT_ENGINES
 
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # instructions with which `dtype: auto` is bfloat16 on processors
-# GiB of the accelerators that are named by so many GB: less, by their own accounting and error correction.
+# Usable GiB of accelerators by nominal GB: fewer, because of units, reserved memory and error correction.
 CARDS = {24: 22, 48: 44, 80: 78, 141: 139, 180: 178}
 MOMENTS = {"float32": 8.0, "bfloat16": 4.0, "int8": 2.03}  # bytes of AdamW's two moments, of a weight
 
-# Of an accelerator a micro-batch without a size that is set fills up this share, with all else in it; a layer's largest
-# tensor of so many tokens has 32-bit indices up to models of 70B; sizes differ by whole steps.
+# For micro-batches without a configured size: the share of an accelerator that all tensors fill together; the most
+# tokens (a layer's largest tensor has 32-bit indices up to models of 70B); the step between two sizes.
 FILLED, MOST_TOKENS, TOKEN_STEP = 0.75, 32_768, 512
 
 
 class Kept(NamedTuple):
     """The numbers of activations that a forward and backward pass keeps for each token."""
 
-    hidden: float  # that a layer keeps of a token, times its hidden size
-    inner: float  # and times its inner size
-    layers: float  # whose numbers are there at once where they are computed again; of the others their input is kept
-    logit: int  # bytes
+    hidden: float  # numbers that a layer keeps of a token: this times the hidden size
+    inner: float  # plus this times the inner size
+    layers: float  # layers whose numbers exist at once with recomputation; other layers keep only their input
+    logit: int  # bytes of each logit
 
     def bytes_of_token(self, hidden: float, inner: float, layers: float, item: int, *, recomputes: bool) -> float:
         """Returns the peak bytes of a token's activations, with `item` bytes for each number."""
@@ -54,15 +54,15 @@ def is_compiled(engine: str, options: Mapping[str, object]) -> bool:
 
 
 def tokens_within(room: float, held: float, of_token: float) -> int:
-    """Returns the largest number of tokens in a micro-batch. A token takes `of_token` bytes; other tensors take `held`
-    of the `room` bytes. Both fill three quarters of the room, or tokens half of the remaining room if that is more."""
+    """Returns how many tokens a micro-batch may have in `room` bytes, of which other tensors take `held`. A token takes
+    `of_token` bytes. All tensors fill three quarters of `room`; tokens get at least half of the bytes beside `held`."""
     left = max(FILLED * room - held, (room - held) / 2)
     return min(MOST_TOKENS, max(TOKEN_STEP, int(left / of_token) // TOKEN_STEP * TOKEN_STEP))
 
 
 def first_answer(config: RunConfig, device_gib: float | None, host_gib: float | None) -> Iterator[str]:
     """Yields lines: whether a run fits, the smallest accelerator for it, and three settings that help. Yields nothing
-    if the model's config.json is not on this machine. A size that is not given is this machine's."""
+    if the model's config.json is not on this machine. A memory that is not given is this machine's."""
     shape = shape_of(str(config.model.path))
     if shape is None:
         return
@@ -77,7 +77,7 @@ def first_answer(config: RunConfig, device_gib: float | None, host_gib: float | 
     fits = "" if free is None else f" of {free:.3g} GiB: {'it does not fit' if is_too_large else 'it fits'}"
     more = f"it needs more than {max(CARDS)} GB on one"
     smallest = f"the smallest accelerator for it has {card} GB" if card else more
-    yield f"by formulas, to a fifth: about {size(needed)} on {where}{fits}; {smallest}"
+    yield f"by formulas, accurate to 20 %: about {size(needed)} on {where}{fits}; {smallest}"
     others = {each: changed(config, dict([each])) for each in _settings(config)}
     less = {each: bytes_of(other, shape, gib is not None, gib) * count for each, other in others.items()}
     helpful = sorted((each for each in less if less[each] < 0.98 * needed), key=lambda each: less[each])
@@ -97,7 +97,7 @@ def _accelerator_gib() -> float | None:
 
 
 def bytes_of(config: RunConfig, shape: Mapping[str, float], on_device: bool, gib: float | None = None) -> int:
-    """Returns the bytes of the largest process on the host, or of the fullest accelerator, which has `gib` if known."""
+    """Returns the bytes of the largest process on the host, or on the fullest accelerator, with `gib` if known."""
     shares = {name: pool.share if on_device else 1.0 for name, pool in config.cluster.pools.items()}
     of_pool = ((name, share, None if gib is None else gib * share) for name, share in shares.items())
     return max(round(_bytes_of_pool(config, shape, on_device, name, own) / share) for name, share, own in of_pool)
@@ -124,14 +124,14 @@ def mesh_of(config: RunConfig, role: str) -> Mesh:
 
 
 def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: bool, pool: str, gib: float | None) -> int:
-    """Returns the bytes of a process of a pool: the larger one of its sampling and its updates."""
+    """Returns the peak bytes of a process of a pool, over its sampling and its updates."""
     weights, words, layers, experts = (float(shape[name]) for name in ("weights", "words", "layers", "in_experts"))
     narrow = config.model.dtype == "bfloat16" or (
         config.model.dtype == "auto" and (on_device or bool(BFLOAT16 & {*instruction_set().split()}))
     )
     lora, held, update = config.model.lora.rank, 0.0, 0.0
     item = 2 if narrow else 4
-    beside, kinds = dict[str, float](), dict[str, Kept]()  # of each trained role: bytes of an update but activations
+    beside, kinds = dict[str, float](), dict[str, Kept]()  # by trained role: bytes of an update without activations
     meshes = {each: mesh_of(config, each) for each in _roles(config) if config.cluster.pool_of(each) == pool}
     for role, mesh in meshes.items():
         own, _ = section_of(config, role)
@@ -236,7 +236,7 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, object]]:
 
 
 def shape_of(path: str) -> dict[str, float] | None:
-    """Returns sizes from the config.json in the folder `path`, or in the hub's cache; None without the file."""
+    """Returns the model's sizes from config.json in the folder `path`, or in the hub's cache; None without it."""
     hub = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
     files = [Path(path) / "config.json", *hub.glob(f"models--{path.replace('/', '--')}/snapshots/*/config.json")]
     try:

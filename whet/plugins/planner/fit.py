@@ -62,7 +62,7 @@ class Change:
 
 
 def rooms(setup: Setup) -> list[Room]:
-    """Returns the needs and limits of host memory, for all processes on a node, and of each pool's accelerators.
+    """Returns the memory of the host (for all processes on a node) and of each pool's accelerators: needed and free.
 
     Raises: ModelError."""
     cluster, free = setup.config.cluster, setup.host or free_memory()
@@ -150,8 +150,8 @@ def upper_bound(setup: Setup) -> int:
 
 
 def changes(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> list[Change]:
-    """Returns settings that save at least 2 % of a room, largest saving first, then a combination in which each setting
-    adds to the saving. Savings come from new plans with the settings."""
+    """Returns settings that save at least 2 % of the bytes needed in `room`, the largest saving first; then a
+    combination of settings that each add to the saving. Each saving comes from a new plan with the setting."""
     candidates = _candidates(setup, room)
 
     def planned(*overrides: str) -> Change:
@@ -173,7 +173,7 @@ def changes(setup: Setup, room: Room, replan: Callable[[Any], Setup]) -> list[Ch
 
 
 def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, object]]:
-    """Returns settings that may reduce memory, by their override in command line syntax."""
+    """Returns settings that may reduce memory: the keys and values of each override of the command line."""
     config, model, sizes = setup.config, setup.config.model, room.memory.micro_batch_tokens
     found: list[tuple[bool, str, object]] = [
         (not model.gradient_checkpointing, "model.gradient_checkpointing", True),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans a run from its config, and forecasts its memory, disk and time, for `whet plan` and `whet doctor`.
 
-It also makes the first lines of a run."""
+Also logs the first lines of a run."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Forecast:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of the whole run; None if the data cannot be read."""
+        """Seconds of the whole run; None if the data cannot be read, or if the speed is unknown."""
         step, counts = self.step_seconds, self.counts
         if step is None or counts is None:
             return None
@@ -125,7 +125,7 @@ def forecast_of(config: RunConfig, device_gib: float | None = None, host_gib: fl
     device = device or free_accelerator(config.cluster)
     setup, notes = replace(make_setup(config, lengths), device=device, host=host, media_share=media_share), [note]
     if not lengths and any(each.encoders is not None for each in outlines_of(setup).values()):
-        notes.append("of these tokens, those of prompts are assumed to be of images, all of them")
+        notes.append("all tokens of prompts are assumed to be tokens of images")
     found = tuple(rooms(setup))
     room = max(found, key=lambda each: each.used)
     advised = list[Change]()
@@ -133,7 +133,7 @@ def forecast_of(config: RunConfig, device_gib: float | None = None, host_gib: fl
         advised = changes(setup, room, lambda other: replace(make_setup(other, lengths), media_share=media_share))
     measured, response, unlike = _earlier_run(run_dir, config)
     if unlike:
-        notes.append(f"times of the earlier run in {run_dir} are not used: it has another {', '.join(unlike)}")
+        notes.append(f"times of the earlier run in {run_dir} are not used: its values of {', '.join(unlike)} differ")
     if response is not None:
         notes.append(f"responses have {response:.0f} tokens, as in the last steps of {run_dir}")
     elif isinstance(config, TrainConfig):
@@ -153,8 +153,8 @@ def forecast_of(config: RunConfig, device_gib: float | None = None, host_gib: fl
 
 
 def row_lengths(config: RunConfig) -> tuple[list[int], str, float]:
-    """Returns the lengths of prompts or examples (empty if the data cannot be read), a note about them, and the
-    fraction of their tokens in images and videos (1.0 if unknown; for vision models only)."""
+    """Returns the lengths of prompts or examples in tokens (empty if the data cannot be read), a note about them, and
+    the fraction of their tokens in images and videos (1.0 if unknown; for vision models only)."""
     limit = config.data.max_length if isinstance(config, ExamplesConfig) else config.data.max_prompt_length
     if not config.data.train_files:
         return [], f"data.train_files is empty: the plan assumes {limit} tokens in every row, the limit", 1.0
@@ -192,7 +192,7 @@ def _read(config: RunConfig, key: str) -> list[tuple[int, int]]:
 
 def _earlier_run(run_dir: Path, config: RunConfig) -> tuple[dict[str, float], float | None, list[str]]:
     """Returns the median seconds by phase, and the mean response length, of the last steps of an earlier run in
-    `run_dir`. They are empty if keys that affect its speed differ; the third value has the names of these keys."""
+    `run_dir`. Both are empty if keys that affect its speed differ; the third value has the names of these keys."""
     try:
         before = dict(flatten(yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))))
         steps = read_steps(run_dir)[-RECENT:]
@@ -210,7 +210,7 @@ def _earlier_run(run_dir: Path, config: RunConfig) -> tuple[dict[str, float], fl
 
 
 def introduce(setup: Setup, counts: Counts) -> None:
-    """Logs the first lines of a run."""
+    """Logs the first lines of a run: its models, its data and its estimated time."""
     setup = replace(setup, device=free_accelerator(setup.config.cluster))
     try:
         lines = [*model_lines(setup), data_line(setup, counts)]

@@ -32,7 +32,7 @@ PROCESS_BYTES, HEAP, HEAP_WITH_SAMPLING = 110 * 2**20, 1.05, 1.25
 DEVICE_PROCESS_BYTES = 2 * 2**30  # of an accelerator's libraries on the host (not measured yet)
 CACHE = "rollout: KV cache"
 _OUTLINES = WeakKeyDictionary[Setup, dict[str, Outline]]()
-MARGIN = 1.2  # formulas of activations are within a fifth of traced plans
+MARGIN = 1.2  # formulas of activations are within 20 % of traced plans
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def plan_memory(setup: Setup, pool: str | None = None) -> Memory:
 
 
 def _at_rest(setup: Setup, pool: str) -> tuple[_Kept, RolloutBytes | None]:
-    """Counts all memory of a pool's process except model passes, by phase.  Returns the plan of sampling too."""
+    """Counts the bytes of a pool's process by phase, without model passes.  Returns them, and the rollout's plan."""
     config, cluster = setup.config, setup.config.cluster
     outlines = {name: each for name, each in outlines_of(setup).items() if cluster.pool_of(name) == pool}
     samples = isinstance(config, TrainConfig) and cluster.pool_of("rollout") == pool
@@ -168,7 +168,7 @@ def _at_rest(setup: Setup, pool: str) -> tuple[_Kept, RolloutBytes | None]:
         _keep_role(kept, setup, name, model, away=("rollout",) if turns and setup.device is not None else ())
     if isinstance(config, TrainConfig) and config.rollout.engine.options.get("weight_delta") is True:
         size = outlines_of(setup)["actor"].num_weights * ITEM_BYTES[config.rollout.dtype]
-        if samples or "actor" in outlines:  # of the actor's ranks one on each node sends
+        if samples or "actor" in outlines:  # one of the actor's ranks on each node sends
             ranks = Counter(slot.node for slot in cluster.slots() if slot.pool.name == pool)
             parts = 1 if samples else min(ranks.values())
             kept.keep("weights of the last version", size // parts, phases, on_host=True)
@@ -186,7 +186,7 @@ def micro_batch_tokens(setup: Setup, name: str) -> int:
 
 
 def _pass_bytes(setup: Setup, name: str) -> tuple[int, float]:
-    """Returns a role's bytes on an accelerator by formulas: all without activations, and one token's activations."""
+    """Returns a role's bytes on an accelerator by formulas: all but activations, and one token's activations."""
     model, spread, trains = outlines_of(setup)[name], spread_of(setup, name), name in setup.objectives
     kept, _ = _at_rest(setup, setup.config.cluster.pool_of(name))
     phases = [f"{name} update"] if trains else [each for each in kept.phases if each != "rollout"] or kept.phases
@@ -199,8 +199,8 @@ def _pass_bytes(setup: Setup, name: str) -> tuple[int, float]:
 
 
 def sized(settings: RoleSettings, setup: Setup, name: str) -> RoleSettings:
-    """Returns a role's settings in a run. On an accelerator of known memory, the planner sets the tokens of
-    micro-batches."""
+    """Returns a role's settings in a run. On an accelerator of known memory, `max_tokens_per_micro_batch` becomes the
+    planner's number."""
     if setup.device is None or not setup.device.total:
         return settings
     tokens = micro_batch_tokens(setup, name)
@@ -283,8 +283,8 @@ def _keep_rollout(kept: _Kept, setup: Setup, turns: bool) -> RolloutBytes:
 
 
 def _samples_from_the_actor(setup: Setup) -> bool:
-    """Tells whether the rollout samples from the actor's module. This needs an engine that can, the same pool and
-    dtype, and no adapter."""
+    """Tells whether the rollout samples from the actor's own module. This needs an engine that can share the module,
+    one pool and dtype for both, and no adapter."""
     config = setup.config
     if not isinstance(config, TrainConfig) or config.cluster.pool_of("rollout") != config.cluster.pool_of("actor"):
         return False
@@ -351,7 +351,7 @@ def spread_of(setup: Setup, name: str, engine: str | None = None) -> Spread:
 
 
 def rollout_bytes(config: TrainConfig, model: Any, lengths: Lengths) -> RolloutBytes:
-    """Returns the rollout engine's own plan of its memory; zero bytes for an engine without a plan."""
+    """Returns the rollout engine's own plan of its memory; zero bytes if the engine has no plan."""
     entry, rows = ROLLOUT_ENGINES[config.rollout.engine.name], decoded_together(config)
     of_token = token_bytes(model, ITEM_BYTES[config.rollout.dtype])
     layers, states = int(model.num_hidden_layers), sequence_bytes(model)

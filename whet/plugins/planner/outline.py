@@ -159,7 +159,7 @@ class Outline:
         if self.encoders is None:
             return 0.0
         shares = self.role.forward.packing and self.role.forward.share_prompts
-        # An example is one token and its response: what it has of media is in both.
+        # An example has one token as its prompt here: its media may be in all its tokens.
         lengths = [(row.prompt, row.prompt_tokens if row.prompt_tokens > 1 else row.tokens) for row in rows]
         prompts = list(dict(lengths).values()) if shares else [length for _, length in lengths]
         return self.media_share * sum(prompts) * self.patches_per_token
@@ -210,7 +210,7 @@ class Outline:
 
     @property
     def kept(self) -> Kept:
-        """The numbers of activations that a pass keeps: fewer if layers are compiled."""
+        """The numbers of activations that a pass keeps for each token: fewer if layers are compiled."""
         role, dtype = self.role, self.role.forward.dtype
         compiles = self.device_type != "cpu" and is_compiled(role.engine.name, role.engine.options)
         is_known = fits_one_call(self.config, dtype) and not self.experts[0]
@@ -294,7 +294,7 @@ class Outline:
             shapes = {k: self._mode.from_tensor(v) for k, v in tensors.items() if isinstance(v, torch.Tensor)}
             return replace(grid, **shapes)
 
-        # Masks are made of shapes, and only where attention reads them: of a row of 1M tokens one has 1 TiB.
+        # Masks are built without values, and only if attention reads them: one for a row of 1M tokens has 1 TiB.
         laid_out: Layout = replace(shapes_of(where), bunches=tuple(map(shapes_of, where.bunches)))
         if self.role.is_reward_model:
             vars(laid_out)["sampled_by_row"] = self._mode.from_tensor(where.sampled_by_row)
@@ -303,7 +303,7 @@ class Outline:
 
 @contextmanager
 def _attention_of(device_type: str) -> Iterator[None]:
-    """Makes attention use the fused kernel for rows of any length, as an accelerator does, if the plan is for one."""
+    """Makes attention in its block use the fused kernel for all rows, if `device_type` is not the CPU."""
     before = attention.SHORT
     attention.SHORT = before if device_type == "cpu" else 0
     try:
@@ -343,7 +343,7 @@ def tokens_of(rows: Sequence[RowLength], forward: ForwardSettings) -> int:
 
 
 def columns(rows: Sequence[RowLength]) -> dict[str, torch.Tensor]:
-    """Makes the columns of a batch with these lengths. Each prompt consists of a token id of its own."""
+    """Makes the columns of a batch with these lengths. All tokens of a prompt have its number as token id."""
     prompt_width, width = max(row.prompt_tokens for row in rows), max(row.response_tokens for row in rows)
     prompts = torch.tensor([row.prompt_tokens for row in rows])[:, None]
     responses = torch.tensor([row.response_tokens for row in rows])[:, None]

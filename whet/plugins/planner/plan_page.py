@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output of `whet plan`."""
+"""The output of `whet plan`: tables and lines, or JSON."""
 
 from __future__ import annotations
 

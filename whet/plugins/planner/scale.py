@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans a config for other numbers of accelerators: the mesh that fits with the least communication, by the formulas of
-`first`, and the place of every rank. It starts no process, and makes no model."""
+"""Plans a config for other numbers of accelerators: finds the mesh that fits with the least communication, by the
+formulas of `first`, and the node and devices of every rank. It starts no process, and makes no model."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from whet.engines.mesh import FORMER
 from whet.errors import ConfigError
 from whet.plugins.planner.first import bytes_of, changed, host_bytes, mesh_of, section_of
 
-PARTS = (1, 2, 4, 8)  # sizes that a mesh is tried with, of ranks that compute a row together
+PARTS = (1, 2, 4, 8)  # numbers of ranks that compute a row together, tried in this order
 OF_A_NODE = 8  # accelerators, where the config has no number
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """A config for a number of accelerators, and its changes."""
+    """A config for a number of accelerators: its changes, the memory that it needs, its mesh and pools."""
 
     gpus: int
     changes: Mapping[str, object]  # of the config, by key
     needed: int  # bytes of the fullest accelerator
-    offloaded: int  # bytes on the host of a node, of what accelerators leave there
+    offloaded: int  # bytes of offloaded tensors on the host of a node
     fits: bool
 
     mesh: str
@@ -39,7 +39,7 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Place:
-    """The node and devices of a rank."""
+    """The node and devices of a rank, and its coordinates in the mesh."""
 
     pool: str
     rank: int
@@ -53,8 +53,8 @@ class Place:
 def scale(
     config: RunConfig, shape: Mapping[str, float], counts: Sequence[int], gib: float, host_gib: float | None = None
 ) -> list[Scaled]:
-    """Returns a plan for each number of accelerators of `gib`: the first candidate that fits, else the smallest one.
-    With `host_gib` the offloaded tensors must fit into a node of that memory too.
+    """Returns a plan for each number of accelerators with `gib` of memory: the first candidate that fits, else the one
+    that needs least. With `host_gib` the offloaded tensors must fit into a node of that memory too.
 
     Raises: ConfigError for a number that the pools of the config cannot share."""
     return [_best(config, shape, count, gib, host_gib) for count in counts]
@@ -90,7 +90,7 @@ def _best(config: RunConfig, shape: Mapping[str, float], gpus: int, gib: float, 
         if best is None or needed < best.needed:
             best = found
     if best is None:
-        expected = f"a number that its pools can share as they share {config.cluster.devices}"
+        expected = f"a number that the pools can divide in the same proportions as {config.cluster.devices}"
         raise ConfigError("--gpus", gpus, expected, "name another, or change cluster.placement")
     return best
 
@@ -131,8 +131,8 @@ def _candidates(config: RunConfig, shape: Mapping[str, float], gpus: int) -> Ite
 
 
 def _pools(config: RunConfig, gpus: int, devices: int) -> dict[str, PoolConfig] | None:
-    """Scales the pools to another number of accelerators, in the config's proportions. A separate rollout pool gives
-    `devices` to each engine. None if the number cannot be shared so."""
+    """Scales the pools to another number of accelerators, in the config's proportions. In a separate rollout pool each
+    rollout engine gets `devices`. Returns None if the pools cannot divide the number in these proportions."""
     if not config.cluster.placement:
         return {"main": PoolConfig(processes=gpus)} if devices == 1 else None
     pools, is_asked = dict[str, PoolConfig](), devices == 1

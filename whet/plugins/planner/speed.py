@@ -39,7 +39,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Speed:
-    """The tokens and seconds of a step."""
+    """The tokens and seconds of a step, and the seconds of a validation."""
 
     tokens: Mapping[str, int]  # prompt, response
     seconds: Mapping[str, float]  # by phase
@@ -106,7 +106,7 @@ def training_flops(model: Outline, batch: Batch) -> float:
 
 def _update(model: Outline, rows: list[RowLength], rates: Rates) -> float:
     """Returns the seconds of an update. The backward pass costs two forward passes, and recomputes logits, or all with
-    gradient checkpointing. The optimizer reads weight, gradient and two moments, and writes three of them."""
+    gradient checkpointing. The optimizer reads weight, gradient and two moments; it writes all but the gradient."""
     once, head = _forward(model, rows, rates), 2 * model.head_weights * sum(row.response_tokens for row in rows)
     again = once if model.role.gradient_checkpointing else head / rates.train_flops / EFFICIENCY
     return 3 * once + again + 7 * model.gradient_bytes / rates.bytes

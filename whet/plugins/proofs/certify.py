@@ -36,8 +36,8 @@ Columns = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class World:
-    """The responses of up to L tokens to one prompt, from a vocabulary of V tokens; their rewards; and policies, as
-    tables of logits.
+    """The world of a certificate: all responses of up to L tokens, from a vocabulary of V tokens, to one prompt; their
+    scores; and policies, as tables of logits.
 
     A state is the tokens so far; there are S states. Rows are the K responses; arrays are [K, L] unless noted."""
 
@@ -94,7 +94,7 @@ class World:
         return chosen.masked_fill(self.mask == 0, 0.0)
 
     def statistic(self, logits: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Applies `function` to the log-probs of all states [S, V] -> [S, ...], and returns each token's value."""
+        """Applies `function` to log-probs of all states [S, V] -> [S, ...]. Returns the value of each token's state."""
         at_tokens: Tensor = zero_outside(function(logits.log_softmax(-1))[self.states], self.mask)
         return at_tokens
 
@@ -127,8 +127,8 @@ def certify(
 ) -> Certificate:
     """Computes the certificate of an algorithm's config, with groups of n responses.
 
-    `mode` replaces the config's aggregation. The logits of the old policy differ from the updated one's by noise with
-    standard deviation `staleness`; the sampler's logits differ from the old policy's by noise of size `gap`."""
+    `mode` replaces the config's aggregation. The logits of the old policy differ from the updated policy's by noise
+    with standard deviation `staleness`; the sampler's logits differ from the old policy's by noise of size `gap`."""
     step = CertifiedStep.of(algorithm, world, mode)
     penalised = algorithm.kl.coef if algorithm.kl.where != "none" else 0.0
     target = objective_gradient(world, step.scores, world.table(1).requires_grad_(), penalised)
@@ -143,10 +143,10 @@ def certify(
 
 
 def kl_error(form: str, world: World = World(), *, staleness: float = 0.0) -> float:
-    """Returns |g - t| / |t| for a KL in the loss of this `form`, without other terms. t is the gradient of each state's
-    KL, with the visited states held fixed. `staleness` is the distance of the sampling policy."""
+    """Returns |g - t| / |t| for a loss that is only a KL of this `form`. t is the gradient of each state's KL, weighted
+    by fixed visit probabilities. `staleness`: noise between the logits of the sampling and the updated policy."""
     step = CertifiedStep.of(plain(kl=KLConfig(where="loss", form=form, coef=1.0)), world, SUMS)
-    mean, _ = step.expected_gradient(1, staleness, 0.0)  # in a group of one RLOO is 0
+    mean, _ = step.expected_gradient(1, staleness, 0.0)  # in a group of one RLOO's advantage is 0
     now = world.table(1).requires_grad_()
     log_pi, log_ref = now.log_softmax(-1), world.table(4).log_softmax(-1)
     by_state = (log_pi.exp() * (log_pi - log_ref)).sum(-1)
@@ -167,7 +167,7 @@ class CertifiedStep:
 
     @classmethod
     def of(cls, algorithm: AlgorithmConfig, world: World, mode: str | None = None) -> CertifiedStep:
-        """Builds these parts from a config; `mode`, if given, replaces the aggregation of the loss."""
+        """Builds a step from an algorithm's config; `mode`, if given, replaces the aggregation of the loss."""
         overlong = algorithm.overlong
         overlong = overlong.model_copy(update={"buffer_length": min(overlong.buffer_length, world.length - 1)})
         algorithm = algorithm.model_copy(update={"overlong": overlong})
@@ -199,7 +199,7 @@ class CertifiedStep:
         weights = torch.tensor([multiplicity(group) for group in groups], dtype=torch.float64)
         weights = weights * self.world.log_probs(sampler).sum(-1).exp()[torch.tensor(groups)].prod(-1)
         settings = self.config.algorithm.filter
-        if settings.name is not None:  # what is left out is sampled again
+        if settings.name is not None:  # groups that it drops are sampled again
             weights = weights * torch.tensor([self.is_kept(group) for group in groups])
             extra = FILTERS[settings.name].resolve_options(settings.options, "algorithm.filter.options").get("extra", 0)
             durations = self.world.mask.sum(-1)[torch.tensor(groups)].amax(-1)
@@ -212,7 +212,7 @@ class CertifiedStep:
         return mean, weights @ (gradients - mean).square().sum(-1)
 
     def slope(self, group: Sequence[int], columns: Columns, outputs: Columns) -> Tensor:
-        """Returns the gradient of a group's loss by the model's outputs, concatenated for all responses."""
+        """Returns the gradient of a group's loss w.r.t. the model's outputs, concatenated for all responses."""
         leaves = {name: output.detach().requires_grad_() for name, output in outputs.items()}
         found = torch.autograd.grad(self.loss(group, columns, leaves), list(leaves.values()), materialize_grads=True)
         return torch.cat([each.flatten() for each in found])
@@ -220,7 +220,7 @@ class CertifiedStep:
     def loss(self, group: Sequence[int], columns: Columns, outputs: Columns) -> Tensor:
         """Returns the loss of a step on one group; selects its rows from the columns and outputs of all responses."""
         rows, metrics = torch.tensor(group), Metrics()
-        shaper = Shaper(self.config)  # afresh: no group knows of another
+        shaper = Shaper(self.config)  # a new one for each group, without state
         uid = torch.zeros(len(group), dtype=torch.int64)
         batch = Batch.of({**{name: column[rows] for name, column in columns.items()}, "uid": uid})
         batch = shaper.rewards(batch, metrics)
@@ -262,7 +262,7 @@ def objective_gradient(world: World, scores: Tensor, logits: Tensor, kl_coef: fl
 
 
 def jacobian(world: World, logits: Tensor) -> Tensor:
-    """Returns the Jacobian of the model's outputs, concatenated for all responses, by the logits.   [., S V]"""
+    """Returns the Jacobian of the model's outputs, concatenated for all responses, w.r.t. the logits.   [., S V]"""
 
     def outputs(at: Tensor) -> Tensor:
         return torch.cat([output.flatten() for output in outputs_of(world, at).values()])
@@ -324,19 +324,19 @@ def multiplicity(group: Sequence[int]) -> int:
 # ---- the table
 
 STALENESS, GAP = 0.3, 0.3
-BATCH = 4  # groups of a batch, of which a filter with an option `extra` begins more
+BATCH = 4  # groups of a batch; a filter with an option `extra` starts more
 KL_LOSS = "KL in the loss"
 SUMS = "seq-mean-token-sum"
 
 
 @dataclass(frozen=True)
 class Certified:
-    """A row of the table: one part, combined with RLOO, `reinforce` and sums over sequences; or a whole recipe."""
+    """A row of the table: an algorithm's part, with RLOO, `reinforce` and sums over sequences; or a whole recipe."""
 
     kind: str
     name: str
     algorithm: AlgorithmConfig
-    is_exact: bool = False  # has to be
+    is_exact: bool = False  # whether the expected gradient has to be exact
     mode: str | None = SUMS
     gap: float = 0.0  # between sampler and trainer
 
@@ -356,9 +356,9 @@ def rows() -> list[Certified]:
     found.append(Certified(WEIGHTS.kind, "none", plain(), gap=GAP))
     seen = list[AlgorithmConfig]()
     for name in shipped_recipes():
-        if not name.endswith(("_sft", "_eval")):  # of other commands
+        if not name.endswith(("_sft", "_eval")):  # recipes of other commands
             algorithm = load_config(TrainConfig, name, checked=False).config.algorithm
-            if algorithm not in seen:  # or it is one of these on more processes
+            if algorithm not in seen:  # else the recipe differs in other sections only
                 found.append(Certified("recipe", name, algorithm, mode=None))
             seen.append(algorithm)
     return found
@@ -369,7 +369,7 @@ def rows_of(entry: Entry) -> list[Certified]:
     kind, name, exact = entry.kind, entry.name, bool(entry.marks.get("unbiased"))
     if kind == KL_FORMS.kind:
         terms = [KLConfig(where=where, form=name, coef=0.5) for where in ("reward", "loss")]
-        exact = name.startswith("k1")  # in the reward
+        exact = name.startswith("k1")  # exact in the reward only
         return [Certified(f"KL in the {kl.where}", name, plain(kl=kl), exact and kl.where == "reward") for kl in terms]
     if entry.alias_of is not None:
         return []
@@ -385,7 +385,7 @@ def rows_of(entry: Entry) -> list[Certified]:
 
 
 def certificates(row: Certified) -> tuple[Certificate, Certificate]:
-    """Computes two certificates: sampled by the policy itself, and by a policy at the distance `STALENESS`."""
+    """Computes two certificates: sampled by the policy itself, and by a policy whose logits differ by `STALENESS`."""
     own, stale = (certify(row.algorithm, mode=row.mode, gap=row.gap, staleness=each) for each in (0.0, STALENESS))
     if row.kind == KL_LOSS:
         stale = replace(stale, kl_error=kl_error(row.name, staleness=STALENESS))

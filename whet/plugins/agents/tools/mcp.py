@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MCP servers: a process (stdio), an address (streamable HTTP) or a Python object. An episode has its own session."""
+"""MCP servers: a process (stdio), an address (streamable HTTP) or a Python object. Each episode has its session."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class McpSource(ToolSource):
 
 
 class McpSession(Session):
-    """A connection to an MCP server. One task opens and closes it, as the library requires; any task may make calls."""
+    """A connection to an MCP server. One asyncio task opens and closes it, as mcp requires; any task may make calls."""
 
     def __init__(self, opener: Callable[[], Any], name: str) -> None:
         self._opener, self.name = opener, name
@@ -187,7 +187,7 @@ async def _over_http(url: str, headers: dict[str, str]) -> AsyncIterator[Any]:
 
 
 def _part(content: Any) -> Part:
-    """Converts a part of a result to text, an image, or its type.  Raises: BadCallError for a broken image."""
+    """Converts a block of a result to text, an image, or its type as text.  Raises: BadCallError for a broken image."""
     if content.type != "image":
         return str(content.text) if content.type == "text" else f"[{content.type}]"
     try:

@@ -20,10 +20,10 @@ INTERPRETERS = ("python", "ipython", "code_interpreter")  # names of a tool that
 _THOUGHTS = re.compile(
     r"(?s).*(?:</think>|\[/THINK\]|<think>.*|\[THINK\].*|<\|channel\|>analysis(?:(?!<\|channel\|>).)*)"
 )
-MAX_BROKEN = 100  # places in a text at which JSON may break off before no more is looked for
+MAX_BROKEN = 100  # places at which JSON may break off; then the search in a text ends
 _ARGUMENTS = {"arguments", "parameters"}
 _BROKEN = re.compile(r"""\{\s*["'](?:type|id|name|function|arguments|parameters)["']\s*:""")
-_PARAMETER = r"<parameter=([^>\n]+)>((?:(?!<parameter=).)*?)</parameter>"  # one begins behind the end of another
+_PARAMETER = r"<parameter=([^>\n]+)>((?:(?!<parameter=).)*?)</parameter>"  # no parameter begins inside another
 _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
@@ -36,7 +36,7 @@ class Parsed:
 
 
 def parse(parser: str, text: str, schemas: Schemas) -> Parsed:
-    """Parses a turn. `parser` is a registered name or a path. If the parser leaves JSON of a call as text, it becomes a
+    """Parses a turn. `parser` is a registered name or a path. JSON of a call that the parser leaves as text becomes a
     call with an error.  Raises: RegistryError."""
     expected = f"expected {FORMS.get(parser, 'the format that you were told')}"
     content, calls = "", list[Call]()
@@ -60,7 +60,7 @@ def hermes(text: str, schemas: Schemas) -> Iterator[str | Call]:
 @register_tool_parser(
     "llama3_json",
     begin=("<|python_tag|>",),
-    begin_patterns=(r'(?:^|(?<=\n)|;)[^\S\n]*(?:\{\s*(?:"|\Z)|\Z)',),  # also what may become such
+    begin_patterns=(r'(?:^|(?<=\n)|;)[^\S\n]*(?:\{\s*(?:"|\Z)|\Z)',),  # also the beginning of a call
     opening=('{"name": "', '", "parameters":'),
 )
 def llama3_json(text: str, schemas: Schemas) -> Iterator[str | Call]:
@@ -141,7 +141,7 @@ def gpt_oss(text: str, schemas: Schemas) -> Iterator[str | Call]:
     for part in re.split(r"(?<=<\|call\|>)|(?<=<\|end\|>)|(?=<\|start\|>)", text):
         head, tag, body = part.partition("<|message|>")
         to = re.search(r"\bto=(?:functions\.)?([\w.-]+)", head)
-        if to is None or to[1] == "assistant" or "<|" not in part:  # to the assistant goes a result
+        if to is None or to[1] == "assistant" or "<|" not in part:  # messages to the assistant are results
             if part:
                 yield part
             continue
@@ -170,9 +170,9 @@ def _tagged(
     end: str = "</tool_call>",
     whole: Callable[[str, int], int] = lambda text, start: _decoded(text, start)[1] or start,
 ) -> Iterator[str | Call]:
-    """Splits text at `begin` ... `end`. `read` makes calls from such a part and the text between its tags. A call
-    without an end tag lasts to the next call. An end tag alone, and XML of a call without tags, are errors. `whole`
-    finds the end of a complete value after a begin tag; inside the value, tags are text."""
+    """Splits text into calls, each from `begin` to `end`, and other text. `read` makes calls from such a part and the
+    text between its tags. A part without an end tag lasts to the next call; it is an error, as are an end tag alone and
+    XML of a call without tags. `whole` finds the end of a complete value, in which tags are text."""
     error, position = f"a call stands between {begin} and {end}; a tag is missing", 0
     tag = re.compile(rf"{re.escape(end)}|(?={re.escape(begin)})|\Z")
     while position < len(text):
@@ -188,9 +188,9 @@ def _tagged(
 
 
 def _outside(text: str, schemas: Schemas, expected: str) -> Iterator[str | Call]:
-    """Finds JSON outside of calls that was meant as a call, and turns it into a call with an error. This is an object
-    with arguments and a tool of `schemas` (at the start of the text: any name), or JSON that breaks off at the end and
-    names a tool. In thoughts such JSON is allowed."""
+    """Finds JSON outside of calls that the model meant as a call, and yields it as a call with an error. Such JSON is
+    an object with arguments and the name of a tool in `schemas` (at the start of the text: any name), or incomplete
+    JSON at the end that names a tool. JSON in the model's thoughts stays text."""
     if not re.search(r"""["'](?:name|function)["']\s*:""", text):
         yield text
         return
@@ -221,7 +221,7 @@ def _outside(text: str, schemas: Schemas, expected: str) -> Iterator[str | Call]
 
 
 def _name_in(value: Any) -> str | None:
-    """Returns the tool that an object names, in any usual form, if the object has arguments."""
+    """Returns the tool name of a JSON object, under "name" or "function", if the object has arguments."""
     match value:
         case {"name": str(name)} | {"function": str(name)} if _ARGUMENTS & {*value}:
             return name
@@ -239,7 +239,7 @@ def _json_call(text: str, body: str, key: str) -> Call:
 
 
 def _calls_of(values: Sequence[object], text: str, key: str) -> list[Call]:
-    """Converts the values of a list to calls. The first call carries the text of all of them."""
+    """Converts the values of a list to calls. The first call has the text of the whole list."""
     return [_call_of(each, text if number == 0 else "", key) for number, each in enumerate(values)]
 
 
@@ -259,7 +259,7 @@ def _expected(key: str) -> str:
 
 
 def _more(text: str) -> bool:
-    """Tells whether a text has more than white space and ends of turns."""
+    """Tells whether a text has more than white space and control tokens, such as the end of a turn."""
     return bool(CONTROL.sub("", text).strip())
 
 
@@ -271,8 +271,8 @@ def _name_of(value: object) -> str | None:
 
 
 def _decoded(text: str, start: int, *, whole: bool = False) -> tuple[Any, int]:
-    """Parses the JSON value at `start`, also with literal line breaks in strings. Returns the value and its end; (None,
-    0) without one, or with `whole` if other text follows."""
+    """Parses the JSON value at `start`; its strings may have literal line breaks. Returns the value and its end.
+    Returns (None, 0) if there is no JSON, or if other text follows and `whole` is set."""
     while start < len(text) and text[start].isspace():
         start += 1
     try:
@@ -298,7 +298,7 @@ def _xml_call(part: str, body: str, schemas: Schemas) -> Call:
 
 
 def _kinds(schema: object, root: Mapping[str, object], seen: tuple[str, ...] = ()) -> set[str]:
-    """Returns the types that a schema names directly, by its values, in its parts, or by references into `root`."""
+    """Returns the JSON types that a schema allows: by `type`, its values, `anyOf` etc., or `$ref` into `root`."""
     if not isinstance(schema, Mapping):  # true is a schema too
         return set()
     named = _list(schema.get("type")) or [schema.get("type")]
@@ -321,7 +321,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _typed(value: str, kinds: set[str]) -> object:
-    """Converts a value of XML to one of the types `kinds`: JSON if it parses, else text. Numbers may stay text."""
+    """Converts an XML value to a type of `kinds`: JSON if it parses, else text. With "string" numbers stay text."""
     value = value.removeprefix("\n").removesuffix("\n")
     if not kinds or kinds == {"string"}:
         return value
@@ -363,7 +363,7 @@ def _python(code: str) -> Sequence[ast.AST]:
 
 
 def _python_call(node: ast.AST, schemas: Schemas) -> Call | None:
-    """Converts Python syntax to a call, if it calls a known tool or `name.call`; None for other code."""
+    """Converts `name(...)` of a known tool, or `name.call(...)`, in Python to a call; None for other code."""
     match node:
         case ast.Call(func=ast.Name(id=name)) if name in schemas and name not in INTERPRETERS:
             pass

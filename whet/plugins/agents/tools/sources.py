@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entries of `environment.tools`: functions, classes with a session for each episode, and MCP servers. It also
-makes the schema of a tool from a function's signature and docstring, and checks arguments."""
+"""The entries of `environment.tools`: functions, classes with a session for each episode, and MCP servers. Also makes
+the schema of a tool from a function's signature and docstring, and checks arguments."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ Part = str | Media  # of the result of a call
 
 
 class BadCallError(Exception):
-    """An error in a call, which the tool returns so that the model reads it."""
+    """A faulty tool call. The model reads its message as the result of the call."""
 
 
 class Session(ABC):
-    """The tools of one entry in one episode."""
+    """The tools of one entry of `environment.tools` during one episode."""
 
     async def start(self) -> None:  # noqa: B027 - most have nothing to start
         """Opens the session's resources.  Raises: ToolError."""
 
-    shown: Callable[[Sequence[Media]], Any] | None = None  # takes the media of the conversation, before a turn's calls
+    shown: Callable[[Sequence[Media]], Any] | None = None  # gets all media so far, before a turn's calls
 
     @abstractmethod
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Sequence[Part]:
@@ -91,7 +91,7 @@ class FunctionSource(ToolSource):
 
 class ClassSource(ToolSource):
     """A class as a source of tools, with one object for each episode. Its public methods are tools, except two: `close`
-    ends it, and `shown` gets the images and videos that the model has read, before the calls of a turn. The constructor
+    ends the object, and `shown` gets the media that the model has read, before the calls of a turn run. The constructor
     may take `prompt`; its other parameters are options of the config. A class method `prepare` gets the options, once
     before processes of episodes are forked."""
 
@@ -148,8 +148,8 @@ class PythonSession(Session):
 
 
 async def _run(call: Callable[[], Any], *, is_async: bool) -> Any:
-    """Runs a call without blocking other calls or the deadline, and returns its result. A hanging thread is left alone
-    until the process of the episode ends."""
+    """Runs a call without blocking other calls or the deadline, and returns its result. A hanging thread is not
+    stopped: it ends with the process of the episode."""
     if is_async:
         return await call()
     done: Future[Any] = Future()
@@ -197,10 +197,10 @@ class ToolSchema:
 
 
 def schema_of(function: Callable[..., Any], name: str, where: str) -> tuple[ToolSchema, type[BaseModel]]:
-    """Returns the schema of a function, and a model that checks arguments. Parameters after `*` are options of the
-    config, which the model does not see.
+    """Returns the schema of a function, and a pydantic model that checks arguments. Parameters after `*` are options of
+    the config, which the language model does not see.
 
-    Raises: ConfigError that begins with `where`: without a docstring, for a parameter without a type, for *args."""
+    Raises: ConfigError, with `where` in its key, for a missing docstring, a parameter without a type, or *args."""
     doc, place = inspect.getdoc(function), f"{where}: tool {name}"
     if not doc:
         raise ConfigError(place, "no docstring", "one from which the model reads its use", "write one")
@@ -226,7 +226,7 @@ def schema_of(function: Callable[..., Any], name: str, where: str) -> tuple[Tool
         strict = ConfigDict(extra="forbid", allow_inf_nan=False)
         model: type[BaseModel] = create_model(name, __config__=strict, **fields)
         parameters = _without_titles(model.model_json_schema())
-        parameters.pop("additionalProperties", None)  # the check says so, where a model gives more
+        parameters.pop("additionalProperties", None)  # the check of arguments reports extra ones
     except Exception as error:  # pydantic's errors of unsupported types have several classes
         found = f"a parameter has a type without a JSON schema ({str(error).splitlines()[0]})"
         raise ConfigError(place, found, "str, int, float, bool, list, dict, Literal or a pydantic model") from error
@@ -234,7 +234,7 @@ def schema_of(function: Callable[..., Any], name: str, where: str) -> tuple[Tool
 
 
 def checked(model: type[BaseModel], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Checks arguments, and converts them for the function.  Raises: ValueError with every fault, for the model."""
+    """Checks arguments, and converts them for the function.  Raises: ValueError that lists every fault to the model."""
     try:
         found = model.model_validate(dict(arguments))
     except ValidationError as error:

@@ -40,7 +40,7 @@ class Toolbox:
     entries: Sequence[Any]
     known: Sequence[Sequence[ToolSchema]]  # of each entry
     limits: ToolLimits = field(default_factory=ToolLimits)
-    parser: str | None = None  # None: that of the chat template
+    parser: str | None = None  # None: chosen by the chat template
     role: Role = "tool"
 
     @property
@@ -64,13 +64,13 @@ class Toolbox:
         return {"tools": tools} if self.role == "tool" else {DESCRIBED: described(tools)}
 
     def with_parser(self, template: str | None) -> Toolbox:
-        """Adds the parser for a chat template; None stands for text without a template.
+        """Returns the toolbox with the parser that fits a chat template; None is text without a template.
 
-        Raises: ConfigError if the template shows no known format, or no tools at all."""
+        Raises: ConfigError if the template shows no known format of calls, or does not show tools to the model."""
         if template is not None and self.role == "tool" and "tools" not in template:
             change = (
-                "set environment.tool_role=user, which tells them in the system message and sends results as user "
-                "messages, or set data.chat_template_kwargs.chat_template"
+                "set environment.tool_role=user, which lists the tools in the system message and sends results as "
+                "user messages, or set data.chat_template_kwargs.chat_template"
             )
             raise ConfigError("chat template", "does not show tools to the model", "one that reads tools", change)
         parser = self.parser or ("hermes" if self.role == "user" else parser_of(template or ""))
@@ -168,10 +168,10 @@ class ToolEnvironment:
         self._sessions: list[Session] = []
         self._by_tool: dict[str, Session] = {}
         self._counts = Counter[str]()
-        self._asked = Observation(done=False)  # the last one of the environment inside
+        self._asked = Observation(done=False)  # the last one of the inner environment
 
     async def reset(self, prompt: Prompt, seed: int) -> Observation:
-        """Starts the sessions, then the inner environment."""
+        """Starts the sessions of all tools, then resets the inner environment."""
         for source in self._sources:
             try:
                 session = source.session(prompt)
@@ -190,7 +190,7 @@ class ToolEnvironment:
         return self._counted(await self._ask("reset", prompt, seed))
 
     async def step(self, answer: Answer) -> Observation:
-        """Runs a turn's calls concurrently and returns the results. Other turns go to the inner environment."""
+        """Runs the calls of a turn concurrently. Passes a turn without calls to the inner environment."""
         if not answer.tool_calls:
             return self._counted(await self._ask("step", answer))
         for session in self._sessions if answer.media else ():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of rollout engines that send requests to their own server. It does the bookkeeping that they share."""
+"""The base class of rollout engines that send requests to their own server, with the bookkeeping that they share."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from whet.rollout.requirements import Decoding, RolloutBytes
 from whet.types import Failure, Media
 
 FIRST_VERSION = 0  # of the weights that the server itself loaded
-TICK_SECONDS = 0.2  # between two looks at the server while events are waited for
+TICK_SECONDS = 0.2  # between two checks of the server while `poll` waits for events
 ABORT_SECONDS = 0.2  # after which an abort is repeated: the request may have been on its way
-POLL_SECONDS = 0.002  # between two looks at answers that are on their way
-SENDS = 3  # of a request whose connection broke while the server is well
-UNREADABLE = (ValueError, KeyError, TypeError)  # answers of another form
+POLL_SECONDS = 0.002  # between two checks for replies that are on their way
+SENDS = 3  # attempts for a request whose connection breaks while the server is well
+UNREADABLE = (ValueError, KeyError, TypeError)  # errors from replies of an unexpected form
 
 
 class ServerEngine(ServerWords):
@@ -48,7 +48,7 @@ class ServerEngine(ServerWords):
 
     A subclass passes its options to `__init__`, then the server's arguments to `launch`."""
 
-    length_option: ClassVar[str]  # its name for the longest sequence
+    length_option: ClassVar[str]  # the server's option for the longest sequence
     package: ClassVar[Package]
     sees: ClassVar[Sees] = QWEN
     server: Server
@@ -78,11 +78,11 @@ class ServerEngine(ServerWords):
         self.vocab_size, self.positions = int(whole.config.get_text_config().vocab_size), num_positions(whole.config)
         self._live = Ledger[Live]()
         self._ended: queue.SimpleQueue[tuple[Live | None, Event]] = queue.SimpleQueue()
-        self._most = max_batch_size + max_batch_size // 4  # requests in the server, so that it need not wait
+        self._most = max_batch_size + max_batch_size // 4  # requests in the server: some wait there, ready to run
         self._names, self._paused, self._is_ready = 0, False, False
-        self._coming: int | None = None  # the version that is being loaded, or was when it broke off
+        self._coming: int | None = None  # the version that is being loaded, or whose load broke off
         self._seen = (-1, 0.0)  # tokens of unfinished requests, and when that number last changed
-        self._restarts = shared.restarts  # that are left
+        self._restarts = shared.restarts  # restarts that are left
         self._loss: LostReplicaError | None = None  # why the server is lost
         self._kept = KeptWeights(shared.weights_dir, is_shared=span is not None)
         self.options: Mapping[str, Any] = {}  # that `refused` reads
@@ -110,7 +110,7 @@ class ServerEngine(ServerWords):
 
     def _begin(self) -> None:
         self.server = self._start()
-        # Of the thread of this server's client; open while requests may be sent.
+        # Used in the client's thread; `_is_open` is set while requests may be sent.
         self._room, self._is_open = asyncio.Semaphore(self._most), asyncio.Event()
         self._is_open.set()
 
@@ -141,14 +141,14 @@ class ServerEngine(ServerWords):
 
     @classmethod
     def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
-        """Returns the bytes of the whole cache, which the server reserves at its start."""
+        """Returns the bytes of the whole KV cache, which the server reserves at its start."""
         cache, rows = options["kv_cache_bytes"], decoding.rows
         needed = rows * (max(decoding.lengths.prompts) + decoding.lengths.response) * decoding.token_bytes
         smaller = {"kv_cache_bytes": max(2**26, needed // 2)}
         longest = max(decoding.lengths.prompts)
         in_memory = not (options.get("adapter") or options["weights_dir"])
         is_whole_file, is_kept = options["weight_transfer"] == "file", bool(options["restarts"])
-        copies = in_memory * (is_kept + (is_whole_file or is_kept))  # old ones until the new ones are there
+        copies = in_memory * (is_kept + (is_whole_file or is_kept))  # old weights until the new ones have arrived
         return RolloutBytes(cache, cache, True, rows, longest, smaller, copies)
 
     # -- the contract of rollout engines
@@ -201,7 +201,7 @@ class ServerEngine(ServerWords):
                 self.stream(live, -len(live.before.token_ids), whole)
 
     def stream(self, live: Live, place: int, new: Completion) -> None:
-        """Returns new tokens of a running request. `place` counts from the tokens with which it was sent."""
+        """Queues new tokens of a running request as Partial. `place`: their position after the tokens sent before."""
         where = live.request.uid, live.request.attempt, len(live.rest.sampled_ids) + place
         self._ended.put((None, new.as_partial(*where)))
 
@@ -230,7 +230,7 @@ class ServerEngine(ServerWords):
             parts = in_parts(coming, self.num_devices, self.weights_dir)
             self.unless_lost(lambda: self._send(parts, version))
         for _ in coming:
-            pass  # into the file, or what a lost server did not take: the sender waits until all are read
+            pass  # writes the file, or skips weights that a lost server did not read: the sender waits for all
         if is_file:
             self.unless_lost(self._send_kept)
         self.version = version
@@ -241,7 +241,7 @@ class ServerEngine(ServerWords):
         self._send(iter([[self._kept.part] * self.num_devices]), self._kept.version)
 
     def _send(self, parts: Iterator[list[Part]], version: int) -> None:
-        """Sends weights to the server, which continues to sample until the first part has arrived."""
+        """Sends weights to the server, which continues to sample until the first part is ready."""
         first = list(islice(parts, 1))
         with self.between_two_steps(version):
             self.update(chain(first, parts), version)
@@ -264,8 +264,8 @@ class ServerEngine(ServerWords):
 
     @contextmanager
     def between_two_steps(self, version: int) -> Iterator[None]:
-        """Pauses sampling while its block loads weights.  Raises: WeightSyncError if the server refuses them."""
-        is_held = self._paused or self._coming is not None  # nothing can end in a pause
+        """Pauses sampling while the `with` block loads weights.  Raises: WeightSyncError if the server refuses them."""
+        is_held = self._paused or self._coming is not None  # no request can end in a pause
         handling = "recompute" if is_held else self.on_new_weights
         if handling in ("wait", "abort"):
             self.open(False)
@@ -303,7 +303,7 @@ class ServerEngine(ServerWords):
             self._look()
 
     def _cut(self) -> None:
-        """Ends all sent requests. Each is sent again with the tokens that it has.  Raises: EngineError."""
+        """Aborts all sent requests, so that each is sent again with its tokens so far.  Raises: EngineError."""
         for live in (sent := in_server(self._live.values())):
             live.is_cut = True
         self._end(sent)
@@ -367,7 +367,7 @@ class ServerEngine(ServerWords):
         return await self.sample(live)
 
     def _take(self, events: list[Event], timeout_seconds: float) -> None:
-        """Appends the events that have arrived; leaves out events of replaced requests."""
+        """Appends the events that have arrived to `events`, except events of requests that were replaced."""
         with suppress(queue.Empty):
             live, event = self._ended.get(timeout=max(0.0, timeout_seconds))
             while True:
@@ -381,7 +381,7 @@ class ServerEngine(ServerWords):
                 live, event = self._ended.get_nowait()
 
     def _end(self, chosen: list[Live]) -> None:
-        """Ends requests, and returns once the server has none of them."""
+        """Aborts requests, and waits until the server has none of them."""
         until = time.monotonic() + self._answer_seconds
         for live in chosen:
             if not live.is_sent and live.call.cancel():
@@ -405,14 +405,14 @@ class ServerEngine(ServerWords):
 
     @contextmanager
     def _noting_loss(self) -> Iterator[None]:
-        """Records a loss of the server that its block raises; the next call that reports losses raises it."""
+        """Records a LostReplicaError of the `with` block; the next submit, poll or abort raises it."""
         try:
             yield
         except LostReplicaError as error:
             self._loss = error
 
     def unless_lost(self, work: Callable[[], object]) -> None:
-        """Runs `work` with the server. If the server is lost, before or meanwhile, its restart replaces `work`."""
+        """Runs `work` unless the server is lost. If it is lost before or during `work`, its restart replaces `work`."""
         if self._loss is None:
             with self._noting_loss():
                 self.ready()
@@ -436,7 +436,7 @@ class ServerEngine(ServerWords):
             raise self.server.failure(f"closed the connection ({error}) at {path}") from error
 
     def _look(self) -> None:
-        """Raises: EngineError if the server has ended, or if no running request got a token in time."""
+        """Raises: EngineError if the server has ended, or if no running request got a token within the deadline."""
         self.server.check()
         now, (tokens, changed_at) = time.monotonic(), self._seen
         if now - changed_at < self._answer_seconds / 4:

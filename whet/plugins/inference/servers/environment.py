@@ -19,7 +19,7 @@ from typing import Any
 from whet.config.schema import ModelConfig
 from whet.errors import CHECKOUT, ConfigError
 
-SECONDS = 60.0  # for an interpreter to say what it has
+SECONDS = 60.0  # for an interpreter to report its packages
 LOOK = """
 import importlib.metadata, importlib.util, json, sys
 package, *names = sys.argv[1:]
@@ -37,12 +37,12 @@ class Package:
     name: str  # of the package, of `make NAME` and of the environment .venv-NAME
     distributions: tuple[str, ...]
     version: str
-    why: str  # this version
+    why: str  # reason for this version
     arguments: tuple[str, str]  # pattern of files, and of their classes, that have a field for each argument
-    oldest: tuple[int, int] | None = None  # this version and newer ones run too, without their insides; None: none do
+    oldest: tuple[int, int] | None = None  # oldest version that runs in plain mode; None: no plain mode
 
     def runs(self, version: str) -> bool:
-        """Tells whether whet runs with another version too, using only its public interface."""
+        """Tells whether whet supports another version too, through its public interface alone (plain mode)."""
         numbers = [int(each) for each in re.findall(r"\d+", version)[:2]]
         return self.oldest is not None and numbers[:1] == [self.oldest[0]] and numbers >= [*self.oldest]
 
@@ -53,7 +53,7 @@ class Package:
 
     @property
     def how(self) -> str:
-        """The advice that ends an error message."""
+        """The advice that ends an error message: how to install the engine and to name its interpreter."""
         where = f"name the interpreter as rollout.engine.options.python or in {self.variable}"
         checkout = CHECKOUT if (CHECKOUT / "pyproject.toml").is_file() else "a checkout of whet"
         return f"run `make {self.name}` in {checkout}, and {where}"
@@ -66,7 +66,7 @@ class Interpreter:
     python: str
     folder: Path  # of the package
     package: Package
-    other: str | None = None  # its version, where it is not the package's own
+    other: str | None = None  # the installed version, if it is not `package.version`
 
     @property
     def version(self) -> str:
@@ -127,7 +127,7 @@ def _engine_arguments(folder: Path, package: Package) -> frozenset[str]:
 
 
 def longest(option: str, server: Mapping[str, Any], positions: int) -> int:
-    """Returns the longest sequence that the server accepts.  Raises: ConfigError if it exceeds the model's."""
+    """Returns the longest sequence that the server accepts.  Raises: ConfigError if it is above `positions`."""
     length = server.get(option, positions)
     if not isinstance(length, int) or not 0 < length <= positions:
         expected = f"1 to {positions}, the positions of the model"
@@ -136,7 +136,7 @@ def longest(option: str, server: Mapping[str, Any], positions: int) -> int:
 
 
 def where_found(base: str, model: ModelConfig) -> tuple[str, str]:
-    """Returns the places of model and tokenizer: an absolute path (the server runs elsewhere), or a hub name."""
+    """Returns the paths of model and tokenizer: absolute, as the server has another working folder, or hub names."""
     paths = base, model.tokenizer_path or base
     first, second = (str(Path(path).resolve()) if Path(path).exists() else path for path in paths)
     return first, second

@@ -89,7 +89,7 @@ class SharedMedia:
 
 
 def check_media(encoders: Encoders | None, title: str, sees: Sees, media: Sequence[Media], whose: str) -> None:
-    """Raises: EngineError if a server with the families `sees` cannot read `media`; it names the prompt by `whose`."""
+    """Raises: EngineError if a server for the model types `sees` cannot read `media` of the prompt named `whose`."""
     if encoders is None or encoders.config.model_type not in sees:
         model = "reads text" if encoders is None else f"is {encoders.config.model_type}"
         families = f"Qwen2-VL, Qwen2.5-VL, Qwen3-VL{' and SmolVLM' * ('smolvlm' in sees)}, whose images {title} reads"
@@ -102,8 +102,8 @@ def check_media(encoders: Encoders | None, title: str, sees: Sees, media: Sequen
 
 
 def config_overrides(argument: str, config: Any) -> dict[str, Any]:
-    """Returns the server's argument for changed fields of a folder's config, if any. A server interleaves Qwen3-VL's
-    rotary positions only if the config says so, as published ones do; transformers always does."""
+    """Returns the server argument that overrides fields of config.json; {} if none is overridden. A server interleaves
+    Qwen3-VL's rotary positions only if the config says so, as published ones do; transformers always does."""
     if not config.model_type.startswith("qwen3_vl"):
         return {}
     rope = {**config.text_config.rope_parameters, "mrope_interleaved": True}
@@ -111,5 +111,5 @@ def config_overrides(argument: str, config: Any) -> dict[str, Any]:
 
 
 def positions_of(request: Request) -> torch.Tensor | None:
-    """Returns rotary positions [3, T] of a request's initial tokens; the server's own differ after videos."""
+    """Returns rotary positions [3, T] of a request's initial tokens; the server computes others after videos."""
     return rotary_positions((*request.prompt_ids, *request.sampled_ids), request.media, request.opening)

@@ -59,13 +59,13 @@ class ServerClient:
         return self.start(self.answer(method, path, body, seconds=seconds)).result()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs `work` in the thread that makes the calls."""
+        """Runs `work` in the client's thread, which makes the calls."""
         self._calls.add(call := in_loop(work))
         call.add_done_callback(self._calls.discard)
         return call
 
     async def answer(self, method: str, path: str, body: Any = None, *, seconds: float | None) -> Any:
-        """Makes one call from inside that thread, and returns the reply. With None there is no deadline."""
+        """Makes one call, for coroutines in the client's thread, and returns the reply. `seconds=None`: no deadline."""
         async with asyncio.timeout(seconds), self._sent(method, path, body) as reply:
             content = await read(reply, MOST_BYTES)
         is_json = "json" in reply.headers.get("content-type", "")
@@ -102,15 +102,15 @@ class ServerClient:
 
 
 class Server:
-    """The process of a server. It ends with this object, with this process, or with its parent. Its log is kept only
-    after a failure: any end without `close` is one, even with exit code 0."""
+    """The process of a server. It ends with this object or with the process that made this object. Its log is kept only
+    after a failure; every end without `close` is a failure, even with exit code 0."""
 
     def __init__(self, kind: str, command: Sequence[str], environment: Mapping[str, str], port: int) -> None:
-        self._kind, self.error = kind, EngineError  # that a failure raises
+        self._kind, self.error = kind, EngineError  # the error that a failure raises
         self.folder = Path(tempfile.mkdtemp(prefix=f"whet-{kind.lower()}-"))
         self.log, self.client = self.folder / "log", ServerClient(port)
         own = {**environment, "TMPDIR": str(self.folder)}  # sockets that a killed server leaves go with the folder
-        # The parent-death signal is that of the thread which starts a process: one that lives as long as this object.
+        # A process gets its parent-death signal when the thread that started it ends: the client's thread lives on.
         self.process = self.client.start(_start(command, own, self.log)).result()
         self._end = weakref.finalize(self, _end, self.process)
 
@@ -141,12 +141,12 @@ class Server:
                 self.client.call("GET", "/health", seconds=HEALTH_SECONDS)
                 return
             time.sleep(TICK_SECONDS)
-        raise self.failure(f"is not well after {why}")
+        raise self.failure(f"does not answer GET /health after {why}")
 
     def failure(self, what: str, change: str = "") -> EngineError:
         """Returns the error of a failed server, with the relevant lines of its log."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        telling = dict[str, str]()  # lines by what they tell: a log has the same behind several names of processes
+        telling = dict[str, str]()  # lines by text: several processes log the same one after their names
         for line in lines:
             found = TELLING.search(line)
             if found and "WARNING" not in line[: found.start()]:

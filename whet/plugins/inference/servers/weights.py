@@ -40,13 +40,13 @@ DTYPES = {
 LAYER = re.compile(r".*?\.\d+\.")  # the beginning of a name, up to the number of its layer
 PART_BYTES = 2**27  # after which a part ends
 ALIGNED = 16  # bytes, for views of any dtype
-SHARED = 7  # of the arguments that rebuild a tensor: those from here on say where its memory is
-Part = dict[str, Any]  # what a server needs to find it, as JSON: see inside/whet_weight_parts.py
+SHARED = 7  # of the arguments that rebuild a tensor, the first that locates its memory
+Part = dict[str, Any]  # where a server finds the weights, as JSON: see inside/whet_weight_parts.py
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter, as the files of its folder."""
+    """An adapter: its weights and its config, which become the files of a folder."""
 
     weights: Mapping[str, torch.Tensor]
     config: Mapping[str, Any]
@@ -55,8 +55,8 @@ class Adapter:
 
 class WeightsFile:
     """A safetensors file in memory or in a folder, written weight by weight. It has no name that could remain after a
-    crash: it is a descriptor of this process, and the kernel frees it with the last process that has it open. Only a
-    file in a folder shared with other machines has a name.
+    crash: its path is a file descriptor of this process, and the kernel frees the file when the last process closes it.
+    Only a file in a folder shared with other machines has a name.
 
     Raises: WeightSyncError, in all methods, if there is no room."""
 
@@ -70,7 +70,7 @@ class WeightsFile:
         self.path = self._name or f"/proc/{os.getpid()}/fd/{self._file}"
 
     def add(self, name: str, weight: torch.Tensor) -> None:
-        """Writes a weight."""
+        """Appends a weight to the file."""
         octets = octets_of(weight).to("cpu").numpy()
         _write(self._file, octets.data, self._header_bytes + self._end, self._folder)
         place = [self._end, self._end + len(octets)]
@@ -127,7 +127,7 @@ def _no_room(folder: str | None, offset: int, error: OSError) -> WeightSyncError
         "set rollout.engine.options.weights_dir to a folder on a disk that has it, or use a machine with more memory"
     )
     found = f"no weights can be written at byte {offset} ({error.strerror})"
-    change = "make some" if folder else instead
+    change = "make some room there" if folder else instead
     return WeightSyncError(folder or "shared memory", found, "room for all weights, twice with restarts", change)
 
 
@@ -141,8 +141,8 @@ def _write(file: int, octets: memoryview, offset: int, folder: str | None) -> No
 
 
 def as_in_checkpoints(weights: Weights, model: PreTrainedModel) -> Weights:
-    """Yields the weights under their names in checkpoints. It splits weights that transformers stacks, such as experts.
-    `model` may be on meta."""
+    """Yields the weights under their names in checkpoints. Splits weights that transformers stacks, such as experts.
+    `model` may be on the meta device."""
     if not get_model_conversion_mapping(model, add_legacy=False):
         return weights
     return _split(weights, model)
@@ -199,7 +199,7 @@ class KeptWeights:
         self.file, self.version = file, version
 
     def drop(self) -> None:
-        """Drops the weights."""
+        """Closes the file of the kept weights, if there is one."""
         if self.file is not None:
             self.file.close()
         self.file = None
@@ -234,8 +234,8 @@ def _up_to(part_bytes: int, layers: Iterable[Weights]) -> Weights:
 
 @contextmanager
 def _on_accelerator(weights: Weights, readers: int) -> Iterator[list[Part]]:
-    """Copies weights into a part's memory. Yields for each reader a handle of it and the weights' positions in it. The
-    memory is freed after the last reader has released it."""
+    """Copies weights into one tensor on the accelerator. Yields for each reader a handle of its memory, with the
+    positions of the weights in it. The memory is freed after the last reader has released it."""
     whole, places = packed(weights)
     device = torch.get_device_module(whole.device)
     device.synchronize(whole.device)

@@ -24,22 +24,22 @@ class Live:
     """An unfinished request, and the server call that answers it."""
 
     request: Request
-    name: str  # of this attempt, for the server
+    name: str  # of this attempt, unique on the server
     submitted_at: float = field(default_factory=time.monotonic)
     is_sent: bool = False
     is_cut: bool = False  # the server is asked to end it, and it is sent again
-    before: Completion = NEVER_SENT  # what it had when it was sent again
-    known: Versions = ()  # of its tokens at the last change of weights, where it streams
+    before: Completion = NEVER_SENT  # its tokens when it was sent again
+    known: Versions = ()  # versions of its tokens at the last change of weights, if it streams
     call: Future[None] = field(default_factory=Future)
 
     @property
     def rest(self) -> Request:
-        """Returns the request that remains for the server, after the tokens sampled so far."""
+        """Returns the request to send next: the request with all tokens sampled so far."""
         return replace(self.request, sampled_ids=self.request.sampled_ids + self.before.token_ids)
 
 
 class ServerWords(ABC):
-    """The calls that every server supports, under names of its own."""
+    """The calls that every server supports; a subclass translates them into the calls of its server."""
 
     @classmethod
     @abstractmethod
@@ -66,7 +66,7 @@ class ServerWords(ABC):
 
     @abstractmethod
     def hold(self, *, keep_cache: bool) -> None:
-        """Stops sampling between two decode steps; without `keep_cache` running requests recompute everything."""
+        """Stops sampling between two decode steps; without `keep_cache` running requests recompute keys and values."""
 
     @abstractmethod
     def release(self) -> None:
@@ -100,7 +100,7 @@ def in_server(chosen: Iterable[Live]) -> list[Live]:
 
 
 def end_of(found: Completion, request: Request) -> FinishReason | None:
-    """Returns the reason to end a response that was cut, if its tokens already complete it; None if it continues."""
+    """Returns the finish reason of an aborted response whose tokens already complete it; None if sampling continues."""
     if found.token_ids and found.token_ids[-1] in request.params.stop_token_ids:
         return "stop"
     is_long = len(request.sampled_ids) + len(found.token_ids) >= request.params.max_new_tokens

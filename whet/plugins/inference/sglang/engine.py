@@ -37,7 +37,7 @@ from whet.rollout.stop_strings import LastStops, StopStrings
 from whet.types import FinishReason, Versions, last_versions
 
 INSIDE = Path(__file__).parent / "inside"  # what SGLang's processes import, and nothing else of whet
-GOLDEN = 0x9E3779B97F4A7C15  # by which the number of a place is multiplied in a draw's hash
+GOLDEN = 0x9E3779B97F4A7C15  # the factor of a token's position in the hash of its random number
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 PACKAGE = Package(
     title="SGLang",
@@ -135,8 +135,8 @@ class SGLangEngine(ServerEngine):
             self.call("POST", "/abort_request", {"rid": _named(name)})
 
     def hold(self, *, keep_cache: bool) -> None:
-        """Stops sampling; requests that must recompute everything return to SGLang's queue. Meanwhile no other request
-        is sent: SGLang would not know it yet and could not abort it."""
+        """Stops sampling; without `keep_cache` running requests return to SGLang's queue. New requests wait until the
+        end of the pause: SGLang would not know them yet, and could not abort them."""
         self.open(False)
         self.call("POST", "/pause_generation", {"mode": "in_place" if keep_cache else "retract"})
         self._read_all()
@@ -145,7 +145,7 @@ class SGLangEngine(ServerEngine):
 
     def _read_all(self) -> None:
         """Waits until all tokens sampled before a pause have arrived."""
-        states = self.call("GET", "/server_info")["internal_states"]  # answered behind the pause
+        states = self.call("GET", "/server_info")["internal_states"]  # answered after the pause has begun
         sent = {name: count for state in states for name, count in state["whet_sent"].items()}
         until = time.monotonic() + self._answer_seconds
         while any(self._count_of(name) < count for name, count in sent.items()):
@@ -156,7 +156,7 @@ class SGLangEngine(ServerEngine):
 
     def _count_of(self, name: str) -> float:
         found = self._streams.get(name)
-        # nobody waits for tokens of an ended one
+        # an ended request needs no more tokens
         return float("inf") if found is None or found[1].is_cut else len(found[1].token_ids)
 
     def release(self) -> None:
@@ -260,7 +260,7 @@ def body_of(
 
 
 def _rules(request: Request, never: Sequence[int]) -> dict[str, str] | None:
-    """Returns the constraints for `constrained` of inside/whet_sglang.py; None without any."""
+    """Returns token constraints and penalties for `constrained` in inside/whet_sglang.py; None without any."""
     params = request.params
     bad_words = [word for word in params.bad_words if len(word) > 1 or word[0] not in never]
     penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
@@ -277,7 +277,7 @@ def _shown(request: Request, media: Sequence[RequestMedia]) -> str:
 
 
 def _positions(request: Request) -> list[list[int]]:
-    """Returns multimodal rotary positions [3, T] of the prompt and of the longest response. SGLang lacks positions of
+    """Returns rotary positions [3, T] of the prompt and of a response of maximal length. SGLang lacks positions of
     sampled tokens when it recomputes a request."""
     found = positions_of(request)
     assert found is not None
@@ -288,7 +288,7 @@ def _positions(request: Request) -> list[list[int]]:
 
 
 def _seed(request: Request) -> int:
-    """Returns the key less GOLDEN for each prompt token but the last, as SGLang counts these too; signed 64-bit."""
+    """Returns the key minus GOLDEN per prompt token but the last, since SGLang counts prompt tokens; signed 64-bit."""
     seed = (request.key - (len(request.prompt_ids) - 1) * GOLDEN) % 2**64
     return seed - 2**64 if seed >= 2**63 else seed
 

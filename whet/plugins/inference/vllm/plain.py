@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plain mode of the engine `vllm`, for versions of vLLM except the pinned one: it uses only public flags and calls.
-Also reads the experts chosen for each token (`--enable-return-routed-experts`), for the trainer's routers."""
+"""Plain mode of the engine `vllm`: whet uses only public flags and calls of vLLM, no additions in its processes. Every
+version runs so except that of `make vllm`. Also reads each token's experts (`--enable-return-routed-experts`)."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ OFF: Mapping[str, tuple[object, ...]] = {  # values with which vLLM's processed 
     "bad_words": ((), []),
     "allowed_token_ids": (None,),
 }
-SCALE_OUT = ("entrypoints/**/cli_args.py", "enable_scale_out")  # versions that want the flag for /inference/v1/generate
-STOP_REASON = ("entrypoints/scale_out/token_in_token_out/protocol.py", "stop_reason")  # versions that tell the string
+SCALE_OUT = ("entrypoints/**/cli_args.py", "enable_scale_out")  # versions that need the flag for /inference/v1/generate
+STOP_REASON = ("entrypoints/scale_out/token_in_token_out/protocol.py", "stop_reason")  # versions that report it
 GENERATED = "vllm:generation_tokens_total"
 KEY = "rollout.engine.options.routed_experts"
-TOLD = ("sampling_params.py", "routed_experts_prompt_start")  # versions whose answers can begin behind the prompt
+TOLD = ("sampling_params.py", "routed_experts_prompt_start")  # versions that can leave out the prompt's experts
 INSTEAD = "or use the version of `make vllm` with rollout.engine.options.plain=false"
 
 
 def check_options(found: Interpreter, options: Mapping[str, Any]) -> None:
-    """Raises: ConfigError for an option that the plain mode does not support."""
+    """Raises: ConfigError for an option that plain mode (without whet's additions to vLLM) does not support."""
     for name, value, default in (("adapter", True, "false"), ("on_new_weights", "keep", "recompute")):
         if options[name] == value:
             expected = f"{default}, as {found.python} with {found.version} has no additions to vLLM"
@@ -48,7 +48,7 @@ def check_options(found: Interpreter, options: Mapping[str, Any]) -> None:
 
 
 def inside(found: Interpreter | None, sees: bool) -> dict[str, Any]:
-    """Returns the engine arguments of the plain mode; without `found`, of the mode with whet's additions."""
+    """Returns the engine arguments of plain mode; without `found`, of the mode with whet's additions to vLLM."""
     additions = "whet_vllm.Extension", "whet", "raw"
     name, backend, mode = additions if found is None else ("whet_transfer.PlainExtension", "whet_plain", "processed")
     arguments = {"worker_extension_cls": name, "weight_transfer_config": {"backend": backend}}
@@ -58,7 +58,7 @@ def inside(found: Interpreter | None, sees: bool) -> dict[str, Any]:
 
 
 def without(found: Interpreter) -> str:
-    """Returns a warning with the features that plain mode lacks."""
+    """Returns a warning with the features that plain mode (vLLM without whet's additions) lacks."""
     return (
         f"vLLM {found.version} samples in plain mode, by its public flags and calls. It does without what needs whet's "
         f"additions to {found.package.version}: draws of the native engine (a request has a seed of vLLM's, on a CPU "
@@ -68,7 +68,7 @@ def without(found: Interpreter) -> str:
 
 
 def plainly_refused(sampling: Sampling, found: Interpreter) -> ConfigError | None:
-    """Returns the error for a sampling parameter with which the plain mode would return other log-probs."""
+    """Returns the error for a sampling parameter with which vLLM alone (plain mode) would return other log-probs."""
     given = {name: vars(sampling)[name] for name in OFF}
     if (name := next((name for name, value in given.items() if value not in OFF[name]), None)) is not None:
         expected = "its default: others change the log-probs that vLLM gives in plain mode"
@@ -80,24 +80,24 @@ def plainly_refused(sampling: Sampling, found: Interpreter) -> ConfigError | Non
 
 
 def seed_of(request: Request) -> int:
-    """Returns the seed of a request. It changes if the request is sent again with tokens sampled so far."""
+    """Returns the seed of a request for vLLM. A request that is sent again with sampled tokens gets another seed."""
     return key(request.key, "vllm", len(request.sampled_ids))
 
 
 def generated(metrics: str) -> int:
-    """Reads the number of tokens that a server has sampled from its /metrics."""
+    """Returns the number of tokens that a server has sampled, read from the text of its /metrics."""
     return sum(int(float(line.split()[-1])) for line in metrics.splitlines() if line.startswith(GENERATED))
 
 
 def check_routed(found: Interpreter, options: Mapping[str, Any], is_plain: bool) -> None:
-    """Raises: ConfigError if the server would not return experts."""
+    """Raises: ConfigError if `routed_experts` is set and the server would not report the experts of tokens."""
     if not options["routed_experts"]:
         return
     if not is_plain:
-        expected = "false, as whet's additions to vLLM need the model runner that tells none"
+        expected = "false, as whet's additions to vLLM need the model runner that reports no experts"
         raise ConfigError(KEY, True, expected, "set rollout.engine.options.plain=true, or unset it")
     if not found.mentions(*TOLD):
-        raise ConfigError(KEY, True, f"a vLLM with {TOLD[1]} (0.32): here is {found.version}", "unset it")
+        raise ConfigError(KEY, True, f"a vLLM with {TOLD[1]} (0.32), not {found.version}", "unset it")
 
 
 def mixtures(model: torch.nn.Module) -> list[int]:

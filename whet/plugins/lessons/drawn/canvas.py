@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws figures on a white canvas, writes PNG files, and keeps pictures of the split train out of the others."""
+"""Draws figures on a white canvas, writes PNG files, and keeps pictures of the split train out of other splits."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ COLOURS: dict[str, Colour] = {
 }
 SHAPES = ("circle", "square", "triangle")
 NUM_TRAINED, NUM_HELD_OUT = 4096, 256  # rows, by default
-MOST_DRAWS = 64  # of a row that is in the split, on average one in four is held out
+MOST_DRAWS = 64  # attempts to draw a row of the split; on average one row in four is held out
 
 
 def draw_rows(split: str, seed: int, count: int | None, draw: Callable[[random.Random], DataRow]) -> Iterator[DataRow]:
     """Yields `count` rows (default: 4096 for the split train, 256 for others). `draw` makes a row from a random
     generator.
 
-    The digest of a row's pictures decides whether it belongs to train or to the other splits, so that none
-    of these has the pictures of a train row, for any seeds.  Raises: DataError if too few rows belong to the split."""
+    The digest of a row's pictures decides whether it belongs to train or to the other splits, so that no other split
+    has the pictures of a train row, whatever the seeds.  Raises: DataError if too few rows belong to the split."""
     is_train = split == "train"
     draws = random.Random(key(seed, "drawn rows", split))
     for number in range(count or (NUM_TRAINED if is_train else NUM_HELD_OUT)):

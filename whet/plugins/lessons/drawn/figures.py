@@ -38,7 +38,7 @@ def counting(
 ) -> Iterator[DataRow]:
     """Yields rows with 1 to `most` circles and squares in four colours on a grid; the answer is their number.
 
-    Raises: DataError if they do not fit."""
+    Raises: DataError if the figures do not fit."""
     _check_grid(pixels, grid, most)
 
     def draw(draws: random.Random) -> DataRow:
@@ -62,7 +62,7 @@ def two_images(
     """Yields rows with two pictures of 1 to `most` figures, in different numbers. `ask` is the question: which picture
     has more (`1` or `2`), the difference (second minus first: `-2`), or the number in both together.
 
-    Raises: DataError if they do not fit."""
+    Raises: DataError if the figures do not fit."""
     _check_grid(pixels, grid, most)
     questions = {
         "more": "<image><image>Which picture has more figures? Answer with 1 or 2.",
@@ -112,7 +112,7 @@ def grounding(
         '<image>Find all boxes. Answer with a JSON list of {"bbox_2d": [x1, y1, x2, y2], "label": "colour"} in pixels.'
     ),
 ) -> Iterator[DataRow]:
-    """Yields rows with 1 to `most` separate boxes of different colours; the answer is a list for `detection`."""
+    """Yields rows with 1 to `most` separate coloured boxes; the answer is a list for the reward `detection`."""
     check_room(pixels, 3, 16)
 
     def draw(draws: random.Random) -> DataRow:
@@ -139,7 +139,7 @@ def reading(
     most: Count = 2,
     prompt: str = "<image>Read the text.",
 ) -> Iterator[DataRow]:
-    """Yields rows with a picture (4 times as wide as high) of 1 to `most` four-letter words, the answer for `ocr`."""
+    """Yields rows with a picture (4 times as wide as high) of 1 to `most` four-letter words; the reward is `ocr`."""
     check_room(pixels, most, 40)
     font = ImageFont.load_default(pixels / most / 4)
 
@@ -153,7 +153,7 @@ def reading(
 
 
 def scatter(draws: random.Random, number: int, pixels: int, grid: int) -> Image.Image:
-    """Draws `number` circles and squares of random colours in random cells of a grid; they do not touch."""
+    """Draws `number` circles and squares of random colours in random cells of a grid; the figures do not touch."""
     (image, drawing), cell = canvas(pixels), pixels // grid
     for place in draws.sample(range(grid * grid), number):
         left, top = (cell * line + draws.randint(1, 3) for line in (place % grid, place // grid))

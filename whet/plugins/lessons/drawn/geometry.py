@@ -27,7 +27,7 @@ def questions(
     kinds: Sequence[str] = ("triangle", "right_triangle", "rectangle", "inscribed_angle", "chord"),
 ) -> Iterator[DataRow]:
     """Yields rows that ask for an angle, a length or an area of a figure. Labels show the known sizes; the answer is a
-    whole number. `kinds` are the figures to draw from.
+    whole number. Each row has one of the figures `kinds`.
 
     Raises: DataError for an unknown kind."""
     check_room(pixels, 1, 112)
@@ -62,7 +62,7 @@ class Sheet:
             self._drawing.ellipse((x - size, y - size, x + size, y + size), fill, INK, max(1, self._pixels // 112))
 
     def label(self, text: str, at: Point) -> None:
-        """Writes a label around a point."""
+        """Writes a label centred at a point."""
         self._drawing.text(self._at(at), text, INK, self._font, anchor="mm")
 
     def _at(self, point: Point) -> Point:
@@ -70,7 +70,7 @@ class Sheet:
 
 
 def triangle(draws: random.Random, sheet: Sheet) -> tuple[str, int]:
-    """Draws a triangle with its true angles, and asks for the third angle."""
+    """Draws a triangle to scale, labels two angles, and asks for the third."""
     first, second = draws.randint(30, 80), draws.randint(30, 80)
     third = 180 - first - second
     side = 0.76 * math.sin(math.radians(second)) / math.sin(math.radians(third))
@@ -87,7 +87,7 @@ def triangle(draws: random.Random, sheet: Sheet) -> tuple[str, int]:
 
 
 def right_triangle(draws: random.Random, sheet: Sheet) -> tuple[str, int]:
-    """Draws a right triangle, and asks for the third side."""
+    """Draws a right triangle, labels two sides, and asks for the third."""
     sides = _triple(draws)
     corner, along, up = (0.2, 0.8), (0.85, 0.8), (0.2, 0.8 - 0.65 * min(1.0, max(0.4, sides[1] / sides[0])))
     sheet.lines(corner, along, up, corner)

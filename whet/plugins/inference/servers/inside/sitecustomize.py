@@ -19,8 +19,8 @@ ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Torchvision(importlib.abc.MetaPathFinder):
-    """Makes a CUDA build of torchvision importable with a CPU build of torch. Its library cannot be loaded there, so
-    the two operators for which its Python part registers functions are declared here."""
+    """Makes a CUDA build of torchvision importable with a CPU build of torch. torchvision's library cannot be loaded
+    then, so this class declares the two operators that torchvision's Python code needs."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> None:
         """Returns None, so that the usual import follows; declares the operators before torchvision is imported."""

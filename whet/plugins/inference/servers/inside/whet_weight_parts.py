@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the parts in which weights arrive (whet/plugins/inference/servers/weights.py), in a process of the server. It
+"""Reads weights in a process of the server, from the parts that whet/plugins/inference/servers/weights.py writes. It
 imports nothing of whet."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def weights_in(part: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def unpacked(octets: torch.Tensor, places: list[list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the weights in a tensor of bytes by name, as views of the tensor."""
+    """Yields the weights in a tensor of bytes by name, as views. `places`: each name, dtype, shape, start and end."""
     for name, dtype, shape, start, end in places:
         yield name, octets[start:end].view(getattr(torch, dtype)).view(shape)
 

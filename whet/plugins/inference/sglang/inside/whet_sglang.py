@@ -2,17 +2,16 @@
 """Starts an SGLang 0.5.23 server with additions; nothing of whet is imported. The processes that the server spawns
 import this file too, as their main module, so all of them have the additions.
 
-- Sampling: a token is drawn with a random number that is a function of the request's key and the token's place, as in
-  whet/kernels/sampling.py. SGLang hands seed and position of the token to its draw, which it otherwise does only with
-  kernels for deterministic inference; the client takes the prompt's length off the seed.
-- Rules: allowed tokens, bad words and penalties come with the request, and log-probs are those before them.
-- Ends: a response ends at its stop_token_ids alone, not at those of the folder's configuration too.
-- Versions: every piece of a streamed answer tells the weight versions of its tokens, not only the last one.
-- Images and videos: pixel values are read from files in shared memory, positions come with the request. Tokens of
-  patches are never sampled; log-probs are those among all tokens. Features stay until the tower's weights change.
-- Weights: /update_weights_from_tensor takes whet's parts, which say where tensors lie.
-- Progress: /server_info tells how many tokens of each unfinished request were sent.
-"""
+- Sampling: a token is drawn with a random number that is a function of the request's key and the token's position in
+  the response, as in whet/kernels/sampling.py. SGLang counts positions from the start of the prompt, so `_seed` in
+  sglang/engine.py subtracts the prompt from the seed. Without this file SGLang uses seeds only in deterministic mode.
+- Rules: a request brings allowed tokens, bad words and penalties. Log-probs are computed before these are applied.
+- Ends: a response ends only at the request's stop_token_ids, not at end tokens of the model's configuration.
+- Versions: every piece of a streamed reply has the weight versions of its tokens, not only the last piece.
+- Images and videos: pixel values are read from files in shared memory, positions come with the request. Patch tokens
+  are never sampled; log-probs are over all tokens. Features stay cached until the tower's weights change.
+- Weights: /update_weights_from_tensor accepts whet's parts: paths of files, or handles of accelerator memory.
+- Progress: /server_info has the number of tokens of each unfinished request that were sent."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def draw(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Draws for each row the first token at which the cumulative probability exceeds its number.   [S, V] -> [S, 1]"""
+    """Draws for each row the first token whose cumulative probability exceeds the random number.   [S, V] -> [S, 1]"""
     cumulated = probs.cumsum(-1)
     tokens = torch.searchsorted(cumulated, numbers(seeds, positions)[:, None] * cumulated[:, -1:], right=True)
     last = torch.where(probs > 0, torch.arange(probs.shape[1], device=probs.device), 0).amax(-1, keepdim=True)
@@ -160,7 +159,7 @@ def media_of(given: dict[str, Any], token_ids: list[int]) -> MultimodalProcessor
             modality=Modality[each["kind"].upper()],
             feature=pixels.pop(feature),
             offsets=[(run[0], run[-1]) for run in _runs(each["places"])],
-            # times one by one: SGLang's towers let those of one video attend to each other
+            # times one by one: SGLang's towers would let all times of a video attend to each other
             model_specific_data={
                 name: grid.new_tensor([[1, *grid[0, 1:]]] * grid[0, 0]) for name, grid in pixels.items()
             },
@@ -178,7 +177,7 @@ def media_of(given: dict[str, Any], token_ids: list[int]) -> MultimodalProcessor
 
 
 def _runs(places: list[int]) -> list[list[int]]:
-    """Groups consecutive places into runs."""
+    """Groups token positions into runs of consecutive positions."""
     return [[place for _, place in run] for _, run in groupby(enumerate(places), lambda pair: pair[1] - pair[0])]
 
 
@@ -198,7 +197,7 @@ def _read_media() -> None:
 
 
 def image_features(model: Any, items: list[MultimodalDataItem]) -> torch.Tensor:
-    """Computes the tower's features of Qwen2.5-VL's images. SGLang's function needs patches of 14 pixels."""
+    """Computes the tower's features of Qwen2.5-VL's images. SGLang's own function needs patches of 14 pixels."""
     pixels = torch.cat([item.feature for item in items]).type(model.visual.dtype)
     features: torch.Tensor = model.visual(pixels, grid_thw=torch.cat([item.image_grid_thw for item in items]))
     return features
@@ -217,8 +216,8 @@ def _load_parts() -> None:
         self._assert_weight_cache_inactive("update_weights_from_tensor")
         try:
             self.get_model().load_weights(weights_in(named_tensors))
-        except Exception as error:  # any kind: what is raised here ends the server
-            if self.tp_rank:  # whose answer nobody reads
+        except Exception as error:  # any kind: an error raised here ends the server
+            if self.tp_rank:  # nobody reads the reply of this rank
                 raise
             return False, f"{type(error).__name__}: {error}"
         return True, "loaded"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transfer back end for the workers of vLLM 0.26 and newer (--worker-extension-cls, --weight-transfer-config). It
-uses vLLM's interface for such back ends, and loads weights part by part. It imports nothing of whet."""
+"""A weight transfer back end for the workers of vLLM 0.26 and newer (--worker-extension-cls, --weight-transfer-config).
+It uses vLLM's interface for such back ends, and loads weights part by part. It imports nothing of whet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from whet_weight_parts import weights_in
 
 
 class PlainExtension:
-    """The base class that vLLM adds to its worker."""
+    """A base class that vLLM adds to its worker, with a call to drop an incomplete update."""
 
     def abandon_update(self) -> None:
         """Drops an incomplete update, and weights that wait for the rest of their layer."""
@@ -49,16 +49,16 @@ class PlainTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Loads weights part by part under their checkpoint names, as vLLM does when it reloads a model."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
-    own: set[str] | None = None  # names of the model's weights, one for those that share memory
-    came: set[str] | None  # of those that an update has filled; None where the model does not tell
+    own: set[str] | None = None  # names of the model's weights; tied weights have one name
+    came: set[str] | None  # names that an update has loaded; None if the model does not report them
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Does nothing."""
+        """Does nothing: the transfer needs no preparation."""
 
     def start_weight_update(self) -> None:
-        """Starts an update. vLLM itself restores the layout of weights that its kernels have changed."""
+        """Starts an update. vLLM itself restores the checkpoint layout of weights that its kernels have changed."""
         self.came = set()
-        if self.own is None:  # during an update a head is not seen to share the embedding's weight
+        if self.own is None:  # before an update, which hides that a head shares the embedding's weight
             self.own = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
 
@@ -86,11 +86,11 @@ class PlainTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise ValueError(f"{len(missing)} weights of the model did not come, such as {missing[0]}")
 
     def shutdown(self) -> None:
-        """Does nothing."""
+        """Does nothing: the transfer holds no resources."""
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Is a method of the trainer's side, which versions before 0.32 require here.  Raises: NotImplementedError."""
+        """Unused method of the trainer's side, which vLLM before 0.32 requires here.  Raises: NotImplementedError."""
         raise NotImplementedError
 
 

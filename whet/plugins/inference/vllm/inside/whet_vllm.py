@@ -2,10 +2,10 @@
 """Additions to the worker of vLLM 0.32 (--worker-extension-cls), loaded in its process; nothing of whet is imported.
 
 - Weights: a transfer back end that loads them part by part into the live model. On a CPU linear layers compute with
-  their own parameters: vLLM packs a copy of them once, which later weights would not reach.
-- Sampling: log-probs are log_softmax(logits / temperature) before anything that changes the choice. A token is drawn
-  with a random number that is a function of the request's key and the token's place in the response, as in
-  whet/kernels/sampling.py. Penalties and bad words read tokens of an earlier attempt as tokens of the response.
+  their own parameters: vLLM would pack a copy of them only once, and compute with it after an update too.
+- Sampling: log-probs are log_softmax(logits / temperature) before penalties, bad words and cuts. A token is drawn with
+  a random number that is a function of the request's key and the token's position in the response, as in
+  whet/kernels/sampling.py. Penalties and bad words treat tokens of an earlier attempt as tokens of the response.
 - Images and videos: pixel values are read from a file in shared memory when the tower encodes them; features are kept
   until the tower's weights change; rotary positions come with the request.
 """
@@ -58,7 +58,7 @@ class PartTransfer(whet_transfer.PlainTransfer):
     """Loads weights part by part; on a CPU directly into the live model."""
 
     def start_weight_update(self) -> None:
-        """Starts an update."""
+        """Starts an update of the weights; on a CPU they keep their layout."""
         if current_platform.is_cpu():
             self.came = set[str]()
         else:
@@ -66,7 +66,7 @@ class PartTransfer(whet_transfer.PlainTransfer):
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
-        """Ends an update.  Raises: ValueError if a weight of the model is missing."""
+        """Ends an update and drops outdated features.  Raises: ValueError if a weight of the model is missing."""
         if current_platform.is_cpu():
             self.own = {name for name, weight in self.model.named_parameters() if weight.numel()}
             self.require_all()
@@ -77,7 +77,7 @@ class PartTransfer(whet_transfer.PlainTransfer):
 
 
 def _pack_experts(model: torch.nn.Module) -> None:
-    """Packs experts for the CPU's kernel again, since vLLM packs once and updates write the checkpoint's layout."""
+    """Packs experts for the CPU kernel again: vLLM packs only once, and an update writes the checkpoint's layout."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     for module in model.modules():
@@ -150,7 +150,7 @@ class KeyedSampler(Sampler):
 
 
 def _draw(logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Draws for each row the first token whose cumulative probability exceeds its number.   [S, V], [S] -> [S]"""
+    """Draws for each row the first token whose cumulative probability exceeds the row's number. [S, V], [S] -> [S]"""
     probs = logits.softmax(-1)
     cumulated = probs.cumsum(-1)
     tokens = torch.searchsorted(cumulated, numbers[:, None] * cumulated[:, -1:], right=True).squeeze(1)
@@ -169,7 +169,7 @@ def _number(row: Any) -> float:
 
 
 def _with_earlier_tokens(metadata: Any, rows: Sequence[Any]) -> Any:
-    """Counts tokens of an earlier attempt as response tokens in the metadata. They arrive as a part of the prompt."""
+    """Adds the tokens of an earlier attempt to the response tokens in the metadata. They arrive in the prompt."""
     if not metadata.output_token_ids:
         return metadata  # nothing reads them
     earlier = [row.prompt_token_ids[len(row.prompt_token_ids) - _given(row, "sampled", 0) :] for row in rows]
@@ -204,7 +204,7 @@ def _key_the_sampler() -> None:
 
 
 class FeatureCache:
-    """Caches the tower's outputs by digest, least recently used dropped first. vLLM clears its own at each update."""
+    """LRU cache of the vision tower's outputs by digest. vLLM clears its own cache at each update."""
 
     def __init__(self) -> None:
         self.tower: list[int] | None = None  # the hash of each of its weights; None: those of the start

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Additions to the front of a vLLM 0.32 server (--middleware), loaded in its process; nothing of whet is imported."""
+"""Additions to the API server of vLLM 0.32 (--middleware), loaded in its process; nothing of whet is imported."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def _tokens_so_far(state: Any) -> dict[str, Any]:
 
 
 def _no_decisions(*_: Any) -> None:
-    """Leaves out vLLM's /v1/systemone, which fails at start if the tokenizer lacks a token for some words."""
+    """Replaces the setup of vLLM's /v1/systemone, which fails if the tokenizer lacks a token for some words."""
 
 
 def _media(path: str) -> MultiModalKwargsItem:
-    """Returns an image or video as the path of its safetensors file, whose pixels the worker reads, and its grid."""
+    """Returns an image or video as its grid and the path of its safetensors file, whose pixels the worker reads."""
     with safe_open(path, "pt") as file:
         data = {name: file.get_tensor(name)[0] for name in file.keys() if name.endswith("grid_thw")}  # noqa: SIM118
         if not data:  # SmolVLM: pixels [1, tiles, 3, side, side]
@@ -64,8 +64,8 @@ def _media(path: str) -> MultiModalKwargsItem:
 
 
 def _with_patches(*, prompt_token_ids: list[int], mm_placeholders: dict[str, list[Any]], **more: Any) -> Any:
-    """Makes vLLM's input. Only patch tokens of an image or video get its features: a Qwen3-VL video has text between
-    its times, which the protocol of /inference/v1/generate cannot express."""
+    """Makes vLLM's input. Only the patch tokens of an image or video get features: a Qwen3-VL video has text between
+    its frames, which the protocol of /inference/v1/generate cannot express."""
     marked = {
         kind: [replace(run, is_embed=_patches_of(prompt_token_ids, run)) for run in runs]
         for kind, runs in mm_placeholders.items()
@@ -74,7 +74,7 @@ def _with_patches(*, prompt_token_ids: list[int], mm_placeholders: dict[str, lis
 
 
 def _patches_of(token_ids: list[int], run: Any) -> torch.Tensor | None:
-    """Returns the mask of tokens that equal the first of the run; None if all are equal."""
+    """Returns the mask of the patch tokens of a run, which equal its first token; None if all tokens are patches."""
     tokens = torch.tensor(token_ids[run.offset : run.offset + run.length])
     found = tokens == tokens[0]
     return None if found.all() else found
