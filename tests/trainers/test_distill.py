@@ -115,6 +115,83 @@ def test_the_loss_is_that_of_transformers_distributions(
         assert first["distill/teacher_mass"] == pytest.approx(sum(mass) / len(mass), rel=1e-4)
 
 
+def with_other_ids(teacher: Path, out: Path) -> Path:
+    """The same model, whose tokens have other ids: its rows of the vocabulary are rolled by 7."""
+    shutil.copytree(teacher, out)
+    model, size = AutoModelForCausalLM.from_pretrained(teacher), len(AutoTokenizer.from_pretrained(teacher))
+    with torch.no_grad():
+        weight = model.get_input_embeddings().weight
+        weight[:size] = weight[:size].roll(7, 0)
+    model.save_pretrained(out)
+    spec = json.loads((out / "tokenizer.json").read_text())
+    spec["model"]["vocab"] = {text: (old + 7) % size for text, old in spec["model"]["vocab"].items()}
+    for token in spec["added_tokens"]:
+        token["id"] = (token["id"] + 7) % size
+    (out / "tokenizer.json").write_text(json.dumps(spec))
+    settings = json.loads((out / "tokenizer_config.json").read_text())
+    settings.pop("added_tokens_decoder", None)
+    (out / "tokenizer_config.json").write_text(json.dumps(settings))
+    return out
+
+
+@pytest.mark.parametrize("on_policy", [0.0, 0.5])
+def test_a_teacher_with_other_ids_teaches_the_same(
+    on_policy: float, distill_config: MakeConfig, rows: list[dict[str, Any]], teacher_folder: Path, tmp_path: Path
+) -> None:
+    other, same = with_other_ids(teacher_folder, tmp_path / "other"), {"top_k": 5, "on_policy": on_policy}
+    with raises(ConfigError, "teachers.*"):
+        distill(distill_config(**same, teachers={"*": str(other)}), data=rows)
+    same["alignment"] = "bytes"
+    equal = distill(distill_config(**same), data=rows, val_data=rows[:4])
+    changes = {"teachers": {"*": str(other)}, "trainer.run_dir": str(tmp_path / "rolled")}
+    rolled = distill(distill_config(**same, **changes), data=rows, val_data=rows[:4])
+    for one, two in zip(equal.history, rolled.history, strict=True):
+        assert {"distill/loss", "val/loss"} & {*one} and one.get("distill/aligned") == two.get("distill/aligned")
+        for name in {"distill/loss", "distill/teacher_mass", "distill/grad_norm", "val/loss"} & {*one}:
+            assert two[name] == pytest.approx(one[name], rel=1e-5)
+
+
+def test_a_teacher_with_longer_tokens_is_compared_where_they_begin(distill_config: MakeConfig, tmp_path: Path) -> None:
+    """The loss by hand, from transformers' distributions: tokens of the student are letters, of the teacher pieces."""
+    teacher = init_model(tmp_path / "pieces", "qwen2.5", "nano", num_layers=2, seed=3)
+    own = AutoTokenizer.from_pretrained(teacher)
+    changes = {"alignment": "bytes", "teachers": {"*": str(teacher)}, "top_k": 4, "data.shuffle": False}
+    texts = (("say ", "hello there"), ("the ", "end of it all"), ("in ", "x"))
+    rows = [{"prompt": prompt, "response": response} for prompt, response in texts]
+    changes |= {"trainer.total_steps": 1, "data.train_batch_size": 3, "data.max_length": 32}
+    run = distill(distill_config(**changes), data=rows)
+    letters = AutoTokenizer.from_pretrained(run.config.model.path)
+    found, places = list[float](), 0
+    for row in rows:
+        text = row["prompt"] + row["response"]
+        pieces = own.encode(text, add_special_tokens=False)
+        begins = [len(own.decode(pieces[:place])) for place in range(len(pieces) + 1)]
+        with torch.no_grad():
+            logits = AutoModelForCausalLM.from_pretrained(teacher)(torch.tensor([pieces])).logits[0]
+        student = distributions(run.config.model.path, row["prompt"], row["response"]).exp()
+        names = {token: number for token, number in letters.get_vocab().items() if len(token) == 1}
+        pairs = {
+            own.convert_tokens_to_ids(token.translate({32: 0x120, 10: 0x10A})): number
+            for token, number in names.items()
+        }
+        specials = {*own.all_special_tokens} & {*letters.all_special_tokens}
+        pairs |= {own.convert_tokens_to_ids(each): letters.convert_tokens_to_ids(each) for each in specials}
+        for place in range(len(row["response"]) + 1):
+            places += 1
+            at = len(row["prompt"]) + place
+            if at not in begins:
+                continue
+            p, q = logits[begins.index(at) - 1].softmax(-1), student[place]
+            ids = sorted(pairs, key=lambda each: -float(p[each]))[:4]
+            both = [(float(p[each]), float(q[pairs[each]])) for each in ids]
+            both.append((1 - sum(x for x, _ in both), 1 - sum(y for _, y in both)))
+            found.append(sum(x * math.log(x / y) for x, y in both))
+    [first] = run.history
+    assert first["distill/loss"] == pytest.approx(sum(found) / len(found), rel=1e-4)
+    assert first["distill/tokens"] == len(found) and len(found) < places
+    assert first["distill/aligned"] == pytest.approx(len(found) / places)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{"loss": "forward_kl"}, {"loss": "jsd", "top_k": 8}, {"loss": "reverse_kl"}], ids=str

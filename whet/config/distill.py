@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -22,6 +22,10 @@ TOP_K = (
     "number of tokens compared at each position: the teacher's most likely; all others together count as one more; "
     "unset: the whole vocabulary, not for a teacher on a server"
 )
+ALIGNMENT = (
+    "ids: teachers have the student's tokens under the student's ids; bytes: they may have another vocabulary, and are "
+    "compared where a token of each begins, over the tokens of equal bytes"
+)
 
 
 class DistillDataConfig(SupervisedDataConfig):
@@ -37,6 +41,7 @@ class DistillConfig(ExamplesConfig):
     loss: Annotated[str, Choice(DIVERGENCES, "loss_options")] = key("forward_kl", "registered divergence")
     loss_options: Values = key({}, "options of the divergence")
     teachers: dict[str, str] = key({}, TEACHERS)
+    alignment: Literal["ids", "bytes"] = key("ids", ALIGNMENT)
     top_k: PositiveInt | None = key(64, TOP_K)
     temperature: PositiveFloat = key(1.0, "temperature of student and teacher, in the loss and in sampling")
     on_policy: NonNegativeFloat = key(
@@ -54,6 +59,9 @@ class DistillConfig(ExamplesConfig):
         if served and self.top_k is None:
             expected = f"a number of tokens, which the server of teachers.{served[0]} is asked for"
             yield ConfigError("top_k", None, expected, "set it, at most to the server's own limit (vLLM: max_logprobs)")
+        if served and self.alignment == "bytes":
+            expected = f"ids: a server does not tell the bytes of the tokens (teachers.{served[0]})"
+            yield ConfigError("alignment", "bytes", expected, "name the teacher's folder")
         if served and self.temperature != 1.0:
             expected = f"1, the temperature of the log-probs of a server (teachers.{served[0]})"
             yield ConfigError("temperature", self.temperature, expected, "unset it, or name the teacher's folder")

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from whet.algorithms.divergences import outcomes
 from whet.batch import Batch
@@ -16,6 +17,7 @@ from whet.config.distill import OTHERS, DistillConfig, is_server
 from whet.config.schema import ModelConfig, RolloutConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import WorkerSpec
+from whet.data.alignment import Alignment, ByteVocabulary
 from whet.data.preferences import Comparison
 from whet.data.supervised import SupervisedExample
 from whet.engines.protocol import Columns
@@ -30,11 +32,13 @@ from whet.roles.workers import TrainWorker, check_vocabulary, path_of, settings_
 from whet.rollout.build import chosen_engine, rollout_engine
 from whet.rollout.protocol import Completion, Request, SamplingParams, generate
 from whet.tracking.console import USE, ConsoleColumn
+from whet.trainers.aligned_teacher import AlignedTeacher
 from whet.trainers.objectives import TokenObjective
 from whet.trainers.preference import to_batch
 from whet.trainers.sft import Callbacks, ExamplesRun, Rows, train_on_examples, weights_of
 from whet.weight_sync import buckets
 
+ALIGN = f"{TEXTS}, or set alignment=bytes"
 CHUNK_TOKENS = 4096  # whose distributions over a vocabulary are on the host at once
 COLUMNS = (
     ConsoleColumn("loss", ("distill/loss",), ".4f"),
@@ -71,13 +75,16 @@ class DistillWorker(TrainWorker):
     _sampler: Any = None  # the engine that samples from the student
 
     @register(Dispatch.DP_COMPUTE)
-    def outcomes(self, batch: Batch, top_k: int | None, vocab_size: int, temperature: float) -> dict[str, Tensor]:
-        """Computes log-probs at each position. With `top_k`: of the `top_k` most probable tokens below `vocab_size`
-        (and their ids), and of all other tokens together. Without: of all tokens."""
+    def outcomes(self, batch: Batch, top_k: int | None, among: int | Tensor, temperature: float) -> dict[str, Tensor]:
+        """Computes log-probs at each position. With `top_k`: of the `top_k` most probable tokens `among` these (a
+        number: all below it) with their ids, and of all other tokens together. Without: of all tokens."""
         log_probs = self.engine.forward(batch, frozenset({"vocab_log_probs"}), temperature)["vocab_log_probs"]
         if top_k is None or not len(batch):
             return {"teacher_outcomes": log_probs} if len(batch) else {}
-        ids = log_probs[..., :vocab_size].topk(top_k).indices
+        if isinstance(among, int):
+            ids = log_probs[..., :among].topk(top_k).indices
+        else:
+            ids = among[log_probs[..., among].topk(top_k).indices]
         return {"teacher_ids": ids, "teacher_outcomes": outcomes(log_probs, ids)}
 
     @register(Dispatch.DP_COMPUTE)
@@ -129,7 +136,12 @@ class DistillRun(ExamplesRun):
     def check(cls, config: DistillConfig, examples: Sequence[SupervisedExample]) -> None:
         """Checks that all examples have a teacher with the student's vocabulary.  Raises: ConfigError."""
         paths = {f"teachers.{name}": path for name, path in config.teachers.items() if not is_server(path)}
-        check_vocabulary(paths, config.model, tokenizer_of(config), TEXTS)
+        tokenizer = tokenizer_of(config)
+        if config.alignment == "ids":
+            check_vocabulary(paths, config.model, tokenizer, ALIGN)
+        for name, path in paths.items() if config.alignment == "bytes" else ():
+            if not aligned(config, path, tokenizer).pairs:
+                raise ConfigError(name, path, "a tokenizer with tokens of the same bytes as the student's", TEXTS)
         for number, each in enumerate(examples):
             if each.source not in config.teachers and OTHERS not in config.teachers:
                 found = f"no teacher for the data source {each.source!r} (example {number})"
@@ -143,6 +155,12 @@ class DistillRun(ExamplesRun):
         return {source: ServedTeacher(f"teachers.{source}", where, self.tokenizer) for source, where in served.items()}
 
     @cached_property
+    def by_bytes(self) -> dict[str, AlignedTeacher]:
+        """The teachers with vocabularies of their own, by data source."""
+        paths = self.config.teachers if self.config.alignment == "bytes" else {}
+        return {source: AlignedTeacher(aligned(self.config, path, self.tokenizer)) for source, path in paths.items()}
+
+    @cached_property
     def vocab_size(self) -> int:
         """The size of the student's vocabulary."""
         return self._vocab_size(path_of(self.config.model))
@@ -152,9 +170,10 @@ class DistillRun(ExamplesRun):
         """The number of tokens compared at each position. None compares all tokens of equal vocabularies."""
         paths = [path for path in self.config.teachers.values() if not is_server(path)]
         sizes = {self.vocab_size, *map(self._vocab_size, paths)}
-        most = min(sizes) - 1  # and one more, which is all others
+        common = {len(each.alignment.pairs) for each in self.by_bytes.values()}
+        most = min([min(sizes) - 1, *common])  # and one more, which is all others
         wanted = self.config.top_k or max(sizes)
-        is_whole = len(sizes) == 1 and wanted > most and not self.served  # a server tells fewer
+        is_whole = len(sizes) == 1 and wanted > most and not self.served and not common  # a server tells fewer
         return None if is_whole else min(wanted, most)
 
     def _vocab_size(self, path: str) -> int:
@@ -210,19 +229,29 @@ class DistillRun(ExamplesRun):
             for rows in chunks(own, batch["response_mask"].shape[1]):
                 for column, values in self._told(name, batch[rows]).items():
                     found.setdefault(column, values.new_zeros(len(batch), *values.shape[1:]))[rows] = values
-        if "teacher_ids" in found:
-            mask = batch["response_mask"].bool()
+        count, batch = batch["response_mask"].sum(), batch.with_columns(**found)
+        mask = batch["response_mask"].bool()
+        if self.by_bytes:
+            metrics.mean("distill/aligned", mask.sum() / count, count)
+        if "teacher_ids" in found and mask.any():
             metrics.mean("distill/teacher_mass", -found["teacher_outcomes"][..., -1][mask].expm1().mean(), mask.sum())
-        return batch.with_columns(**found)
+        return batch
 
     def _told(self, name: str, batch: Batch) -> dict[str, Tensor]:
         """Gets the distributions of teacher `name` for the rows of `batch`."""
         if name in self.served:
             assert self.top_k is not None
             return self.served[name].outcomes(batch, self.top_k, self.vocab_size)
-        asked = batch, self.top_k, self.vocab_size, self.config.temperature
-        found: dict[str, Tensor] = self.roles[f"teacher:{name}"].outcomes(*asked)
-        return found
+
+        def ask(batch: Batch, among: int | Tensor) -> dict[str, Tensor]:
+            asked = batch, self.top_k, among, self.config.temperature
+            found: dict[str, Tensor] = self.roles[f"teacher:{name}"].outcomes(*asked)
+            return found
+
+        if name in self.by_bytes:
+            assert self.top_k is not None
+            return self.by_bytes[name].outcomes(batch, self.top_k, ask)
+        return ask(batch, self.vocab_size)
 
     def validate(self, step: int = 0) -> Metrics:
         """Computes the divergence over the held-out examples. All tokens weigh the same."""
@@ -236,6 +265,12 @@ class DistillRun(ExamplesRun):
                 values = objective.divergence(found["vocab_log_probs"], batch.columns())[mask]
                 metrics.mean("val/loss", values.mean(), mask.sum())
         return metrics
+
+
+def aligned(config: DistillConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> Alignment:
+    """Returns the alignment of the student's `tokenizer` with that of the teacher at `path`.  Raises: DataError."""
+    teacher = load_tokenizer(path, path, trust_remote_code=config.model.trust_remote_code)
+    return Alignment(ByteVocabulary.of(tokenizer), ByteVocabulary.of(teacher))
 
 
 def chunks(rows: Sequence[int], width: int) -> Iterator[list[int]]:

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts of one vocabulary in another: places by hand, random texts against offsets counted byte by byte."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.raising import raises
+from whet.data.alignment import Alignment, ByteVocabulary
+from whet.errors import DataError
+
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def byte_level(*merges: tuple[str, str], first: int = 0, end: str = "<end>") -> PreTrainedTokenizerFast:
+    """Byte-level BPE; the letters are numbered from `first` on, so that ids differ between vocabularies."""
+    words = [*LETTERS[first:], *LETTERS[:first], *map("".join, merges)]
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, list(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token="<pad>")
+
+
+def sentencepiece(*words: str) -> PreTrainedTokenizerFast:
+    """Pieces with a space before a text, and bytes for what no piece has; the shortest merges come first."""
+    pieces = ["<unk>", *(f"<0x{octet:02X}>" for octet in range(256)), *words]
+    merges = [(word[:-1], word[-1]) for word in words if len(word) > 1]
+    model: Any = models.BPE(
+        {piece: number for number, piece in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>", unk_token="<unk>")
+
+
+def aligned(student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFast) -> Alignment:
+    return Alignment(ByteVocabulary.of(student), ByteVocabulary.of(teacher))
+
+
+def test_places_of_two_merges_by_hand() -> None:
+    """The student's tokens begin at the bytes 0 2 3 5 6, the teacher's at 0 1 3 4 6; both end there."""
+    student, teacher = byte_level(("a", "b")), byte_level(("b", "c"), first=7, end="<stop>")
+    ids = [*student.encode("abcabcc"), student.eos_token_id]
+    assert student.convert_ids_to_tokens(ids) == ["ab", "c", "ab", "c", "c", "<end>"]
+    tokens, places = aligned(student, teacher).read(ids)
+    assert teacher.convert_ids_to_tokens(tokens) == ["a", "bc", "a", "bc", "c", "<stop>"]
+    assert places == {0: 0, 2: 2, 4: 4, 5: 5}
+
+
+def test_tokens_of_equal_bytes_are_pairs() -> None:
+    student, teacher = byte_level(("a", "b"), ("c", "d")), byte_level(("c", "d"), ("x", "y"), first=9)
+    pairs = aligned(student, teacher).pairs
+    named = {teacher.convert_ids_to_tokens(theirs): student.convert_ids_to_tokens(own) for theirs, own in pairs.items()}
+    assert len(pairs) == 256 + 1 + 2 and named["cd"] == "cd" and "xy" not in named
+    assert all(theirs == own for theirs, own in named.items())
+    assert sum(theirs != own for theirs, own in pairs.items()) > 200  # the ids are others
+
+
+def test_pieces_with_a_space_before_the_text() -> None:
+    """The teacher reads a space before the text: the first token that the student could compare is its second."""
+    teacher = sentencepiece(*"helow\u2581", "he", "ll", "llo")
+    student = byte_level(("l", "l"), ("ll", "o"))
+    ids = student.encode("hello w\u00e9")
+    tokens, places = aligned(student, teacher).read(ids)
+    assert student.convert_ids_to_tokens(ids) == ["h", "e", "llo", "\u0120", "w", "\u00c3", "\u00a9"]
+    assert teacher.convert_ids_to_tokens(tokens) == ["\u2581", "he", "llo", "\u2581", "w", "<0xC3>", "<0xA9>"]
+    assert places == {0: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6}
+
+
+def test_random_texts_against_bytes_that_are_counted_one_by_one() -> None:
+    rng = random.Random(0)
+    student = byte_level(("a", "b"), ("ab", "c"), ("\u0120", "a"), ("\u00c3", "\u00a9"))
+    teacher = byte_level(("b", "c"), ("a", "bc"), ("c", "\u0120"), first=100)
+    both = aligned(student, teacher)
+    for _ in range(200):
+        text = "".join(rng.choice("abc \u00e9\u4f60") for _ in range(rng.randint(1, 12)))
+        ids = student.encode(text)
+        if rng.random() < 0.5:  # tokens that the tokenizer would not have chosen
+            ids = student.convert_tokens_to_ids(list(byte_level().tokenize(text)))
+        tokens, places = both.read(ids)
+        assert teacher.decode(tokens) == text
+
+        def bytes_before(tokenizer: PreTrainedTokenizerFast, own: Sequence[int], place: int) -> int:
+            return sum(sum(map(len, tokenizer.convert_ids_to_tokens([each]))) for each in own[:place])
+
+        expected = {
+            place: at
+            for place in range(len(ids))
+            for at in range(len(tokens))
+            if bytes_before(student, ids, place) == bytes_before(teacher, tokens, at)
+        }
+        assert places == expected
+
+
+def test_bytes_that_are_no_text_leave_no_places() -> None:
+    student = byte_level()
+    half = student.encode("\u00e9")[:1]
+    assert aligned(student, byte_level(first=3)).read([*student.encode("a"), *half]) == ([], {})
+
+
+def test_a_special_token_that_the_teacher_lacks() -> None:
+    student, teacher = byte_level(), byte_level(end="<stop>")
+    student.add_special_tokens({"additional_special_tokens": ["<tool>"]})
+    ids = [*student.encode("a"), student.convert_tokens_to_ids("<tool>")]
+    with raises(DataError, "tokenizer of the teacher", found=re.compile("<tool>")):
+        aligned(student, teacher).read(ids)
+    teacher.add_special_tokens({"additional_special_tokens": ["<tool>"]})
+    tokens, places = aligned(student, teacher).read(ids)
+    assert teacher.convert_ids_to_tokens(tokens) == ["a", "<tool>"] and places == {0: 0, 1: 1}
+
+
+def test_a_special_token_that_stands_in_a_text_is_text() -> None:
+    student, teacher = byte_level(), byte_level(end="<stop>")
+    ids = student.encode("<stop>", add_special_tokens=False)
+    tokens, _ = aligned(student, teacher).read(ids)
+    assert len(tokens) == len("<stop>") and teacher.eos_token_id not in tokens
+
+
+def test_a_teacher_that_changes_the_text() -> None:
+    teacher = sentencepiece(*"abc\u2581")
+    teacher.backend_tokenizer.normalizer = normalizers.Lowercase()
+    with raises(DataError, "tokenizer of the teacher", found=re.compile("A")):
+        student = byte_level()
+        aligned(student, teacher).read(student.encode("A"))

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A teacher with another vocabulary than its student, compared at the places where tokens of both begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from whet.batch import Batch
+from whet.data.alignment import Alignment
+from whet.data.preferences import Comparison
+from whet.trainers.preference import to_batch
+
+
+@dataclass(frozen=True)
+class AlignedTeacher:
+    """A teacher whose tokens are aligned with the student's by bytes."""
+
+    alignment: Alignment
+
+    def outcomes(
+        self, batch: Batch, top_k: int, ask: Callable[[Batch, Tensor], dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """Asks for the distributions of the teacher's own batch. `ask` takes the batch and the ids of tokens [M], and
+        returns `teacher_ids` and `teacher_outcomes` of the `top_k` most probable of these tokens at each position.
+
+        Returns `teacher_ids` [B, R, K] in the student's ids, `teacher_outcomes` [B, R, K + 1], K = `top_k`, and a
+        `response_mask` [B, R] that leaves out places where no token of the teacher begins.  Raises: DataError."""
+        masks = batch["response_mask"]
+        found = {
+            "teacher_ids": torch.zeros(*masks.shape, top_k, dtype=torch.long),
+            "teacher_outcomes": torch.zeros(*masks.shape, top_k + 1),
+            "response_mask": torch.zeros_like(masks),
+        }
+        real, left = batch["attention_mask"].bool(), batch["input_ids"].shape[1] - masks.shape[1]
+        rows, places = list[Comparison](), list[tuple[int, list[int], list[int]]]()
+        for row, ids in enumerate(batch["input_ids"]):
+            tokens, at = self.alignment.read(ids[real[row]].tolist())
+            begin = int(real[row, :left].sum())
+            sampled = (masks[row].nonzero()[:, 0] + begin).tolist()
+            own = [place for place in sampled if at.get(place, 0) > 0]  # the first token of a text has no distribution
+            if own:
+                first = at[own[0]]
+                asked = {at[place] - first for place in own}
+                mask = tuple(int(place in asked) for place in range(len(tokens) - first))
+                rows.append(Comparison(tuple(tokens[:first]), ((tuple(tokens[first:]), mask),), (1.0,)))
+                places.append((row, [place - begin for place in own], [at[place] - first for place in own]))
+        if rows:
+            shared = torch.tensor([*self.alignment.pairs])
+            pad = self.alignment.teacher.tokenizer.pad_token_id
+            answers = ask(to_batch(rows, int(pad), "label", 1), shared)  # type: ignore[arg-type]
+            own_ids = torch.zeros(int(shared.max()) + 1, dtype=torch.long)
+            own_ids[shared] = torch.tensor([*self.alignment.pairs.values()])
+            for number, (row, own, theirs) in enumerate(places):
+                found["teacher_ids"][row, own] = own_ids[answers["teacher_ids"][number, theirs]]
+                found["teacher_outcomes"][row, own] = answers["teacher_outcomes"][number, theirs].float()
+                found["response_mask"][row, own] = 1
+        return found
