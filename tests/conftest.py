@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
@@ -34,6 +34,7 @@ STAGES = f"{Path(__file__).parent / 'engines' / 'toy_stages.py'}:Stages"
 ENGINES = ["single", "fsdp", pytest.param(STAGES, id="stages", marks=pytest.mark.slow)]
 HERE = Path(__file__).resolve().parent
 SHARED_DATA = HERE.parent / ".." / "shared" / "data"
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 
 def is_installed(entry: Entry) -> bool:
@@ -58,6 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--on-device", action="store_true", help="shows tests this machine's accelerator, and runs the suites on it"
     )
+    parser.addoption("--without", help="plugin that was deleted: tests that fail for the want of it are skipped")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -105,10 +107,29 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Escapes half a surrogate pair in the log of a test: pytest-xdist sends reports as UTF-8."""
     report = yield
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return without_plugin(report, item)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Leaves out files of tests that import a deleted plugin."""
+    return without_plugin((yield), collector)
+
+
+def without_plugin(report: Report, node: pytest.Item | pytest.Collector) -> Report:
+    """Counts a failure as skipped if its error names the plugin of --without as the missing one."""
+    plugin = node.config.getoption("--without")
+    if plugin and report.failed:
+        said = " ".join([report.longreprtext, *(text for _, text in report.sections)])
+        if re.search(rf"No module named 'whet\.plugins\.{plugin}\b|whet/plugins/{plugin}\s+back", said):
+            file, line, _ = getattr(report, "location", (report.nodeid, 0, ""))
+            report.outcome, report.longrepr = "skipped", (file, line or 0, f"Skipped: without {plugin}")
     return report
 
 

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.image import imread
@@ -14,7 +15,6 @@ from whet.cli.app import main
 from whet.cli.runs import next_command
 from whet.config import SFTConfig, TrainConfig
 from whet.config.load import to_yaml
-from whet.plugins.viewer.server import Site
 from whet.tracking.runs import main_metrics, read_run, write_state
 
 
@@ -28,6 +28,13 @@ def whet(*arguments: str) -> int:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     return int(ended.value.code or 0)
+
+
+def on_the_page() -> list[dict[str, Any]]:
+    """The runs that `whet view` lists."""
+    from whet.plugins.viewer.server import Site
+
+    return list(Site(Path("runs")).runs({})["runs"])
 
 
 STEPS = [{"step": n, "val/accuracy": n / 4, "critic/score/mean": 1 - n / 4, "actor/entropy": 2000.0} for n in range(4)]
@@ -118,7 +125,7 @@ def test_plot_and_view_have_one_list_of_panels_without_twins() -> None:
         for n in range(3)
     ]
     folder = make_run(Path("runs/a"), *steps)
-    [listed] = Site(Path("runs")).runs({})["runs"]
+    [listed] = on_the_page()
     expected = ["filter/sampled_score", "filter/sampled_accuracy", "val/accuracy"]
     assert listed["main"] == [name.lstrip("-~") for name in main_metrics([read_run(folder)])] == expected
 
@@ -128,7 +135,7 @@ def test_a_run_that_ended_early_has_the_same_steps_in_view_and_in_runs() -> None
         Path("runs/a"), *STEPS, config=to_yaml(TrainConfig.model_validate({"trainer": {"total_steps": 1000}}))
     )
     write_state(folder, "finished", 3)
-    [listed] = Site(Path("runs")).runs({})["runs"]
+    [listed] = on_the_page()
     run = read_run(folder)
     assert (
         (listed["step"], listed["total"], listed["state"])
@@ -178,5 +185,5 @@ def test_every_command_reads_a_run_of_the_first_version(capsys: pytest.CaptureFi
     assert whet("plot", "runs/old", "-o", "old.png") == 0 and imread("old.png").any()
     capsys.readouterr()
     assert whet("show", "runs/old") == 0 and "4 responses" in capsys.readouterr().out
-    [listed] = Site(Path("runs")).runs({})["runs"]
+    [listed] = on_the_page()
     assert (listed["id"], listed["step"], listed["files"]["step"]) == ("old", 2, [1, 2])

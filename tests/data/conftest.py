@@ -6,12 +6,13 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.data.seeing import seeing
-from whet.plugins.lessons.init_model import init_model
 
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
     """Byte-level BPE of 512 tokens with a ChatML template that only appends."""
+    from whet.plugins.lessons.init_model import init_model
+
     return AutoTokenizer.from_pretrained(init_model(tmp_path_factory.mktemp("tiny") / "model", "qwen3", "nano"))
 
 

@@ -19,7 +19,6 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
-from whet.plugins.lessons.init_model import init_model
 from whet.types import Media
 
 MADE = {"qwen2_vl": "qwen2_vl", "qwen2_5_vl": "qwen2.5_vl", "qwen3_vl": "qwen3_vl", "smolvlm": "smolvlm"}
@@ -41,6 +40,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     def make(family: str) -> Path:
         out = tmp_path_factory.mktemp("models") / family
         if family in MADE:
+            from whet.plugins.lessons.init_model import init_model
+
             return init_model(out, MADE[family], "nano", num_layers=2, patch_size=8)  # type: ignore[arg-type]
         return built(out, family, make("qwen3_vl"))
 

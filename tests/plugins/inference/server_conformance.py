@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -31,7 +31,6 @@ from whet.plugins.inference.servers.engine import ServerEngine
 from whet.plugins.inference.servers.environment import Package, find_environment
 from whet.plugins.inference.servers.options import OnNewWeights
 from whet.plugins.inference.servers.weights import Part, Weights, in_parts
-from whet.plugins.lessons.init_model import Arch, init_model
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import (
     Completion,
@@ -48,6 +47,9 @@ from whet.rollout.protocol import (
 from whet.types import Media
 from whet.weight_sync import buckets
 from whet.weight_sync.buckets import Digest
+
+if TYPE_CHECKING:
+    from whet.plugins.lessons.init_model import Arch
 
 log = logging.getLogger(__name__)
 ROUNDING = 2e-5  # of log-probs: a prompt in the prefix cache, or in another batch, is computed in other parts
@@ -73,6 +75,8 @@ def random_model(folder: Path, arch: Arch, *, is_bpe: bool = False, **options: A
     """A random model of a context of 2,048 tokens, saved with a sharper choice, as new weights say nearly the same of
     every token. A Qwen2.5 gets a head of its own, the others' is tied to the embedding."""
     alphabet = None if is_bpe or arch == "qwen2.5" else "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz<>"
+    from whet.plugins.lessons.init_model import init_model
+
     init_model(folder / "plain", arch, "nano", alphabet=alphabet, max_position_embeddings=2048, **options)
     model = load_policy(folder / "plain")
     with torch.no_grad():

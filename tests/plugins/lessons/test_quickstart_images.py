@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -12,7 +13,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.plugins.lessons.drawn.test_figures import opened
 from whet.plugins.lessons import quickstart_images
 from whet.plugins.lessons.drawn.figures import two_images
 from whet.plugins.lessons.drawn.videos import flashes
@@ -40,7 +40,7 @@ def test_rows_with_several_pictures(
         [shown, kept] = (each[field] if field == "images" else each[field][0] for each in (row, drawn))
         assert [Path(path).read_bytes() for path in shown] == kept
         sheet = quickstart_images.side_by_side(row)
-        first = opened(kept[0])
+        first = Image.open(io.BytesIO(kept[0]))
         assert sheet.size == size and sheet.crop((0, 0, *first.size)).tobytes() == first.tobytes()
 
 
