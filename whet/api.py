@@ -47,7 +47,7 @@ def run(trainer: str, recipe: Recipe = None, **arguments: object) -> Any:
     config = _config(schema_of(entry.name), recipe, arguments, **given)
     yield_soon()
     with _lines(config), _argument("reward", RewardError if given.get("reward") is not None else ()):
-        return entry.load()(config, **given)  # after the config is checked, since this loads torch
+        return entry.load()(config, **given)  # loads torch, so the config is checked before
 
 
 def train(
@@ -216,7 +216,7 @@ def _lines(config: Any = None) -> Iterator[None]:
     logger = logging.getLogger("whet")
     level, has_console = logger.level, CONSOLE in logger.handlers
     logger.setLevel(level or logging.INFO)
-    logger.addHandler(CONSOLE)  # once, however often it is added
+    logger.addHandler(CONSOLE)  # has no effect if it is already added
     try:
         with shown(config) if config is not None else nullcontext():
             yield

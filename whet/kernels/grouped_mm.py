@@ -2,7 +2,7 @@
 """Matrix products of rows with the weights of their experts, for a transformers module of stacked experts.
 
 Kernels for few rows round differently from kernels for many rows, and the number of an expert's rows depends on other
-tokens. On a CPU the rows of an expert are padded to a multiple of `MIN_ROWS`, so that a token's result does not."""
+tokens. On a CPU each expert's rows are padded to a multiple of `MIN_ROWS`, so that results depend on no other token."""
 
 from __future__ import annotations
 
