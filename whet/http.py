@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to servers that may fail, hang or lie: one deadline for all attempts of a call, and a limit of reply bytes."""
+"""Requests to servers that may fail, hang or lie: one deadline for all attempts of a call, and a largest reply size."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def read(reply: httpx.Response, most: int = REPLY_BYTES, *, passes: bool =
 
 async def insist(attempt: Callable[[int], Awaitable[T]], seconds: float, attempts: int, name: object) -> T:
     """Calls `attempt` with 0, 1, ... until a call succeeds, and returns its result. Waits between attempts double, last
-    as long as the server asks or longer, and vary with `name`.  Raises: the last CallError; `attempt`'s other errors."""
+    at least as long as the server asks, and vary with `name`.  Raises: the last CallError; any other error."""
     now = asyncio.get_running_loop().time
     until, failed = now() + seconds, CallError(f"no reply in {seconds:g} s")
     for number in range(attempts):

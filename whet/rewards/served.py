@@ -103,7 +103,7 @@ def check_options(*, endpoint: str = "http://", api: Api = "pooling", template: 
 
 @cache
 def client() -> Http:
-    """The HTTP client of this process. It keeps connections open."""
+    """Returns the HTTP client of this process, which keeps connections open."""
     return Http()
 
 
