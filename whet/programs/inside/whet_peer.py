@@ -121,7 +121,7 @@ class Printed(io.BytesIO):
 
 
 class Peer:
-    """One end of the connection of tester and candidate. If `trusted`, the other end may use all of its objects."""
+    """An end of the connection of tester and candidate. If `trusted`, the other end may use all of its objects."""
 
     def __init__(self, connection: socket.socket, *, trusted: bool) -> None:
         self.connection, self.trusted = connection, trusted
