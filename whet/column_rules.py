@@ -55,7 +55,7 @@ def check_same_columns(first: Mapping[str, Any], part: Mapping[str, Any], kind: 
     Raises: DataError."""
     if first.keys() != part.keys():
         found = f"it lacks {sorted(first.keys() - part.keys())} and adds {sorted(part.keys() - first.keys())}"
-        raise DataError(f"part {number} of concat", found, f"the {kind}s of part 0", f"rename or drop {kind}s")
+        raise DataError(f"part {number} of concat", found, f"the {kind}s of part 0", "rename or drop those that differ")
     for name, one in first.items():
         other = part[name]
         if one.dtype != other.dtype or one.shape[1:] != other.shape[1:]:
