@@ -209,7 +209,7 @@ def _config(schema: Any, recipe: Recipe, overrides: Mapping[str, Any], **objects
 
 @contextmanager
 def _lines(config: Any = None) -> Iterator[None]:
-    """Prints log records like a command; for a training also its progress, and the table at its end."""
+    """Prints log records of the block like a command; for a training run also its progress, and a table at its end."""
     from whet.cli.app import CONSOLE
     from whet.cli.train import shown
 

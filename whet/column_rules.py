@@ -98,7 +98,7 @@ def row_numbers(index: RowIndex, rows: int) -> slice | npt.NDArray[np.int64]:
 
 
 def split_second(name: str, column: Any, parts: int) -> Column:
-    """Splits dimension 1 of a column: [B, L, ...] -> [B * parts, L / parts, ...]; in an object array [B], each entry.
+    """Splits dimension 1 of a column: [B, L, ...] -> [B * parts, L / parts, ...]; of an object array [B], each entry.
 
     Raises: DataError for a size that `parts` does not divide."""
     is_nested = isinstance(column, np.ndarray) and column.ndim == 1

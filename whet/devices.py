@@ -50,7 +50,7 @@ def bfloat16_instructions() -> list[str]:
 
 
 def accelerates_bfloat16() -> bool:
-    """Tells whether the accelerator multiplies bfloat16 in hardware. Older ones convert every number."""
+    """Tells whether the accelerator multiplies bfloat16 in hardware. Older accelerators convert every number."""
     kind = torch.accelerator.current_accelerator()
     module = None if kind is None else torch.get_device_module(kind)
     return bool(module.is_bf16_supported(including_emulation=False)) if module is torch.cuda else module is not None

@@ -288,8 +288,8 @@ def entry_of(
 
 
 def trainer_of(command: str) -> Entry:
-    """Returns the trainer of a command. If it is not shipped, its name is the command: an entry point's name, or a
-    target, whose file path becomes absolute.  Raises: RegistryError."""
+    """Returns the trainer of a command. The name of a trainer that does not ship with whet is its command: the name of
+    an entry point, or a target with an absolute file path.  Raises: RegistryError."""
     entry = TRAINERS[command]
     location, colon, name = command.rpartition(":")
     whole = str(Path(location).expanduser().resolve()) if location.endswith(".py") else location

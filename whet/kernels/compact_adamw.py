@@ -216,7 +216,7 @@ def _mix(bits: torch.Tensor) -> None:
     """Mixes the bits of 32-bit numbers in place by a bijection: Wellons' lowbias32,
     https://nullprogram.com/blog/2018/07/31.
 
-    Right shifts of negative numbers shift in ones; the masks clear them."""
+    Right shifts of negative numbers shift in ones; the masks clear these bits."""
     bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
     bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2**32)
     bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))

@@ -130,7 +130,7 @@ class PackedFlow:
 @cache
 def packed_rule(device: torch.device) -> Rule | None:
     """Returns flash-linear-attention's rule for packed sequences, if it is installed and the device runs Triton.
-    Written from its documentation, not yet run on an accelerator."""
+    The call follows the package's documentation; it has not yet run on an accelerator."""
     if not runs_triton(device, "linear attention is torch's") or find_spec("fla") is None:
         return None
     found: Rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule

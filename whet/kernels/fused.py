@@ -92,7 +92,7 @@ def _small_linear(name: str, part: nn.Module | None) -> nn.Module | None:
 
 
 class _SiluGate(torch.autograd.Function):
-    """Computes silu(gate) up. Saves gate and up for the backward pass, but not silu(gate)."""
+    """Computes silu(gate) * up. Saves gate and up for the backward pass, but not silu(gate)."""
 
     @staticmethod
     def forward(ctx, gate: torch.Tensor, up: torch.Tensor):  # type: ignore[no-untyped-def]

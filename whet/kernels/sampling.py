@@ -32,7 +32,7 @@ class KeyedRequest(Protocol):
 
 @dataclass(frozen=True)
 class Constraints:
-    """The constraints of S requests as columns: U prompts; D rules (allowed tokens and bad words); W long bad words."""
+    """The constraints of S requests as columns; U prompts, D rules (allowed tokens, bad words), W multi-token words."""
 
     repetition: torch.Tensor  # [S]
     presence: torch.Tensor  # [S]

@@ -29,7 +29,7 @@ class Pages:
 
     @property
     def numbers(self) -> int:
-        """The number of numbers that the layer's cache stores for a token."""
+        """The count of numbers that the layer's cache stores for a token."""
         heads, key_size, value_size = self.stored
         return heads * (key_size + value_size)
 
@@ -47,7 +47,7 @@ class State:
 
     @property
     def numbers(self) -> int:
-        """The number of numbers that the layer's cache stores for a sequence."""
+        """The count of numbers that the layer's cache stores for a sequence."""
         return self.channels * self.tokens + self.heads * self.key_size * self.value_size
 
 

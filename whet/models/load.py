@@ -135,7 +135,7 @@ class MisfitError(WeightSyncError):
 
 
 def fitting(weights: Iterable[tuple[str, torch.Tensor]], model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Passes weights through one by one, after checking them against a rollout's `model`, which may be on meta.
+    """Yields the weights one by one, after checking each against a rollout's `model`, which may be on meta.
 
     Raises: MisfitError for a weight that the model lacks or has in another shape, and at the end if some are missing;
     the errors of `weights`."""

@@ -79,7 +79,7 @@ class TokenShare:
         return gathered.flatten(0, 1)
 
     def to_heads(self, states: torch.Tensor) -> torch.Tensor:
-        """Exchanges tokens for heads: [1, H, T / size, D] -> [1, H / heads, T / rings, D]; repeats if H < heads."""
+        """Exchanges tokens for heads: [1, H, T / size, D] -> [1, H / heads, T / rings, D]; H < heads: heads repeat."""
         heads = dist.get_world_size(self.heads_group)
         if (count := states.shape[1]) < heads:
             states = states.repeat_interleave(heads // count, dim=1)

@@ -181,7 +181,7 @@ def split_calls(items: Sequence[RewardItem], *, takes_batch: bool) -> list[Seque
 
 @dataclass(frozen=True)
 class _Form:
-    """The form of a function: the parameters of each call, and the item values that they get."""
+    """The form of a function: the parameters of a call, and the functions that compute their values from the items."""
 
     values: Mapping[str, Callable[[RewardItem], Any]]  # by parameter, from one item; with `takes_batch` as a list
     takes_batch: bool

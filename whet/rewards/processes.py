@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward processes, and the thread that owns them. It sends tasks, receives outcomes, and replaces workers.
+"""Reward processes, and the thread that owns them. The thread sends tasks, receives outcomes, and replaces workers.
 
 Produces: outcomes, stored in their request. Consumes: tasks, from a queue that any thread may add to. Waits: for all
 workers together, at most until the nearest deadline. No other thread touches a worker, so only the queue has a lock."""

@@ -234,7 +234,7 @@ class LongPhases:
                 self._end(opened)
 
     def count(self, done: int, total: int, note: str) -> None:
-        """Sets the progress of the innermost phase, unless it is a step. A smaller `done` restarts the pace."""
+        """Sets the progress of the innermost phase, unless it is a step. A smaller `done` begins a new round."""
         if self._open and self._open[-1].name != STEP:
             phase = self._open[-1]
             if done < phase.done:

@@ -154,7 +154,7 @@ class Timeline:
             self._sample()
 
     def add_tensors(self, trace: Path) -> None:
-        """Adds the allocations on the host from the trace. Tensors allocated before the step count as 0."""
+        """Reads the bytes of host tensors over time from the trace. Tensors allocated before the step count as 0."""
         with gzip.open(trace, "rt", encoding="utf-8") as file:
             content: dict[str, Any] = json.load(file)
         base = content.get("baseTimeNanoseconds", 0)

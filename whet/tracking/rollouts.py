@@ -86,8 +86,8 @@ def selected(rows: Sequence[Record], conditions: Iterable[str] = (), sort: str |
 
 
 def holds(condition: str, row: Record, rows: Sequence[Record]) -> bool:
-    """Tells whether a row meets a condition: `field<1`, `field=text`, `field~part of its text`, `field` or `!field`. (A
-    field counts unless it is missing, empty or false; the number 0 counts.) Numbers are compared as numbers."""
+    """Tells whether a row meets a condition: `field<1`, `field=text`, `field~part of its text`, `field` or `!field`.
+    (`field` holds unless it is missing, empty or false; the number 0 holds.) Numbers are compared as numbers."""
     found = CONDITION.fullmatch(condition)
     if found is None:
         name = _known(condition.strip().removeprefix("!").strip(), rows)

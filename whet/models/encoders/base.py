@@ -203,7 +203,7 @@ class Encoders:
         return [found[each.digest] for each in media]  # type: ignore[misc]
 
     def outputs(self, features: Sequence[Features]) -> dict[str, Any]:
-        """Returns the keywords of `encode` for features, or for slices of features."""
+        """Returns the keywords that `encode` returns, from computed features or from slices of them."""
         streams: dict[str, list[Features]] = {}
         for each in features:
             streams.setdefault(self.stream(each.kind), []).append(each)

@@ -97,7 +97,7 @@ class Reader(pickle.Unpickler):
         return (lambda *values: kind(*values)) if kind in CHANGEABLE else kind
 
     def persistent_load(self, pid: tuple[str, int]) -> object:
-        """Returns the object of a name: a `Remote` for the other process's object, or an own object."""
+        """Returns the object of a name: a `Remote` for an object of the other process, or an object of this process."""
         kind, number = pid
         return Remote(self.peer, number) if kind == "mine" else self.peer.objects[number]
 
