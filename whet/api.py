@@ -130,12 +130,12 @@ def export(
     hub: str | None = None,
     private: bool = False,
 ) -> Path:
-    """Exports the model of a checkpoint, or of a run's newest one, as a Hugging Face folder.  Returns `out`.
+    """Exports the model of a checkpoint, or of a run's newest checkpoint, as a Hugging Face folder.  Returns `out`.
     `checkpoint` is a folder, or the run that `whet.train` returned.
 
     `adapter` writes only the trained adapter, in peft's format; `base` is the path of its base model, if it has moved;
-    `dtype` is the dtype of the written weights, by default the rollout's, without a rollout float32. The folder is
-    uploaded to the repository `hub` (owner/name), which is created if it is missing."""
+    `dtype` is the dtype of the written weights, by default the dtype of the rollout, or float32 without a rollout. The
+    folder is uploaded to the repository `hub` (owner/name), which is created if it is missing."""
     from whet.checkpoints.export import export as write
 
     with _argument("checkpoint"):

@@ -83,7 +83,7 @@ class Metrics:
         return None if series is None else _reduce(name, series.reduction, _on_host({name: series})[name])
 
     def timings(self) -> dict[str, float]:
-        """Returns the seconds by name, sorted, apart from `reduce`, whose numbers are equal in every repeat."""
+        """Returns the seconds by name, sorted. `reduce` leaves them out: its numbers are equal in every repeat."""
         return self._reduced(timings=True)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Mask(Protocol):
 
     @property
     def key_runs(self) -> torch.Tensor | None:
-        """The runs of keys that attend to each other in both directions; None without such runs."""
+        """The number of each key's run, 0 outside. Keys of a run attend in both directions. None without runs."""
         ...
 
 

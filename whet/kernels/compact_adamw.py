@@ -179,7 +179,7 @@ class RankPart(NamedTuple):
 
 
 def own_part(weight: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a weight without gradient."""
+    """Returns this rank's part of a weight, detached; the whole weight if it is not sharded."""
     return weight.to_local().detach() if isinstance(weight, DTensor) else weight.detach()
 
 

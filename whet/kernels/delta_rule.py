@@ -86,7 +86,7 @@ class PackedFlow:
         return cls(chain.to(device), tuple(grids), places.to(device))
 
     def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Computes the convolution of each token over the token and its predecessors.   [S, C] -> [S, C]"""
+        """Computes the causal convolution at each token, over the token and its predecessors.   [S, C] -> [S, C]"""
         at = torch.arange(len(x), device=x.device)
         return weighted(back(F.pad(x, (0, 0, 0, 1)), self.before, at), weight)
 

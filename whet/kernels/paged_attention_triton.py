@@ -158,7 +158,7 @@ def tile_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Computes `decode_attention` for several consecutive tokens of each sequence. slots [T] has the place of each key
-    in the cache. tiles [n, 4] come from `tiles.tiles_of`, whose `rows` are rows of tables [S, W]."""
+    in the cache. tiles [n, 4] come from `tiles.tiles_of`, called with rows of `tables` [S, W]."""
     kept = [each.flatten(1, 2) for each in (keys, values)]
     for there, new in zip(kept, (key, value), strict=True):
         there.index_copy_(1, slots, new.transpose(0, 1).to(there.dtype))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The size of the cache that a layer needs: pages, which grow with every token, or a state of fixed size.
 
-The native engine's cache, the memory plan and the prefix cache read it from here, for every type of model."""
+The native engine's cache, the memory plan and the prefix cache read these sizes here, for every type of model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class State:
 
 
 def layer_caches(config: Any) -> tuple[Pages | State, ...]:
-    """Returns the cache of each layer of a model with this transformers text config."""
+    """Returns the cache sizes of each layer of a model with this transformers text config."""
     values = config.to_dict()
     heads, layers = key_value_heads(config), config.num_hidden_layers
     pages = Pages(heads, head_size(config), head_size(config))

@@ -83,8 +83,8 @@ class Scored:
 
 
 def prepare(spec: bytes) -> Serve:
-    """Returns the main function of the workers, in the process from which workers are forked. It must not have threads,
-    so it does not load the user's code: each worker does."""
+    """Returns the main function of the workers. It is called in the process from which workers are forked. This process
+    must not have threads, so each worker loads the user's code itself."""
     _ = REWARDS.shipped, PARTS.shipped  # reads the source files once for all workers
     return partial(_serve, spec)
 

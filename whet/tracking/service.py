@@ -3,7 +3,7 @@
 
 Each tracker is registered by name (`@register_tracker`) and runs in a thread: training does not wait for a service, and
 does not fail with it. `trackers.json` in the run folder keeps the service's id of the run: a run that resumes continues
-its curves, and a new run gets new ones."""
+its curves, and a new run gets new curves."""
 
 from __future__ import annotations
 
