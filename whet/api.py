@@ -47,7 +47,7 @@ def run(trainer: str, recipe: Recipe = None, **arguments: object) -> Any:
     config = _config(schema_of(entry.name), recipe, arguments, **given)
     yield_soon()
     with _lines(config), _argument("reward", RewardError if given.get("reward") is not None else ()):
-        return entry.load()(config, **given)  # after the config is checked, since this loads torch
+        return entry.load()(config, **given)  # loads torch, so the config is checked before
 
 
 def train(
@@ -130,12 +130,12 @@ def export(
     hub: str | None = None,
     private: bool = False,
 ) -> Path:
-    """Exports the model of a checkpoint, or of a run's newest one, as a Hugging Face folder.  Returns `out`.
+    """Exports the model of a checkpoint, or of a run's newest checkpoint, as a Hugging Face folder.  Returns `out`.
     `checkpoint` is a folder, or the run that `whet.train` returned.
 
     `adapter` writes only the trained adapter, in peft's format; `base` is the path of its base model, if it has moved;
-    `dtype` is the dtype of the written weights, by default the rollout's, without a rollout float32. The folder is
-    uploaded to the repository `hub` (owner/name), which is created if it is missing."""
+    `dtype` is the dtype of the written weights, by default the dtype of the rollout, or float32 without a rollout. The
+    folder is uploaded to the repository `hub` (owner/name), which is created if it is missing."""
     from whet.checkpoints.export import export as write
 
     with _argument("checkpoint"):
@@ -209,14 +209,14 @@ def _config(schema: Any, recipe: Recipe, overrides: Mapping[str, Any], **objects
 
 @contextmanager
 def _lines(config: Any = None) -> Iterator[None]:
-    """Prints log records like a command; for a training also its progress, and the table at its end."""
+    """Prints log records of the block like a command; for a training run also its progress, and a table at its end."""
     from whet.cli.app import CONSOLE
     from whet.cli.train import shown
 
     logger = logging.getLogger("whet")
     level, has_console = logger.level, CONSOLE in logger.handlers
     logger.setLevel(level or logging.INFO)
-    logger.addHandler(CONSOLE)  # once, however often it is added
+    logger.addHandler(CONSOLE)  # has no effect if it is already added
     try:
         with shown(config) if config is not None else nullcontext():
             yield

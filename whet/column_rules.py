@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for the columns of a batch: kinds, numbers of rows, names, equality. Errors name the column and its size."""
+"""Checks and operations for the columns of a batch: kinds, numbers of rows, names, equality. Errors name the column."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def check_columns(tensors: Tensors, objects: Mapping[str, ObjectArray], batch_si
 
 
 def twice(names: Sequence[str]) -> DataError:
-    """Returns the error for a name of both a tensor column and an object column."""
-    return DataError("columns", f"{names} are both a tensor and an object column", change="rename one of each")
+    """Returns the error for names that both a tensor column and an object column have."""
+    return DataError("columns", f"{names} are both a tensor and an object column", change="rename one of each pair")
 
 
 def check_same_columns(first: Mapping[str, Any], part: Mapping[str, Any], kind: str, number: int) -> None:
@@ -55,11 +55,11 @@ def check_same_columns(first: Mapping[str, Any], part: Mapping[str, Any], kind: 
     Raises: DataError."""
     if first.keys() != part.keys():
         found = f"it lacks {sorted(first.keys() - part.keys())} and adds {sorted(part.keys() - first.keys())}"
-        raise DataError(f"part {number} of concat", found, f"the {kind}s of part 0", "rename or drop some")
+        raise DataError(f"part {number} of concat", found, f"the {kind}s of part 0", "rename or drop those that differ")
     for name, one in first.items():
         other = part[name]
         if one.dtype != other.dtype or one.shape[1:] != other.shape[1:]:
-            found, expected = _shown(other), f"{_shown(one)}, as in part 0, but for the number of rows"
+            found, expected = _shown(other), f"{_shown(one)}, as in part 0, except the number of rows"
             raise DataError(f"{kind} {name!r}: part {number} of concat", found, expected, "pad or convert it first")
 
 
@@ -89,7 +89,7 @@ def row_numbers(index: RowIndex, rows: int) -> slice | npt.NDArray[np.int64]:
         raise DataError("index of rows", found, "an int, a slice, a list of row numbers or a mask [B]", "convert it")
     if array.dtype == bool:
         if len(array) != rows:
-            raise DataError("mask entries", len(array), str(rows), "give it one for each row")
+            raise DataError("mask entries", len(array), str(rows), "give the mask one entry for each row")
         return np.flatnonzero(array)
     outside = array[(array < -rows) | (array >= rows)]
     if outside.size:
@@ -98,7 +98,7 @@ def row_numbers(index: RowIndex, rows: int) -> slice | npt.NDArray[np.int64]:
 
 
 def split_second(name: str, column: Any, parts: int) -> Column:
-    """Splits the second dimension: [B, L, ...] -> [B * parts, L / parts, ...]; in an object array [B], each entry.
+    """Splits dimension 1 of a column: [B, L, ...] -> [B * parts, L / parts, ...]; of an object array [B], each entry.
 
     Raises: DataError for a size that `parts` does not divide."""
     is_nested = isinstance(column, np.ndarray) and column.ndim == 1
@@ -118,7 +118,7 @@ Places = Sequence[npt.NDArray[np.int64]]
 
 
 def joined(parts: Sequence[Any], places: Places | None) -> Column:
-    """Joins the parts of a column end to end, or with `places`, the rows of each part at these row numbers."""
+    """Joins the parts of a column in order; with `places`, puts row j of part i at row `places[i][j]` of the result."""
     is_tensor = torch.is_tensor(parts[0])
     if places is None:
         return torch.cat(list(parts)) if is_tensor else np.concatenate(parts)
@@ -133,7 +133,7 @@ def joined(parts: Sequence[Any], places: Places | None) -> Column:
 
 
 def check_places(places: Sequence[Sequence[int]], sizes: Sequence[int]) -> Places:
-    """Converts the places to arrays.  Raises: DataError unless they are a permutation of all row numbers."""
+    """Converts `places` of `joined` to arrays.  Raises: DataError unless they have each row number exactly once."""
     found = [np.asarray(each, dtype=np.int64) for each in places]
     total = sum(sizes)
     if list(map(len, found)) != list(sizes) or not np.array_equal(np.sort(np.concatenate(found)), np.arange(total)):
@@ -164,7 +164,7 @@ def merged(one: Mapping[str, V], other: Mapping[str, V], kind: str) -> dict[str,
 def equal(one: Any, other: Any, above: frozenset[tuple[int, int]] = frozenset()) -> bool:
     """Tells whether two nested values have equal types, dtypes, shapes and values; NaN equals NaN.
 
-    `above` has the pairs that contain this pair, because a value may contain itself."""
+    `above` has the ids of the pairs that contain this pair; it ends the recursion of values that contain themselves."""
     if one is other or (id(one), id(other)) in above:
         return True
     if type(one) is not type(other):

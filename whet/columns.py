@@ -27,8 +27,8 @@ class Column:
     meaning: str
     roles: tuple[str, ...] = ()  # roles whose models the provider needs
     output: str | None = None  # output of the first role's forward pass; None: a registered function is the provider
-    reads: tuple[str, ...] = ()  # columns that the provider reads, besides those of every batch
-    phase: str = "columns"  # its time is logged as time/<phase>
+    reads: tuple[str, ...] = ()  # columns that the provider reads, besides the columns of every batch
+    phase: str = "columns"  # the provider's time is logged as time/<phase>
     given_to: tuple[Reader, ...] = ()  # functions to which the loop passes the column itself
     section: str | None = None  # section of the config whose keys configure the provider
 
@@ -39,7 +39,7 @@ class Column:
 
     @property
     def is_in_every_batch(self) -> bool:
-        """Tells whether every function may read the column."""
+        """Tells whether every batch has the column, so that any function may read it."""
         is_optional = "object" in self.shape or "layers" in self.shape
         return self.when in ("rollout", "score", "shaping") and not is_optional
 
@@ -59,6 +59,6 @@ POLICY_OUTPUTS, VALUE_OUTPUTS, SCORE_OUTPUTS = (
     frozenset(column.output for column in TABLE if column.output and column.roles[0] in roles)
     for roles in (("actor", "ref"), ("critic",), ("reward_model",))
 )
-# The column of the scores of `reward_model`, by the key that says where they come from.
+# The column with the scores of the role `reward_model`, by the config key that selects their source.
 SCORED_BY = {"model_path": "rm_scores", "rubric": "judge_scores"}
 ROW_COLUMNS = frozenset(column.name for column in TABLE if column.shape == "B, K")  # no padding, even where K is R

@@ -68,13 +68,13 @@ def _compile(compiler: str, source: Path, library: Path) -> None:
 
 
 def _is_whole(library: Path) -> bool:
-    """Tells whether a library file ends with its content's checksum. A truncated one would crash the process."""
+    """Tells whether a library file ends with the checksum of its content. A truncated file would crash the process."""
     content = library.read_bytes() if library.exists() else b""
     return hashlib.sha256(content[:-CHECKSUM_BYTES]).digest() == content[-CHECKSUM_BYTES:]
 
 
 def instruction_set() -> str:
-    """Returns the processor's features, for the name of the cached file, because machines may share a home folder."""
+    """Returns the processor's features. Cached kernels are named by them, because machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

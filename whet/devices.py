@@ -18,13 +18,13 @@ from whet.compiled import instruction_set
 
 log = logging.getLogger(__name__)
 HOST = torch.device("cpu")
-# Of an accelerator: memory of its libraries (0.5 GiB on an H100), allocated bytes for each of tensors (1.05 to 1.13).
+# Of an accelerator: bytes of its libraries (0.5 GiB on an H100); allocated bytes per byte of tensors (1.05 to 1.13).
 LIBRARY_BYTES, ALLOCATED = 2**30, 1.1
-BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # instructions for its products, as Linux names them; the last is Arm's
-# Values of ONEDNN_MAX_CPU_ISA, in small letters, that keep oneDNN from these instructions.
+BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Linux's names of instructions for bfloat16 products; bf16: on Arm
+# Values of ONEDNN_MAX_CPU_ISA, in lower case, with which oneDNN uses none of these instructions.
 WITHOUT_BFLOAT16 = {"sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni"}
 
-_share = 1.0  # of the accelerator's memory, for this process
+_share = 1.0  # the share of the accelerator's memory that this process may use
 
 
 def count() -> int:
@@ -50,7 +50,7 @@ def bfloat16_instructions() -> list[str]:
 
 
 def accelerates_bfloat16() -> bool:
-    """Tells whether the accelerator multiplies bfloat16 in hardware. Older ones convert every number."""
+    """Tells whether the accelerator multiplies bfloat16 in hardware. Older accelerators convert every number."""
     kind = torch.accelerator.current_accelerator()
     module = None if kind is None else torch.get_device_module(kind)
     return bool(module.is_bf16_supported(including_emulation=False)) if module is torch.cuda else module is not None
@@ -61,8 +61,8 @@ class MemoryUse(NamedTuple):
 
     free: int
     total: int
-    held: int  # by the allocator of this process
-    allocated: int  # to tensors of this process
+    held: int  # reserved by the allocator of this process
+    allocated: int  # used by tensors of this process
 
 
 def memory(device: torch.device | int) -> MemoryUse | None:
@@ -97,7 +97,7 @@ def room_for_tensors(device_bytes: float) -> float:
 
 @cache
 def runs_triton(device: torch.device, otherwise: str) -> bool:
-    """Tells whether Triton compiles for the device. If not, an accelerator warns once of the fallback `otherwise`."""
+    """Tells whether Triton compiles for the device. If not on an accelerator, warns once; `otherwise` is the effect."""
     if device.type == "cuda" and find_spec("triton") is not None:
         return True
     if device != HOST:
@@ -131,7 +131,7 @@ def backends(device_type: str) -> str:
 
 
 def open_store(address: str, deadline_seconds: float) -> dist.TCPStore:
-    """Opens the store at which processes meet. It listens on this address only, on a port that is reserved first."""
+    """Opens the store through which the processes of a group find each other, on any free port of this address only."""
     listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     return dist.TCPStore(
         address,

@@ -13,12 +13,12 @@ from whet.config.schema import RewardConfig
 from whet.errors import DataError
 from whet.types import Prompt
 
-FIELD = "domain"  # of a row, which names its domain
-OTHERS = "others"  # the domain of rows that reward.function scores, where there are domains
+FIELD = "domain"  # the field of a row that names its domain
+OTHERS = "others"  # if there are domains: the domain of the rows that reward.function scores
 
 
 class HasSource(Protocol):
-    """A prompt, or a response to score."""
+    """A row with a data source and other fields: a prompt, or a response to score."""
 
     @property
     def data_source(self) -> str:
@@ -37,7 +37,7 @@ class Domains:
 
     @classmethod
     def of_config(cls, reward: RewardConfig, *, has_function: bool = False) -> Domains:
-        """Returns the domains of a config. `has_function` says that a reward function was passed for all other rows."""
+        """Returns the domains of a config. `has_function`: the caller passed a reward function for all other rows."""
         named = {name: [name] if each.sources is None else each.sources for name, each in reward.domains.items()}
         takes_others = bool(named) and (has_function or bool(reward.function))
         return cls({**named, OTHERS: ["*"]} if takes_others else named)
@@ -57,7 +57,7 @@ class Domains:
             if any(fnmatchcase(row.data_source, pattern) for pattern in patterns):
                 return name
         of_domains = "; ".join(f"{name}: {', '.join(patterns)}" for name, patterns in self.sources.items())
-        change = "add the source to one, or set reward.function for all others"
+        change = "add the source to a domain, or set reward.function for all other sources"
         raise DataError("data source", row.data_source, f"a source of a domain ({of_domains})", change)
 
     def assign(self, prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:

@@ -35,18 +35,18 @@ from typing import Self
 from whet.version import DISTRIBUTION
 
 MAX_DESCRIBED_CHARACTERS = 500
-CHECKOUT = Path(__file__).parents[1]  # or site-packages, which has no pyproject.toml
+CHECKOUT = Path(__file__).parents[1]  # site-packages if whet is installed; that has no pyproject.toml
 
 
 class WhetError(Exception):
     """The root of every error that whet raises on purpose: four facts as data, which `__str__` turns into words.
 
-    key: the config key, file and row, option, function or worker that is wrong. found: the value there, None if unset,
+    key: the config key, file and row, option, function or worker that is wrong. found: the key's value, None if unset,
     or a fact in words. expected: the values that are valid. change: the correction. Tests and callers read these
     fields; the words may change with every version. `others` are further errors found in the same check."""
 
     def __init__(self, key: str, found: object = "", expected: str = "", change: str = "") -> None:
-        super().__init__(key, found, expected, change)  # as arguments, which a pickle keeps
+        super().__init__(key, found, expected, change)  # pickle restores an exception from its arguments
         self.key, self.found, self.expected, self.change = key, found, expected, change
         self.others: tuple[WhetError, ...] = ()
 
@@ -62,7 +62,7 @@ class WhetError(Exception):
         return "\n".join(("; ".join(filter(None, parts)), *map(str, self.others)))
 
     def at(self, place: str) -> Self:
-        """Returns the error with a place before its key: the file of a row, the argument of a function."""
+        """Returns a copy of the error with `place` before its key: the file of a row, or the argument of a function."""
         moved = copy.copy(self)
         moved.key = ": ".join(filter(None, (place, self.key)))
         moved.others = tuple(other.at(place) for other in self.others)
@@ -151,7 +151,7 @@ class ToolError(WhetError, RuntimeError):
 
 @contextmanager
 def no_exit() -> Iterator[None]:
-    """Marks a call that must not end the process.  Raises: WhetError naming user code that calls `sys.exit`."""
+    """Converts a `sys.exit` in the block to an error.  Raises: WhetError naming the user code that called it."""
     try:
         yield
     except SystemExit as error:
@@ -191,7 +191,7 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, quoted
 
 @contextmanager
 def of_extra(extra: str, *modules: str) -> Iterator[None]:
-    """Converts the error of a missing module among `modules`: adds the extra to install.  Raises: ConfigError."""
+    """Converts a failed import of one of `modules`.  Raises: ConfigError with the command that installs `extra`."""
     try:
         yield
     except ImportError as error:
@@ -202,8 +202,7 @@ def of_extra(extra: str, *modules: str) -> Iterator[None]:
 
 def pip_install(extra: str) -> str:
     """Returns the command that installs an extra from the checkout, the folder or the wheel that whet came from.
-
-    Never by name: `whet` on PyPI is another project, and whet is not published."""
+    The command never names `whet` alone: on PyPI that is another project, and this one is not published."""
     if (CHECKOUT / "pyproject.toml").is_file():
         return f"pip install -e '{'.' if Path.cwd() == CHECKOUT else CHECKOUT}[{extra}]'"
     return f"pip install '{_origin() or 'FOLDER_OR_WHEEL_OF_WHET'}[{extra}]'"

@@ -21,7 +21,7 @@ def replacing(path: Path, *, synced: bool = False) -> Iterator[Path]:
 
     Raises: StorageError if `path` is a folder."""
     if path.is_dir() and not path.is_symlink():
-        raise StorageError(str(path), "a folder", "a file", "move it away")
+        raise StorageError(str(path), "a folder", "a file", "move the folder away")
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     try:
@@ -36,7 +36,7 @@ def replacing(path: Path, *, synced: bool = False) -> Iterator[Path]:
 
 
 def write(path: Path, content: str | bytes, *, synced: bool = False) -> None:
-    """Writes a file atomically, `replacing` the old one. A lone surrogate, which UTF-8 lacks, is escaped as in JSON."""
+    """Writes a file atomically, by `replacing`. Lone surrogates, which UTF-8 cannot encode, are escaped as in JSON."""
     with replacing(path, synced=synced) as partial:
         partial.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace"))
 

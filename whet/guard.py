@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks with which whet's HTTP servers refuse requests before reading them; imports no web framework."""
+"""Checks of requests to whet's HTTP servers, which may refuse them before reading them; imports no web framework."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ FOREIGN = (
     "it with --api-key KEY, or with --host and that name"
 )
 LOCAL = ("127.0.0.1", "localhost", "::1")
-HEAD_SECONDS = 15.0  # for the head of a request to come; a connection without one is closed within twice that
+HEAD_SECONDS = 15.0  # a connection that waits longer for the head of a request is closed, after at most twice this time
 
 
 def is_own(host: str, own: str) -> bool:
-    """Tells whether a Host header names this server: its given name, localhost, the machine's name, or an address. (Any
-    other name that resolves to this machine may be a foreign site's.)"""
+    """Tells whether a Host header names this server: its name `own`, localhost, the machine's name, or an IP address.
+    (Another name that resolves to this machine may belong to a foreign site.)"""
     name = re.sub(r":\d*$", "", host).strip("[]").lower()
     try:
         ipaddress.ip_address(name)
@@ -31,7 +31,7 @@ def is_own(host: str, own: str) -> bool:
 
 
 class RefusedError(Exception):
-    """Raised for a request that is refused, and not read any further; it has the HTTP status."""
+    """Raised for a request that is refused, and not read any further. `status` is the HTTP status of the reply."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -60,8 +60,8 @@ async def read_body(
     seconds: float,
     expected: str = "application/json",
 ) -> bytes:
-    """Reads the body of a request.  Raises: RefusedError for one that is too large, too slow, or not of the `expected`
-    type: JSON, or another type that a browser's page cannot send to another origin without permission."""
+    """Reads the body of a request.  Raises: RefusedError for a body that is too large, too slow, or not of the content
+    type `expected`: JSON, or another type that a web page cannot send to another origin without permission."""
     kind, body = headers.get("content-type", "").partition(";")[0].strip().lower(), bytearray()
     if kind != expected:
         raise RefusedError(415, f"the content type is {kind or 'missing'}; send Content-Type: {expected}")
@@ -80,7 +80,7 @@ def with_deadline(protocol: Any) -> Any:
     """Returns a uvicorn protocol that closes a connection if a request's head does not arrive in time."""
 
     class WithDeadline(protocol):  # type: ignore[misc]
-        """Closes a connection that waits for a head, if no request has come since the last check."""
+        """Closes a connection that waits for the head of a request, if no request has come since the last check."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to servers that may fail, hang or lie: a call has one deadline for all attempts, and a largest reply."""
+"""Requests to servers that may fail, hang or lie: one deadline for all attempts of a call, and a largest reply size."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHOWN_BYTES = 600  # of a refusal
 
 class CallError(Exception):
     """Raised for a request without a usable reply; callers convert it to a WhetError. `status` is 0 if no reply came.
-    `passes` says that another attempt may succeed, after `seconds`."""
+    `passes`: the failure may be temporary, so another attempt after `seconds` may succeed."""
 
     def __init__(self, why: str, *, status: int = 0, seconds: float = 0.0, passes: bool = True) -> None:
         super().__init__(why)
@@ -38,8 +38,8 @@ class CallError(Exception):
 
 
 class Http:
-    """HTTP connections that are reused; an object serves one event loop at a time. With `is_local` it connects only to
-    servers of this machine, without proxies."""
+    """HTTP connections that are reused, in one event loop at a time. With `is_local`, for servers of this machine only:
+    without proxies."""
 
     def __init__(self, *, is_local: bool = False) -> None:
         self._is_local = is_local
@@ -102,8 +102,8 @@ async def read(reply: httpx.Response, most: int = REPLY_BYTES, *, passes: bool =
 
 
 async def insist(attempt: Callable[[int], Awaitable[T]], seconds: float, attempts: int, name: object) -> T:
-    """Calls `attempt` with numbers from 0 until one succeeds, and returns its result. Waits between attempts double,
-    obey the server, and vary with `name`.  Raises: the last CallError; any other error of an attempt."""
+    """Calls `attempt` with 0, 1, ... until a call succeeds, and returns its result. Waits between attempts double, last
+    at least as long as the server asks, and vary with `name`.  Raises: the last CallError; any other error."""
     now = asyncio.get_running_loop().time
     until, failed = now() + seconds, CallError(f"no reply in {seconds:g} s")
     for number in range(attempts):
@@ -133,8 +133,8 @@ _shared = Http()
 def fetch(
     method: str, url: str, read_as: Callable[[bytes], T], *, seconds: float, attempts: int, most: int, **sent: Any
 ) -> T:
-    """Reads a reply of at most `most` bytes and converts it by `read_as`; any thread may call. If `read_as` raises
-    ValueError, there is another attempt. `sent` has further arguments of `stream`.  Raises: CallError."""
+    """Sends a request, reads at most `most` bytes of reply, and converts them by `read_as`; any thread may call. After
+    a ValueError of `read_as` it tries again. `sent` has more arguments of `stream`.  Raises: CallError."""
 
     async def attempt(number: int) -> T:
         async with _shared.stream(method, url, **sent) as reply:
@@ -148,7 +148,7 @@ def fetch(
     try:
         return call.result()
     finally:
-        call.cancel()  # where this thread was interrupted
+        call.cancel()  # if this thread was interrupted
 
 
 def shown(url: str) -> str:

@@ -19,8 +19,8 @@ SECONDS = 10.0
 NUM_BYTES = 2**30
 REPLY_BYTES = 16 * 2**20  # of the reply of a server
 REPLY_DEPTH = 64
-_AGAIN_SECONDS = 1.0  # until the next alarm, in case the block catches the first one
-_inside: list[float] = []  # the limit of the current block of the main thread
+_AGAIN_SECONDS = 1.0  # between alarms, because the block may catch the first TimeoutError
+_inside: list[float] = []  # the time limit of the main thread's current block
 
 
 @contextmanager
@@ -29,9 +29,9 @@ def bounded(seconds: float = SECONDS) -> Iterator[None]:
 
     The kernel enforces both limits: an alarm interrupts Python code and arithmetic with huge numbers; a limit on the
     address space fails the allocation that exceeds it, also inside C code. No thread or process is left behind. Only
-    the main thread receives signals, and the memory limit would affect other threads: so in another thread, such as
-    that of a validation in parallel with training, the block runs without limits. A nested block has the limits of the
-    outer one."""
+    the main thread receives signals, and the memory limit would affect other threads: so in any other thread, such as
+    the thread of a validation in parallel with training, the block runs without limits. A nested block has the limits
+    of the outer block."""
     if _inside or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -57,15 +57,15 @@ def bounded(seconds: float = SECONDS) -> Iterator[None]:
 
 
 def cause(error: Exception) -> str:
-    """Returns the message of the error that ended a block. A MemoryError has none of its own."""
+    """Returns the message of the error that ended a `bounded` block. (A MemoryError has no message of its own.)"""
     if isinstance(error, MemoryError):
         return f"it needs more than {NUM_BYTES >> 30} GiB of memory"
     return str(error).rstrip(".")
 
 
 def read_json(content: bytes | str, most: int = REPLY_BYTES) -> Any:
-    """Parses the reply of a server that may lie.  Raises: ValueError for more than `most` bytes or REPLY_DEPTH levels,
-    or for a number that does not fit into a float."""
+    """Parses JSON from a server that may be malicious.  Raises: ValueError for invalid JSON, for more than `most` bytes
+    or REPLY_DEPTH levels, and for a number that does not fit into a float."""
     if len(content) > most:
         raise ValueError(f"it has more than {most:,} bytes")
     try:

@@ -54,7 +54,7 @@ def absent(name: str, plugin: str) -> RegistryError:
 
 
 def missing_plugin(kind: str, name: str) -> str:
-    """Returns the missing plugin that offers a name; "" if no plugin of whet offers it."""
+    """Returns the plugin, now missing, that offers a name; "" if no plugin of whet offers it."""
     with NAMES.open(encoding="utf-8", newline="") as file:
         plugins = {(row["kind"], row["name"]): row["plugin"] for row in csv.DictReader(file)}
     plugin = plugins.get((kind, name), "")

@@ -53,7 +53,7 @@ class Metrics:
         self._record("min", name, value)
 
     def seconds(self, name: str, value: float) -> None:
-        """Adds to the seconds under a name, which `timings` returns."""
+        """Adds `value` to the seconds under a name, which `timings` returns."""
         self._record("seconds", name, value)
 
     @contextmanager
@@ -83,7 +83,7 @@ class Metrics:
         return None if series is None else _reduce(name, series.reduction, _on_host({name: series})[name])
 
     def timings(self) -> dict[str, float]:
-        """Returns the seconds by name, sorted, apart from `reduce`, whose numbers are equal in every repeat."""
+        """Returns the seconds by name, sorted. `reduce` leaves them out: its numbers are equal in every repeat."""
         return self._reduced(timings=True)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _number(name: str, value: Scalar) -> Scalar:
         if value.ndim:
             shape = list(value.shape)
             raise ValueError(f"metric {name!r} got a tensor of shape {shape}, expected one number: reduce it")
-        return value.detach().clone()  # keeps no graph or larger storage, and does not change with later writes
+        return value.detach().clone()  # a copy without graph or larger storage; later writes do not change it
     try:
         return float(value)
     except (TypeError, ValueError) as error:

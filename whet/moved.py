@@ -75,7 +75,7 @@ MOVED = {  # by the old name of a file or folder
     "whet.trainers.quickstart_pretrained": "whet.plugins.lessons.quickstart_pretrained",
     "whet.viewer": "whet.plugins.viewer",
 }
-RENAMED = {  # by the module of today and the old name in it: the place of today
+RENAMED = {  # by module (under its new name) and old name in it: the new location
     "whet.config.load": {"Loaded": "whet.config.load:LoadedConfig"},
     "whet.controller.worker": {"Layout": "whet.controller.worker:RankLayout"},
     "whet.evaluation.estimators": {
@@ -106,7 +106,7 @@ RENAMED = {  # by the module of today and the old name in it: the place of today
 
 
 class OldNames:
-    """Finds modules by their old names, and modules whose functions or classes have old names."""
+    """Import hook: finds modules by their old names, and modules whose functions or classes have old names."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Returns the spec of a module that moved, or has old names; None for any other module."""
@@ -137,7 +137,7 @@ class OldNames:
 
 
 class WithOldNames(SourceFileLoader):
-    """Loads a module of `RENAMED`. Its old names give today's objects, with a warning."""
+    """Loads a module of `RENAMED`. An old name in it gives the object under its new name, with a warning."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Runs the module's code. An attribute that the module lacks is looked up among the old names."""
@@ -154,7 +154,7 @@ class WithOldNames(SourceFileLoader):
 
 
 def new_name(name: str) -> str:
-    """Returns the new name of a module; most names have not changed."""
+    """Returns the new name of a module; the same name if it has not changed."""
     parts = name.split(".")
     for length in range(len(parts), 1, -1):
         if (new := MOVED.get(".".join(parts[:length]))) is not None:

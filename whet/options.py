@@ -43,13 +43,13 @@ WORDS: dict[object, str] = {
 
 
 def read(annotation: object, names: Mapping[str, object] | None = None) -> Any:
-    """Evaluates an annotation, which may be text; Any if it uses a name that is not in `names`. Without `names` the
-    annotation belongs to a shipped function: it was read from source, and uses the names of this module."""
+    """Evaluates an annotation that is text, with `names`; Any if a name is missing. Without `names`, the annotation was
+    read from the source of a shipped function, and uses the names of this module."""
     if not isinstance(annotation, str):
         return annotation
     try:
         return eval(annotation, dict(globals() if names is None else names))
-    except Exception:  # other people's code, which may name what only a type checker imports
+    except Exception:  # user code, whose annotations may use names that only a type checker imports
         return Any
 
 

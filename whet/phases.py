@@ -11,8 +11,8 @@ from typing import TypeVar
 T = TypeVar("T")
 Watch = Callable[[str], AbstractContextManager[None]]
 Counter = Callable[[int, int, str], None]
-_watchers: dict[int, list[tuple[Watch, Counter]]] = {}  # by thread
-_profilers: list[Watch] = []  # of all threads
+_watchers: dict[int, list[tuple[Watch, Counter]]] = {}  # by thread id
+_profilers: list[Watch] = []  # they watch all threads
 NOBODY = nullcontext()
 
 
@@ -27,7 +27,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """Announces the block, a part of a phase, only to profilers, in any process. Costs nothing without a profiler."""
+    """Announces the block, a part of a phase, to profilers only, in any process. Costs nothing without a profiler."""
     return _profiled(name) if _profilers else NOBODY
 
 

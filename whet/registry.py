@@ -46,11 +46,11 @@ FOREIGN_COLUMNS = {
 }
 # Parameters that are not columns: the caller supplies them by name, unless the user sets them as options.
 SUPPLIED = frozenset({"config", "loss_agg_mode", "batch", "non_tensor_batch"})
-# Options under an earlier name: the new one, and its value for each of the old.
+# Former names of options: the new name, and the new value for each old value.
 FORMER: Mapping[str, tuple[str, Mapping[bool, str]]] = {
     "keep_cache": ("on_new_weights", {False: "recompute", True: "keep"})
 }
-# Parameters that are fields of a row even where they have a default.
+# Parameters that are fields of a row even if they have a default.
 FIELDS = frozenset({"prompt_str", "extra_info"})
 
 
@@ -66,7 +66,7 @@ def warn_of(old: str, new: str, where: str) -> None:
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered function, described without importing it."""
+    """The description of a registered function, without importing it. A mark is a keyword argument of the decorator."""
 
     kind: str
     name: str
@@ -74,7 +74,7 @@ class Entry:
     parameters: tuple[str, ...]  # positional parameters, under the function's own names
     options: Mapping[str, Any]  # defaults by name; REQUIRED for an option without one
     doc: str
-    marks: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of its decorator
+    marks: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of its decorator, for callers
     alias_of: str | None = None
     accepts_any_option: bool = False
     takes: Mapping[str, Any] = field(default_factory=dict)  # annotation by option, Any if unknown
@@ -95,7 +95,7 @@ class Entry:
         return self.function if self.function is not None else load_target(self.target)
 
     def marked(self, mark: str) -> Any:
-        """Returns the function or class in a mark; if the mark is text, loads it.  Raises: RegistryError."""
+        """Returns the function or class that a mark has as value; if it is text, loads it.  Raises: RegistryError."""
         if mark not in self.marks:
             raise RegistryError(f"{self.kind} {self.name!r}", f"has no {mark}", "", f"register it with {mark}=...")
         return found if callable(found := self.marks[mark]) else load_target(found)
@@ -111,8 +111,8 @@ class Entry:
         return self.load()(*(supplied[name] for name in self.parameters), **options)
 
     def resolve_options(self, given: Mapping[str, Any], where: str) -> Resolved:
-        """Completes `given` options with defaults, without the options that the caller supplies. `where` is the config
-        key for errors.  Raises: ConfigError."""
+        """Completes `given` options with defaults, but not options in `SUPPLIED`, which the caller passes. `where` is
+        the config key for errors.  Raises: ConfigError."""
         given = dict(given)
         for old in [name for name in given if name in FORMER and name not in self.options]:
             new, values = FORMER[old]
@@ -124,7 +124,7 @@ class Entry:
         unknown = [] if self.accepts_any_option else [name for name in given if name not in self.options]
         if unknown:
             expected = f"an option of {self.kind} {self.name!r}: {', '.join(self.options) or 'it has none'}"
-            change = did_you_mean(unknown[0], self.options, f"remove it (~{where}.{unknown[0]} where a recipe sets it)")
+            change = did_you_mean(unknown[0], self.options, f"remove it (~{where}.{unknown[0]} if a recipe sets it)")
             raise ConfigError(f"{where}.{unknown[0]}", given[unknown[0]], expected, change)
         options = {name: value for name, value in self.options.items() if name not in SUPPLIED} | dict(given)
         missing = [name for name, value in options.items() if value is REQUIRED]
@@ -155,7 +155,7 @@ class Entry:
 class Registry:
     """The functions of one kind. `register` is the decorator; lookup finds shipped and registered names, and paths."""
 
-    also: Registry | None = None  # another kind whose functions are found here too, and not listed
+    also: Registry | None = None  # another kind: lookup finds its functions too, `names` does not list them
 
     def __init__(
         self,
@@ -166,8 +166,8 @@ class Registry:
         *,
         has_foreign_form: bool = True,
     ) -> None:
-        """Stores the settings. `folder` has the core's functions of this kind (None: only plugins have some).
-        `supplied` are the allowed parameters before `*`; None allows columns of a batch, or any."""
+        """Stores the settings. `folder` has the core's functions of this kind (None: only plugins have functions).
+        `supplied` are the only parameters allowed before `*`; None allows any, such as columns of a batch."""
         self.kind, self.folder, self.decorator, self.supplied = kind, folder, decorator, supplied
         self.has_foreign_form = has_foreign_form
         self._live: dict[str, Entry] = {}
@@ -240,8 +240,8 @@ class Registry:
         return entry_points().get(f"whet.{self.decorator.removeprefix('register_')}", {})
 
     def entry_of(self, function: Callable[..., Any], name: str, marks: Mapping[str, Any]) -> Entry:
-        """Builds the entry of a function object from its signature. The mark `shares` names a class with more options;
-        its module imports nothing heavy.  Raises: RegistryError for an unknown parameter."""
+        """Builds the entry of a function object from its signature. The mark `shares` is the target of a class whose
+        options are added (its module is fast to import).  Raises: RegistryError for an unknown parameter."""
         if self.supplied is None:
             return entry_of(function, self.kind, name, marks, has_foreign_form=self.has_foreign_form)
         entry = entry_of(function, self.kind, name, marks, has_foreign_form=False)
@@ -263,7 +263,7 @@ class Registry:
 def entry_of(
     function: Callable[..., Any], kind: str, name: str, marks: Mapping[str, Any], *, has_foreign_form: bool = True
 ) -> Entry:
-    """Makes the entry of a function object from its signature."""
+    """Builds the entry of a function object from its signature. `has_foreign_form` accepts verl's form."""
     signature = list(inspect.signature(function).parameters.values())
     keyword_only = [p for p in signature if p.kind is p.KEYWORD_ONLY]
     positional = [p for p in signature if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -288,8 +288,8 @@ def entry_of(
 
 
 def trainer_of(command: str) -> Entry:
-    """Returns the trainer of a command. A trainer outside of whet has the command as its name: the name of its entry
-    point, or its target with the whole path.  Raises: RegistryError."""
+    """Returns the trainer of a command. The name of a trainer that does not ship with whet is its command: the name of
+    an entry point, or a target with an absolute file path.  Raises: RegistryError."""
     entry = TRAINERS[command]
     location, colon, name = command.rpartition(":")
     whole = str(Path(location).expanduser().resolve()) if location.endswith(".py") else location
@@ -342,7 +342,7 @@ def _decorated(folder: str) -> list[tuple[str, Definition, ast.Call, str]]:
 @cache
 def _decorated_in(path: Path) -> list[tuple[str, Definition, ast.Call, str]]:
     source = path.read_text(encoding="utf-8")
-    if "@register_" not in source:  # to parse it would take far longer
+    if "@register_" not in source:  # parsing the file would take far longer
         return []
     module = ".".join(("whet", *path.relative_to(PACKAGE).with_suffix("").parts))
     nodes = [node for node in ast.parse(source).body if isinstance(node, Definition)]
@@ -373,13 +373,13 @@ def _without_body(node: Definition) -> Callable[..., Any]:
     return found
 
 
-# In the order of lists.
+# In the order in which `whet algorithms` lists the kinds.
 ADV_ESTIMATORS = Registry("advantage estimator", "algorithms", "register_adv_est")
 WRAPPERS = Registry("CPO wrapper", "algorithms", "register_wrapper")
 POLICY_LOSSES = Registry("policy loss", "algorithms", "register_policy_loss")
 VALUE_LOSSES = Registry("value loss", "algorithms", "register_value_loss")
 PREFERENCE_LOSSES = Registry("preference loss", "algorithms", "register_preference_loss", has_foreign_form=False)
-POLICY_LOSSES.also = PREFERENCE_LOSSES  # on groups of responses
+POLICY_LOSSES.also = PREFERENCE_LOSSES  # applied to groups of responses
 DIVERGENCES = Registry("divergence", "algorithms", "register_divergence", ("student", "teacher"))
 AGGREGATIONS = Registry("aggregation", "algorithms", "register_aggregation")
 KL_FORMS = Registry("KL form", "algorithms", "register_kl")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equality of scores up to rounding: 0.1 + 0.2 + 0.3 and 0.3 + 0.2 + 0.1 count as one score, as floats and as float32.
+"""Equality of scores up to rounding: 0.1 + 0.2 + 0.3 equals 0.3 + 0.2 + 0.1, also in float32.
 
 A group of equal scores gives no signal. Imports no torch: score functions and filters use it."""
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import isclose
 
-# Four units in the last place of a float32, and what is left where parts of size 1 cancel each other.
+# Relative: four units in the last place of a float32. Absolute: the rounding error when parts of size 1 cancel.
 RELATIVE, ABSOLUTE = 5e-7, 1e-7
 
 

@@ -31,7 +31,7 @@ from whet.types import Failure, Group, Media, MediaTokens, Message, Prompt, Traj
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-# What reading a file that lies raises.
+# Errors of reading a file with false content.
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 _VERSION = 1
 _TYPES = {cls.__name__: cls for cls in (Media, MediaTokens, Message, Prompt, Turn, Failure, Trajectory, Group)}
@@ -42,8 +42,8 @@ def dumps(value: object) -> tuple[memoryview, list[pickle.PickleBuffer]]:
     """Returns the pickle of `value`, and the bytes of its tensors as views of their memory.
 
     `pickle.loads` restores the tensors on the CPU, without gradients, on the memory of the buffers (if that is
-    read-only, writing into such a tensor is undefined). Of a view only its elements are included, and an object with
-    several references is included once.  Raises: pickle's errors for an object that cannot be pickled."""
+    read-only, writing into such a tensor is undefined). The pickle has only the elements of a view, not its whole
+    storage, and has an object with several references once.  Raises: pickle's errors."""
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
@@ -97,8 +97,8 @@ def load(path: str | os.PathLike[str]) -> Any:
 
 
 def fits(saved: object, own: object) -> bool:
-    """Tells whether a saved value has the same kind as the run's own value, so that a wrong state fails before anything
-    is restored. Numbers match numbers, texts match texts, also inside dicts and lists; anything matches None."""
+    """Tells whether a saved value has the same kind as the run's `own` value, so that a wrong state fails before
+    anything is restored. Numbers match numbers, texts match texts, also in dicts and lists; an own None matches all."""
     match own:
         case None:
             return True
@@ -234,7 +234,7 @@ class _Encoder:
         return [self.encode(item, f"{where}[{number}]") for number, item in enumerate(values)]
 
     def _name(self, value: object, tensor: torch.Tensor, where: str) -> str:
-        """Returns the name under which `tensor`, the content of `value`, is stored. An object has one name."""
+        """Returns the name under which `tensor`, the content of `value`, is stored; one name for each `value`."""
         name = self._names.setdefault(id(value), f"{len(self._names)}:{where.lstrip('.')}")
         self.tensors.setdefault(name, tensor)
         return name

@@ -19,10 +19,10 @@ GAMES = "a package of games: pip install -e ./examples/environments"
 
 
 def load_target(target: str, *, is_called: bool = True) -> Any:
-    """Loads `package.module:name` or `path/file.py:name`; it is callable if `is_called`.  Raises: RegistryError."""
+    """Loads `package.module:name` or `path/file.py:name`; with `is_called` only a callable.  Raises: RegistryError."""
     location, _, name = target.rpartition(":")
     if not location:
-        raise RegistryError("function", target, "package.module:function or path/file.py:function", "add its place")
+        raise RegistryError("function", target, "package.module:function or path/file.py:function", "add its module")
     module = _load_file(Path(location)) if location.endswith(".py") else _load_module(location, target)
     found: Any = module
     for part in name.split("."):

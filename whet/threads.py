@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting threads of torch: how long they spin before they release the processor, alone and beside other programs.
-
+"""Settings of torch's waiting threads: how long they spin (poll without sleeping) before they release the processor, on
+an idle machine and beside other programs.
 The number of threads depends on the machine alone, so that two runs have equal bits."""
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from statistics import median
 log = logging.getLogger(__name__)
 # GNU's OpenMP spins 300,000 rounds, which are milliseconds, and Intel's 200 ms: on a machine with other programs a
 # waiting thread then keeps a processor that the awaited thread needs. 10,000 rounds are as fast on an idle machine;
-# with 1,000 a rollout of a small model takes a third longer (LOG.md). Beside other programs `Contention` has 100.
+# with 1,000 a rollout of a small model takes a third longer (LOG.md). Beside other programs `Contention` sets 100.
 SPINS = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
 POLICY = "OMP_WAIT_POLICY"
-WAITS, WAITS_NO_MORE = 0.1, 0.03  # shares of the time in which the main thread waits for a processor
-SLOW = 5.0  # times as long as before: steps of which the user is told
-STEPS = 5  # whose median counts
+WAITS, WAITS_NO_MORE = 0.1, 0.03  # shares of a step in which the main thread waits for a processor
+SLOW = 5.0  # steps that take this many times as long as before are reported
+STEPS = 5  # the median of so many steps is compared
 OF_THAT = (
-    "of it waiting for a processor that other programs use: end these, or start with OMP_NUM_THREADS=1 (other last "
-    "bits), with which no thread waits for another (not said again)"
+    "of it waiting for a processor that other programs use: end these programs, or start with OMP_NUM_THREADS=1, so "
+    "that no thread waits for another (the last bits of results change); this message is not repeated"
 )
 
 
@@ -39,16 +39,16 @@ def yield_soon() -> None:
 
 
 def spinning() -> str:
-    """Returns the settings of spinning in the environment, as NAME=VALUE."""
+    """Returns the environment variables that set the spinning, as NAME=VALUE."""
     return ", ".join(f"{name}={os.environ[name]}" for name in (POLICY, *SPINS) if name in os.environ)
 
 
 class Contention:
-    """Lets waiting threads release the processor almost at once while other programs need it. Reports slow steps
-    (`python -m benchmarks beside`)."""
+    """Makes waiting threads release the processor almost at once while other programs need it, and reports slow steps.
+    `python -m benchmarks beside` measures the effect."""
 
     def __init__(self) -> None:
-        self._crowd: threading.Event | None = None  # set: its threads end
+        self._crowd: threading.Event | None = None  # setting the event ends the threads of `crowd`
         self._last = deque[float](maxlen=STEPS)
         self._fastest = float("inf")
         self._is_said = False
@@ -71,8 +71,8 @@ class Contention:
         self._crowd = None
 
     def note(self, seconds: float, waited: float) -> str:
-        """Records the seconds of a step, and the share of them spent waiting for a processor.  Returns a line for the
-        user if steps became slow; "" otherwise."""
+        """Records the seconds of a step, and the share `waited` of this time that its thread waited for a processor.
+        Returns a line for the user if steps became slow; "" otherwise."""
         if waited > WAITS and self._crowd is None and os.environ.get("GOMP_SPINCOUNT") == SPINS["GOMP_SPINCOUNT"]:
             self._crowd = crowd()
         elif self._crowd is not None and waited < WAITS_NO_MORE:
@@ -94,13 +94,13 @@ def waited_seconds() -> float:
 
 
 def crowd() -> threading.Event:
-    """Starts threads that sleep until the event is set. GNU's OpenMP counts them: as long as there are more threads
+    """Starts threads that sleep until the returned event is set. GNU's OpenMP counts them: while it has more threads
     than processors, waiting threads spin at most 100 rounds. Computations keep their number of threads."""
     until, loaded = threading.Event(), Path("/proc/self/maps").read_text().split()
     path = next((each for each in loaded if "libgomp" in each), None)
 
     def sleep() -> None:
-        nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)  # called with null by each of them
+        nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)  # each thread calls free(NULL)
         ctypes.CDLL(path).GOMP_parallel(nothing, None, (os.cpu_count() or 1) + 1, 0)
         until.wait()
 

@@ -9,8 +9,8 @@ from typing import Any, Literal, Protocol
 
 FailureSource = Literal["environment", "tool", "sandbox", "reward", "engine"]
 FinishReason = Literal["stop", "length", "abort"]
-Limit = Literal["turns", "length", "tokens", "overflow", "time", "environment"]  # of an episode
-Likeliest = tuple[tuple[int, float], ...]  # tokens with their log-probs, the likeliest first
+Limit = Literal["turns", "length", "tokens", "overflow", "time", "environment"]  # the limit that ended an episode
+Likeliest = tuple[tuple[int, float], ...]  # (token, log-prob), the most probable first
 Versions = tuple[tuple[int, int], ...]  # runs of (policy version, number of tokens that it sampled)
 
 
@@ -28,12 +28,12 @@ def last_versions(versions: Versions, count: int) -> Versions:
 class MediaTokens:
     """An image or video as one model reads it: its text in the prompt, and the tokens of its patches."""
 
-    placeholder: str  # what the chat template writes for it
-    text: tuple[tuple[str, int], ...]  # what takes the placeholder's place: pieces, each so many times
-    token_id: int  # of every patch
+    placeholder: str  # text that the chat template writes for the media
+    text: tuple[tuple[str, int], ...]  # text that replaces the placeholder: pieces, and how often each is repeated
+    token_id: int  # the token of every patch
     grids: tuple[tuple[int, int, int], ...]  # (time, height, width) of each run of patch tokens
     size: tuple[int, int]  # (height, width) in pixels to which it is resized
-    time_step: float | None = None  # between times in multimodal rotary positions; None: positions count tokens
+    time_step: float | None = None  # multimodal rotary positions per time step; None: positions count tokens
 
     @property
     def count(self) -> int:
@@ -46,10 +46,10 @@ class Media:
     """An image, video or audio of a prompt or an observation, identified by the digest of its bytes."""
 
     kind: Literal["image", "video", "audio"]
-    digest: str  # of the bytes, and of the limits within which they are read
-    source: Any = field(compare=False)  # encoded bytes, a path, or a tuple of either: the frames of a video
-    frames: tuple[int, ...] = field(default=(), compare=False)  # numbers of those that are read, of a video
-    tokens: MediaTokens | None = field(default=None, compare=False)  # once a model's encoder has measured it
+    digest: str  # hash of the bytes, and of the limits for reading them
+    source: Any = field(compare=False)  # encoded bytes, a path, or for the frames of a video a tuple of either
+    frames: tuple[int, ...] = field(default=(), compare=False)  # numbers of the frames of a video that are read
+    tokens: MediaTokens | None = field(default=None, compare=False)  # None until a model's encoder has measured it
     origin: str = field(default="", compare=False)  # the row of a data set, for errors: "row 17"
 
 
@@ -76,7 +76,7 @@ class Message:
 class Prompt:
     """A row of the data set as the model reads it, with the fields that the reward function needs."""
 
-    uid: str  # names the row in this run: "<epoch>:<index in the data set>"
+    uid: str  # identifies the row in this run: "<epoch>:<index in the data set>"
     index: int  # row number in the data set, over all files
     messages: tuple[Message, ...]
     token_ids: tuple[int, ...]  # the input of the model, after the chat template
@@ -84,7 +84,7 @@ class Prompt:
     ground_truth: Any
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     media: tuple[Media, ...] = ()  # in the order of their placeholders in `token_ids`
-    domain: str = ""  # of `reward.domains`
+    domain: str = ""  # a name in `reward.domains`
     is_text: bool = False  # the row has a text as its prompt, not messages
 
     @property
@@ -99,7 +99,7 @@ class Prompt:
 
 
 class Example(Protocol):
-    """An example of a run on examples. The `builder` of its data section makes it from rows."""
+    """A training example of supervised or preference training. The `builder` of the data section makes it from rows."""
 
     media: tuple[Media, ...]
 
@@ -109,7 +109,7 @@ class Example(Protocol):
 
     @property
     def content(self) -> tuple[object, ...]:
-        """The fields that a step reads, without media. A resumed run compares their digest."""
+        """The fields that a step reads, without media. A resumed run compares the digest of these fields."""
 
     def texts(self) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]:
         """Returns token ids and loss mask of each text. Keys are the suffixes that `whet data` shows: ", chosen"."""
@@ -128,20 +128,20 @@ class Example(Protocol):
 class Turn:
     """A completion inside a trajectory: its context tokens and its sampled tokens."""
 
-    context_ids: tuple[int, ...]  # everything before the first sampled token
-    token_ids: tuple[int, ...]  # sampled, the stop token included where one was sampled
+    context_ids: tuple[int, ...]  # all tokens before the first sampled token
+    token_ids: tuple[int, ...]  # the sampled tokens, with the stop token if it was sampled
     log_probs: tuple[float, ...]  # log_softmax(logits / temperature) of each sampled token
     finish_reason: FinishReason
     versions: Versions  # policy versions that sampled its tokens
     reward: float = 0.0  # from the environment, for this turn
-    stop: str | None = None  # the stop string that ended it
+    stop: str | None = None  # the stop string that ended the completion
     preemptions: int = field(default=0, compare=False)  # number of preemptions of its request
-    routed: tuple[bytes, ...] = ()  # of each sampled token, where the engine told it: see `models.routing.told`
-    media: tuple[Media, ...] = ()  # of the context
-    observation: tuple[Message, ...] = ()  # the messages read since the turn before
+    routed: tuple[bytes, ...] = ()  # experts of each sampled token, if the engine records them (`models.routing`)
+    media: tuple[Media, ...] = ()  # the media of the context
+    observation: tuple[Message, ...] = ()  # the messages read since the previous turn
     state_key: str | None = None  # the environment's name for the state before the turn
-    agent: str = ""  # the sub-agent that took it
-    player: str = ""  # of an environment with several
+    agent: str = ""  # the sub-agent that took the turn
+    player: str = ""  # the player that took the turn, in an environment with several players
     is_trained: bool = True
 
     @property
@@ -158,7 +158,7 @@ class Failure:
     message: str
     timed_out: bool = False  # a deadline caused the failure: a repeat of the run may differ here
     parts: Mapping[str, float] = field(default_factory=dict, hash=False)  # numbers of the failed call, such as its cost
-    key: str = ""  # what is wrong in the result of a call that returned
+    key: str = ""  # the key of the error in a result that the function returned
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,8 @@ class Trajectory:
     """The finished record of one sample of a prompt: its turns, and the result of the reward function.
 
     `reward` is trained on (None until scored), `accuracy` is 0 or 1, `parts` are all other numbers of the reward, and
-    `logged` holds the log of its function: its numbers become metrics. A trajectory with a `failure` keeps its turns
-    for the rollouts file; its rows are masked and count in no mean."""
+    `logged` has the values that the reward function logged: numbers become metrics. A trajectory with a `failure` keeps
+    its turns for the rollouts file; its rows are masked and count in no mean."""
 
     uid: str  # "<prompt uid>:<sample>"
     prompt: Prompt
@@ -182,7 +182,7 @@ class Trajectory:
     failure: Failure | None = None
     messages: tuple[Message, ...] = ()  # the conversation after the prompt: responses, tool results
     fields: Mapping[str, Any] = field(default_factory=dict)  # columns from the environment, by name
-    limit: Limit | None = None  # that ended the episode
+    limit: Limit | None = None  # the limit that ended the episode
 
     @property
     def score(self) -> float:
@@ -190,7 +190,7 @@ class Trajectory:
         return 0.0 if self.failure is not None else (self.reward or 0.0) + sum(turn.reward for turn in self.turns)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the dict of a reward function: messages after the prompt, turn rewards, fields, and the limit."""
+        """Returns the dict that a reward function gets: messages after the prompt, turn rewards, fields, and limit."""
         return {
             "messages": [message.to_dict() for message in self.messages],
             "turn_rewards": [turn.reward for turn in self.turns],
@@ -244,7 +244,7 @@ Outcome = RewardResult | Failure
 
 
 class Outcomes(Protocol):
-    """Pending outcomes of reward functions."""
+    """The outcomes of reward functions that may still be running."""
 
     def result(self) -> list[Outcome]:
         """Waits for the outcomes.  Returns them in order."""
@@ -256,7 +256,7 @@ class Outcomes(Protocol):
 class Scorer(Protocol):
     """A pool of reward processes, or another object that scores responses."""
 
-    scores_alone: bool  # each response by itself, and not in the thread that submits: while others are sampled
+    scores_alone: bool  # scores each response alone and in other threads, so that others are sampled meanwhile
 
     def submit_batch(self, items: Sequence[RewardItem]) -> Outcomes:
         """Begins to score the items, and returns at once."""
@@ -277,11 +277,11 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    min_p: float = 0.0  # of the likeliest token's probability (Nguyen et al. 2024)
-    repetition_penalty: float = 1.0  # of tokens in prompt or response: l / r where l > 0, l * r elsewhere (CTRL)
-    presence_penalty: float = 0.0  # taken off the logit of a token that the response has (OpenAI)
-    frequency_penalty: float = 0.0  # taken off once for each occurrence
-    stop: tuple[str, ...] = ()  # the response ends with the token that completes one of them
-    bad_words: tuple[tuple[int, ...], ...] = ()  # never in a response: the last token is not drawn behind the others
-    allowed_token_ids: tuple[int, ...] | None = None  # nothing else is drawn
-    num_likeliest: int = 0  # tokens whose log-probs are told in every place, beside the sampled one's
+    min_p: float = 0.0  # least probability, as a share of the most probable token's (Nguyen et al. 2024)
+    repetition_penalty: float = 1.0  # for tokens in prompt or response: logit l becomes l / r if l > 0, else l r (CTRL)
+    presence_penalty: float = 0.0  # subtracted from the logit of a token that the response contains (OpenAI)
+    frequency_penalty: float = 0.0  # subtracted once for each occurrence of the token in the response
+    stop: tuple[str, ...] = ()  # texts; the response ends with the token that completes one of them
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that no response contains: their last token is masked
+    allowed_token_ids: tuple[int, ...] | None = None  # no other tokens are drawn
+    num_likeliest: int = 0  # at each position, number of most probable tokens whose log-probs are returned too

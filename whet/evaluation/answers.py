@@ -41,12 +41,12 @@ def read_answers(path: Path) -> list[Record]:
         if not (path / NAME).exists():
             change = f"run `whet eval` with output={path}, which writes it"
             if (path / PARTIAL).exists():
-                change = "run its evaluation again, which was interrupted"
+                change = "run the interrupted evaluation again, which then continues"
             raise DataError(str(path), f"no {NAME}", "the folder of an evaluation", change)
         path = path / NAME
     rows = read_rows(path)
     if not rows:
-        raise DataError(str(path), "no responses", "one line or more")
+        raise DataError(str(path), "no responses", "at least one line")
     for number, row in enumerate(rows, start=1):
         missing = FIELDS - row.keys()
         wrong = [name for name, kind in KINDS.items() if not isinstance(row.get(name), kind)]
@@ -91,7 +91,7 @@ def readable(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Reco
 
 
 def _shown(media: Media) -> Record:
-    """Makes the record of a media: digest and path, or the paths of its frames. The path of bytes in memory is None."""
+    """Makes the record of a media: kind, digest, and path (for frames, their paths); None for bytes in memory."""
     sources = media.source if isinstance(media.source, tuple) else (media.source,)
     paths = [each if isinstance(each, str) else None for each in sources]
     source = paths if isinstance(media.source, tuple) else paths[0]
@@ -166,12 +166,12 @@ class Journal:
 
 @contextmanager
 def output_errors(path: Path) -> Iterator[None]:
-    """Converts errors of the file or folder that the key `output` names to StorageError."""
+    """Converts system errors in the block, while writing to the path of the key `output`, to StorageError."""
     try:
         yield
     except OSError as error:
         expected = "a path that can be written to"
-        raise StorageError("output", f"{path} ({error.strerror})", expected, "choose another one") from error
+        raise StorageError("output", f"{path} ({error.strerror})", expected, "choose another path") from error
 
 
 def _lines(rows: Iterable[Record]) -> str:
@@ -179,7 +179,7 @@ def _lines(rows: Iterable[Record]) -> str:
 
 
 def _response_ids(trajectory: Trajectory) -> tuple[int, ...]:
-    """Returns the tokens after the prompt. If the context was rewritten: the last turn with its whole context."""
+    """Returns the tokens after the prompt; if the context was rewritten, the last turn with its whole context."""
     if not trajectory.turns:
         return ()
     last, prompt_ids = trajectory.turns[-1], trajectory.prompt.token_ids

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates from n responses to each of P prompts: mean@n, best@k, pass@k, maj@k, with intervals; and a comparison of
-two models on the same prompts, with a test whether their difference is chance.
+"""Estimates from n responses to each of P prompts: mean@n, best@k, pass@k, maj@k, with intervals. Also compares two
+models on the same prompts, with a significance test of their difference.
 
 Every metric is one number per prompt [P]; its estimate is the mean over prompts. Intervals describe the variation
 between sets of prompts: they resample prompts, each with all of its responses.
@@ -29,7 +29,7 @@ FLIPS = 10_000
 EXACT_FLIPS = 14  # largest number of prompts for which all 2^P sign flips are enumerated
 POWER = 0.8
 SHOWN = 60  # characters of a prompt in an error
-EQUAL = 0.05  # largest possible difference, relative to the scale, of models that are called equal
+EQUAL = 0.05  # models are called equal if their difference is at most this share of the scale
 _CHUNK = 2**22  # numbers drawn at once
 
 
@@ -81,9 +81,9 @@ def maj_at_k(scores: Array, answers: Sequence[Sequence[str | None]], k: int, *, 
 def estimate(values: Array, *, bounds: tuple[float, float] | None = None, seed: int = 0) -> MeanEstimate:
     """Averages one number per prompt; a percentile interval comes from RESAMPLES bootstrap samples of the prompts.
 
-    The percentiles are widened for small P (Hesterberg 2015, arXiv:1411.5279: the expanded percentile interval). Where
-    all values are equal, resampling shows no variation; with `bounds` of the possible values, the interval then allows
-    for the fraction of other prompts that P draws may miss (0 of 30 correct: up to 12 %).  Raises: DataError."""
+    The percentiles are widened for small P (Hesterberg 2015, arXiv:1411.5279: the expanded percentile interval). If
+    all values are equal, resampling shows no variation. With `bounds` of the possible values, the interval then covers
+    the share of prompts with other values that P draws may miss (0 of 30 correct: up to 12 %).  Raises: DataError."""
     num_prompts = len(values)
     if num_prompts == 0:
         raise DataError("prompts", 0, "at least one, for a mean")
@@ -107,8 +107,8 @@ def sign_flip_p(differences: Array, *, seed: int = 0) -> float:
     """Two-sided p-value of the hypothesis that both models are equally good: the share of random swaps of the two
     models' results within prompts whose mean difference is at least the observed one.   [P] -> [0, 1]
 
-    All 2^P swaps for up to EXACT_FLIPS prompts that differ, else FLIPS random ones (with a fixed key) and the observed.
-    """
+    With up to EXACT_FLIPS prompts that differ, counts all 2^P swaps; with more, FLIPS random swaps (by a fixed key) and
+    the observed results."""
     differing = differences[differences != 0]
     size = len(differing)
     observed = abs(float(differing.sum())) * (1 - 1e-12)  # sums in another order may be smaller by rounding
@@ -125,7 +125,7 @@ def sign_flip_p(differences: Array, *, seed: int = 0) -> float:
 
 
 def prompts_needed(differences: Array) -> int | None:
-    """Number of prompts at which a difference of this size is significant with probability 0.8 (the power).
+    """Number of prompts at which a difference of this size would be significant with probability 0.8 (the power).
 
     ((z_0.975 + z_0.8) sd / mean)^2; None without a difference."""
     mean = float(differences.mean())
@@ -156,7 +156,7 @@ def _majority_score(scores: Array, texts: Sequence[str | None], subsets: NDArray
 
 
 def _widened_tail(num_prompts: int) -> float:
-    """The probability in each tail: of a normal beyond t sqrt(P / (P-1)), with t from P-1 degrees of freedom."""
+    """The probability of each tail: of a normal variable above t sqrt(P / (P-1)), t of P-1 degrees of freedom."""
     z, freedom = NormalDist().inv_cdf((1 + LEVEL) / 2), num_prompts - 1
     # The quantile of Student's t from the normal's: Abramowitz and Stegun 26.7.5.
     t = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
@@ -170,18 +170,18 @@ class ScoreComparison:
 
     metric: str
     num_prompts: int
-    n: tuple[int, int]  # responses per prompt, of A and of B
+    n: tuple[int, int]  # responses per prompt of A, and of B
     a: MeanEstimate
     b: MeanEstimate
     difference: MeanEstimate
     p_value: float
-    a_better: int  # prompts; with one response per prompt McNemar's counts: only A correct, only B correct
-    b_better: int
-    prompts_needed: int | None  # to detect such a difference with power 0.8; None where there is no difference
+    a_better: int  # number of prompts with a higher score of A (with one response per prompt: McNemar's counts)
+    b_better: int  # number of prompts with a higher score of B
+    prompts_needed: int | None  # to detect such a difference with power 0.8; None without a difference
 
     @property
     def is_real(self) -> bool:
-        """Tells whether chance is an unlikely explanation: p < 0.05, and the interval does not contain 0."""
+        """Tells whether the difference is unlikely to be chance: p < 0.05, and the interval does not contain 0."""
         return self.p_value < 1 - LEVEL and not self.difference.low <= 0 <= self.difference.high
 
     def verdict(self) -> str:

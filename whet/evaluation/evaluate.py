@@ -45,7 +45,7 @@ from whet.rollout.replicas import Restarted
 from whet.rollout.rollouts import Rollouts
 
 log = logging.getLogger(__name__)
-BATCHES_PER_CHUNK = 2  # more use the engine better, fewer lose less
+BATCHES_PER_CHUNK = 2  # more prompts use the engine better; with fewer, an interruption loses less
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,7 +122,7 @@ def evaluate(
         answers = [] if journal is None else [*journal.rows]
         done = {row["index"] for row in answers}
         left = [prompt for prompt in prompts if prompt.index not in done]
-        size = max(1, BATCHES_PER_CHUNK * config.rollout.max_batch_size // n)  # prompts between two writes
+        size = max(1, BATCHES_PER_CHUNK * config.rollout.max_batch_size // n)  # number of prompts between two writes
         started.enter_context(phase("responses"))
         for chunk in (left[start : start + size] for start in range(0, len(left), size)):
             groups = rollouts.sample(chunk, n, params, step=0, metrics=Metrics(), purpose="evaluation")
@@ -150,8 +150,8 @@ def _write_pass_rates(key: str, rows: Sequence[tuple[int, DataRow]], folder: Pat
 
 
 def open_engine(rollout: RolloutConfig, model: ModelConfig, model_path: str, *, version: int = 0) -> RolloutEngine:
-    """Opens an engine that samples with the model in the folder `model_path`, as `version`. If the engine's server can
-    be lost, the engine restarts after a loss."""
+    """Opens a rollout engine that samples with the model in the folder `model_path`, as policy version `version`. If
+    its server dies or hangs, the engine restarts it."""
     own, tokenizer, device = model.model_copy(update={"path": model_path}), model.tokenizer_path, devices.here()
     rollout = chosen_engine(rollout, own)
     check_sampling(rollout, {"rollout": rollout})
@@ -181,7 +181,7 @@ def summarise(answers: Sequence[Record], *, seed: int = 0) -> Evaluation:
 
 
 def _weights(path: str) -> str:
-    """Describes the weights: the folder, and the time of its last change."""
+    """Describes the weights at `path`: the folder, and the time of its last change."""
     found = Path(find_model(path)).expanduser()
     written = max((file.stat().st_mtime for file in found.glob("*")), default=None)
     when = "" if written is None else f", written {datetime.fromtimestamp(written, UTC).isoformat(timespec='seconds')}"

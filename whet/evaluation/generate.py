@@ -38,7 +38,7 @@ from whet.rollout.protocol import Completion, Request, RolloutEngine, generate a
 from whet.tracking.tracker import json_line
 from whet.types import Prompt
 
-# Settings that the file's content depends on, besides model and prompts, and those among them that do not change it.
+# Settings on which the file's content depends, besides model and prompts; and rollout options that do not change it.
 DECIDING = ("model.dtype", "data.max_response_length", "rollout", "chunk_size", "seed")
 FREE = ("rollout.deadline_seconds", "rollout.engine.options.kv_cache_bytes", "rollout.engine.options")
 
@@ -48,15 +48,15 @@ class Generated:
     """The outcome of `whet generate`."""
 
     output: Path
-    num_found: int  # lines of an earlier run
-    num_written: int  # lines of this run
+    num_found: int  # lines that an earlier run wrote
+    num_written: int  # lines that this run wrote
     num_tokens: int  # sampled by this run
     seconds: float
 
 
 def generate(config: GenerateConfig, *, data: Sequence[Mapping[str, Any]] | None = None) -> Generated:
-    """Samples `rollout.n` responses to every prompt. Skips responses that an earlier run has written. `data` replaces
-    `input`.
+    """Samples `rollout.n` responses to every prompt, and writes them to the file `output`. Skips responses that an
+    earlier run has written. `data` replaces `input`.
 
     Raises: ConfigError if the file was written with other settings; other WhetErrors that a user can correct."""
     config = with_dtypes(config)

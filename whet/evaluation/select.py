@@ -40,7 +40,7 @@ class Selected:
     num_chosen: int  # the sum of the rows' weights
     num_prompts: int
     num_empty: int  # prompts without a row
-    num_cut: int  # samples that the limit of tokens cut off, which end nowhere
+    num_cut: int  # samples that the token limit cut off, at a place where no model would stop
     num_failed: int  # samples that the reward failed on
 
 
@@ -108,7 +108,7 @@ def _best(scored: Sequence[tuple[float | None, Record]], size: int, least: float
 
 
 def _is_cut(sample: Record) -> bool:
-    """Tells whether the token limit ended the sample at a place where no model would stop."""
+    """Tells whether the token limit cut the sample off, at a place where no model would stop."""
     return bool(sample["finish_reason"] != "stop")
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal attention over rows of equal length: fused, or as two matrix products (short rows on a CPU; caps; sinks)."""
+"""Causal attention over rows of equal length: by torch's fused kernel, or by two matrix products, which compute short
+rows on a CPU, caps on scores, and sinks."""
 
 from __future__ import annotations
 
@@ -9,23 +10,22 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-# Rows of at most SHORT * head_dim tokens are short: their attention weights take at most SHORT times the memory of the
-# queries.
+# Rows of at most SHORT * head_dim tokens are short: attention weights take at most SHORT times the memory of queries.
 SHORT = 8
-HOPPER = 9  # of NVIDIA's compute capabilities, the number before the point
+HOPPER = 9  # the number before the point of its compute capability
 
 
 class Scores(NamedTuple):
     """The form of attention: softmax(s) value with s = scale query key^T; with a cap, s becomes cap tanh(s / cap)."""
 
     scale: float
-    window: int = 0  # newest keys that a query attends to, its own included; 0: all
-    cap: float = 0.0  # 0: none
+    window: int = 0  # number of newest keys that a query attends to, its own key included; 0: all keys
+    cap: float = 0.0  # 0: no cap
     sinks: torch.Tensor | None = None  # [H] one more score of each query, without a value (Xiao et al. 2023)
 
 
 class Mask(Protocol):
-    """The mask of padded rows: the keys to which queries attend."""
+    """The mask of padded rows: tells to which keys each query may attend."""
 
     @property
     def hidden(self) -> torch.Tensor:
@@ -34,7 +34,7 @@ class Mask(Protocol):
 
     @property
     def key_runs(self) -> torch.Tensor | None:
-        """The runs of keys that attend to each other in both directions; None without such runs."""
+        """The number of each key's run, 0 outside. Keys of a run attend in both directions. None without runs."""
         ...
 
 
@@ -55,7 +55,7 @@ def causal(
 def _fused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, seen: torch.Tensor | None
 ) -> torch.Tensor:
-    """Calls torch's fused kernel. Attention is causal, unless a mask gives the keys that are `seen`."""
+    """Calls torch's fused kernel. The mask `seen` is True for keys to which a query attends; None: causal attention."""
     grouped = query.shape[1] != key.shape[1]
     if grouped and _writes_scores(query, is_masked=seen is not None):
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
@@ -71,10 +71,10 @@ def widened(value: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _writes_scores(query: torch.Tensor, *, is_masked: bool) -> bool:
-    """Tells whether torch would choose its kernel that stores all scores for grouped heads. On an accelerator the other
-    kernels support grouped heads neither in float32, nor with a mask before Hopper; from Hopper on, torch prefers
+    """Tells whether torch, for grouped heads, would choose its kernel that stores all scores. On an accelerator, no
+    other kernel supports grouped heads in float32, or with a mask on GPUs before Hopper. From Hopper on, torch prefers
     cuDNN's kernel (sdp_utils.cpp, 2.11)."""
-    if query.device.type == "cpu":  # its fused kernel knows groups; a plan for an accelerator has SHORT at 0
+    if query.device.type == "cpu":  # its fused kernel supports groups; the planner sets SHORT to 0 for an accelerator
         return not SHORT and (query.dtype == torch.float32 or is_masked)
     return query.dtype == torch.float32 or (is_masked and _generation(query.device) < HOPPER)
 
@@ -92,7 +92,7 @@ def _unfused(
     (rows, heads, length, dim), kv_heads, sinks = query.shape, key.shape[1], form.sinks
     group = heads // kv_heads
     bias = query.new_zeros(hidden.shape).masked_fill(hidden, float("-inf"))[:, None, None]
-    # The matrix product itself broadcasts a mask that all rows share.
+    # The matrix product broadcasts a mask that all rows share.
     alike = (1, 1) if len(hidden) == 1 else (rows, kv_heads)
     bias = bias.expand(*alike, group, -1, -1).reshape(alike[0] * alike[1], group * length, -1)
     query, key = (x.reshape(rows * kv_heads, -1, dim) for x in (query, key))

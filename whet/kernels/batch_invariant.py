@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch-invariant modules: a token's results do not depend on the other tokens of the batch. Matrix products and norms
-use kernels with a fixed tile shape, the same in sampling and training, bfloat16 weights and a float32 residual stream.
+use kernels with a fixed tile shape in sampling and in training. Weights are bfloat16, the residual stream is float32.
 
 torch computes only elementwise operations. They are not compiled: fusion would change where values are rounded."""
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels with a fixed tile shape, whatever the batch, so a token's results do not depend on the other tokens.
+"""Triton kernels whose tile shape is the same for every batch, so a token's results do not depend on the other tokens.
 
-Attention reads the keys of a sequence tile by tile from its beginning. A table gives their places, in the blocks of a
-cache or among packed tokens. The references in torch are `paged_attention.reference` and
+Attention reads the keys of a sequence tile by tile from its beginning. A table gives the places of the keys, in the
+blocks of a cache or among packed tokens. The references in torch are `paged_attention.reference` and
 `varlen_attention.reference`."""
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import triton.language as tl
 
 from whet.kernels.tiles import tile_tokens
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU: loops take their bound from the host
-KEYS, WARPS, STAGES = 64, 4, 2  # of attention: keys read at once by one program
-# Of products: rows, columns and depth of a tile, which is wider where a weight has MANY_COLUMNS.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU: the host passes the bound of loops
+KEYS, WARPS, STAGES = 64, 4, 2  # of attention: a program reads KEYS keys at once
+# Of products: rows, columns (WIDE if a weight has MANY_COLUMNS or more, else NARROW) and depth of a tile.
 PRODUCT_ROWS, NARROW, WIDE, DEPTH, MANY_COLUMNS = 64, 64, 128, 64, 4096
-NORM_TILE = 1024  # numbers of a norm's program, of whole rows
+NORM_TILE = 1024  # numbers that a program of a norm reads, in whole rows
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _attend(
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK: tl.constexpr, N: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Computes attention of one tile's tokens for the query heads of one key head: softmax(query keys^T) values."""
+    """Computes softmax(query keys^T) values for the tokens of one tile and the query heads of one key head."""
     tile, head = tl.program_id(0) * 4, tl.program_id(1)
     begin, count = tl.load(tiles + tile), tl.load(tiles + tile + 1).to(tl.int32)
     own_table, first = table + tl.load(tiles + tile + 2) * table_row, tl.load(tiles + tile + 3).to(tl.int32)
@@ -75,9 +75,9 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Computes softmax(form(query keys^T)) values, causal, and the log-sum-exp of scores: [T, H, D], [H, T] float32.
 
-    query [T, H, D]; keys and values [K, KV, D]. table [S, W] has the number of each `block` of keys of a sequence; if
-    `block` is 1, table [W] has the number of each key. tiles [n, 4] come from `tiles.tiles_of`, whose `rows` are rows
-    of the table. form is the scale, window and cap of `Scores`. No sequence has more than `bound` keys."""
+    query [T, H, D]; keys and values [K, KV, D]. table [S, W] has the numbers of a sequence's blocks of `block` keys; if
+    `block` is 1, table [W] has the number of each key. tiles [n, 4] come from `tiles.tiles_of`, called with rows of the
+    table. form is the scale, window and cap of `Scores`. No sequence has more than `bound` keys."""
     (tokens, heads, dim), kv_heads, (scale, window, cap) = query.shape, keys.shape[1], form
     group = heads // kv_heads
     query, keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (query, keys, values))
@@ -98,8 +98,8 @@ def _product(
     x, weight, bias, out, rows, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     K: tl.constexpr, GROUP: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """Computes a tile of x weight^T + bias, and sums over the depth always in the same order."""
-    group = tl.program_id(0) // (GROUP * tl.cdiv(COLUMNS, N))  # tiles of rows that share what they read of the weight
+    """Computes a tile of x weight^T + bias. Products are always summed in the same order."""
+    group = tl.program_id(0) // (GROUP * tl.cdiv(COLUMNS, N))  # GROUP tiles of rows read the same tiles of the weight
     number = tl.program_id(0) % (GROUP * tl.cdiv(COLUMNS, N))
     together = tl.minimum(tl.cdiv(rows, M) - group * GROUP, GROUP)
     row = (group * GROUP + number % together).to(tl.int64) * M + tl.arange(0, M)

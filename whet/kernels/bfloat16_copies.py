@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies the weights of linear layers to bfloat16 once for all passes of an update, instead of a cast in each pass.
 
-The weights stay float32. Matrix products read the copy; its gradient is added to the weight's gradient in float32."""
+The weights stay float32. Matrix products read the copy. Its gradient is added in float32 to the weight's gradient."""
 
 from __future__ import annotations
 

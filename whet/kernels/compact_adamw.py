@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW with compact state: its two moments take 2 bytes or 1 byte a weight; on request weights take 2 bytes.
+"""AdamW with compact state: each of the two moments takes 2 bytes or 1 byte a weight; on request weights take 2 bytes.
 
 It computes in float32. Moments in `bfloat16`: the first is rounded to nearest. The second changes by 1 - beta2 = 0.1 %
 a step, less than half the spacing of bfloat16, so rounding to nearest would never change it. It is rounded at random,
 which keeps the mean. Moments in `int8`: a row is split into blocks of 256 numbers, and each number is one of 256 codes
 between -1 and 1 times the block's largest number. Codes are dense near 0 and near 1 (dynamic tree quantisation).
-Dettmers et al. 2022, https://arxiv.org/abs/2110.02861. As there, vectors and tensors with fewer than `SMALL` numbers
-stay float32. Weights in bfloat16 would not change either if a step is less than half their spacing. `stochastic` rounds
-them at random; `kahan` keeps the rounding error, and adds it to the next step. Zamirai et al. 2021,
-https://arxiv.org/abs/2010.06192.
+Dettmers et al. 2022, https://arxiv.org/abs/2110.02861. As in that paper, vectors and tensors with fewer than `SMALL`
+numbers keep float32 moments. A weight in bfloat16 would not change by a step of less than half its spacing: so
+`stochastic` rounds weights at random, and `kahan` keeps the rounding error and adds it to the next step. Zamirai et al.
+2021, https://arxiv.org/abs/2010.06192.
 
-Each rank keeps the state of its own shard of a weight. Random bits depend on the place in the whole weight, so any
-number of ranks draws the same bits."""
+Each rank keeps the state of its own shard of a weight. Random bits depend on a number's place in the whole weight, so
+the bits are the same for any number of ranks."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from whet.keyed import key
 
 BLOCK = 256
 SMALL = 4096
-LOWER = 13  # bits of a float32 that choose no code: 10 of the mantissa are left, codes are 0.7 % apart or more
-CHUNK = 2**20  # numbers that stand in float32 at once, and one row at least
+LOWER = 13  # lowest bits of a float32, which `_nearest` ignores: 10 mantissa bits suffice for codes 0.7 % apart or more
+CHUNK = 2**20  # numbers that are converted to float32 at once, but at least one row
 HALF = 2**16
-MANY_KERNELS = "compact moments take about twenty kernels a million weights"
+MANY_KERNELS = "an optimizer step with compact moments takes about twenty kernel calls per million weights"
 State = dict[str, torch.Tensor]
 
 
 class CompactAdamW(torch.optim.Optimizer):
-    """AdamW as in torch (Loshchilov and Hutter 2019), with moments, and on request weights, in fewer bits."""
+    """AdamW as in torch (Loshchilov and Hutter 2019), with fewer bits for moments, and on request for weights."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class CompactAdamW(torch.optim.Optimizer):
         return self._small if is_small else self._large
 
     def _begin(self, parameter: nn.Parameter, group: dict[str, Any], place: int) -> Work:
-        """Starts the next step of a parameter: counts it, and collects its tensors, random bits and factors."""
+        """Begins a step of parameter number `place`: counts the step, collects tensors, random bits and factors."""
         codec, state, part = self._codec(parameter), self.begin(parameter), RankPart.of(parameter)
         assert parameter.grad is not None
         state["step"] += 1
@@ -133,7 +133,7 @@ class CompactAdamW(torch.optim.Optimizer):
             self._write(state, weight, at, new, draws)
 
     def _write(self, state: State, weight: torch.Tensor, at: slice, new: torch.Tensor, draws: Draws) -> None:
-        """Stores new float32 weights by the rounding mode. Without a mode, `new` is a view of float32 weights."""
+        """Stores new float32 weights, rounded by `weight_rounding`. (If unset, `new` is a view of float32 weights.)"""
         if self._rounding == "kahan":
             lost = as_rows(state["lost"])
             new.add_(lost[at])
@@ -148,7 +148,7 @@ class CompactAdamW(torch.optim.Optimizer):
 class Work(NamedTuple):
     """The data for one step of a weight, or of this rank's part of it."""
 
-    weight: torch.Tensor  # [rows, all else]
+    weight: torch.Tensor  # [rows, product of the other dimensions]
     grad: torch.Tensor
     codec: Codec
     state: State
@@ -162,11 +162,11 @@ class RankPart(NamedTuple):
     own: torch.Tensor
     first_row: int
     first_column: int
-    columns: int  # of the whole
+    columns: int  # of the whole weight
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> RankPart:
-        """Returns this rank's part of a sharded weight, or the whole of any other."""
+        """Returns this rank's part of a sharded weight; the whole weight if it is not sharded."""
         columns = math.prod(weight.shape[1:]) if weight.dim() > 1 else weight.numel()
         if not isinstance(weight, DTensor):
             return cls(weight.detach(), 0, 0, columns)
@@ -179,7 +179,7 @@ class RankPart(NamedTuple):
 
 
 def own_part(weight: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a weight."""
+    """Returns this rank's part of a weight, detached; the whole weight if it is not sharded."""
     return weight.to_local().detach() if isinstance(weight, DTensor) else weight.detach()
 
 
@@ -193,11 +193,11 @@ class Draws:
         self._made: tuple[slice, torch.Tensor] | None = None
 
     def lower(self, at: slice) -> torch.Tensor:
-        """Returns 16 random bits, the lower ones, for each number of the rows `at`."""
+        """Returns the lower 16 of the 32 random bits for each number of the rows `at`."""
         return self._bits(at).bitwise_and(HALF - 1)
 
     def upper(self, at: slice) -> torch.Tensor:
-        """Returns 16 other random bits, the upper ones, for each number of the rows `at`."""
+        """Returns the upper 16 of the 32 random bits for each number of the rows `at`."""
         return self._bits(at).bitwise_right_shift(16).bitwise_and_(HALF - 1)
 
     def _bits(self, at: slice) -> torch.Tensor:
@@ -205,7 +205,7 @@ class Draws:
             own, first_row, first_column, columns = self.part
             rows = torch.arange(first_row + at.start, first_row + at.stop, device=own.device) * columns + first_column
             along = torch.arange(as_rows(own).shape[1], device=own.device, dtype=torch.int32)
-            bits = rows.to(torch.int32)[:, None] + along  # wraps around
+            bits = rows.to(torch.int32)[:, None] + along  # int32 arithmetic wraps around
             for number in self.keys:
                 _mix(bits.bitwise_xor_(number))
             self._made = at, bits
@@ -216,7 +216,7 @@ def _mix(bits: torch.Tensor) -> None:
     """Mixes the bits of 32-bit numbers in place by a bijection: Wellons' lowbias32,
     https://nullprogram.com/blog/2018/07/31.
 
-    Right shifts of negative numbers shift in ones; the masks clear them."""
+    Right shifts of negative numbers shift in ones; the masks clear these bits."""
     bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
     bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2**32)
     bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))
@@ -258,7 +258,7 @@ class Exact:
         return as_rows(state[name])[at].to(torch.float32, copy=True)
 
     def write(self, state: State, name: str, at: slice, values: torch.Tensor, draws: Draws | None) -> None:
-        """Stores rows of a moment. `draws` are passed if rounding to nearest would lose the change."""
+        """Stores rows of a moment. The caller passes `draws` if rounding to nearest would lose the change."""
         as_rows(state[name])[at] = values
 
 
@@ -320,7 +320,7 @@ def _codes(signed: bool) -> torch.Tensor:
 
 @cache
 def _nearest(signed: bool) -> torch.Tensor:
-    """Returns the nearest code of each float32 number, by its upper bits. A search would take ten times as long."""
+    """Returns a table from the upper bits of a float32 to its nearest code. A search would take ten times as long."""
     codes, upper_bits = _codes(signed), torch.arange(2 ** (32 - LOWER), dtype=torch.int64)
     numbers = ((upper_bits << LOWER) + 2 ** (LOWER - 1)).to(torch.int32).view(torch.float32).nan_to_num(1.0)
     nearest = torch.bucketize(numbers, (codes[1:] + codes[:-1]) / 2)
@@ -331,7 +331,7 @@ def _nearest(signed: bool) -> torch.Tensor:
 
 @cache
 def _there(table: Callable[[bool], torch.Tensor], signed: bool, device: torch.device) -> torch.Tensor:
-    """Returns a table on the device. It is copied there once."""
+    """Returns `table(signed)` on the device. The table is copied to each device once."""
     return table(signed).to(device)
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step of `CompactAdamW` on an accelerator. One Triton kernel updates all weights with equal dtypes; a table has
-their addresses. Random bits, codes and formulas equal the reference, `compact_adamw`."""
+"""The step of `CompactAdamW` on an accelerator. One Triton kernel updates all weights with equal dtypes; it reads their
+addresses from a table. Random bits, codes and formulas equal the reference, `compact_adamw`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import triton.language as tl
 from whet.devices import moved
 from whet.kernels.compact_adamw import Work
 
-MOST = 512  # weights of a launch: each program searches its own among them
-BLOCKS, WARPS = 8, 4  # blocks of 256 numbers that one program changes
-ALIGNED = 16  # where addresses and numbers of columns are multiples of it, loads are wide
+MOST = 512  # weights of a launch: each program searches for its own weight among them
+BLOCKS, WARPS = 8, 4  # BLOCKS: number of blocks of 256 numbers that one program updates
+ALIGNED = 16  # if addresses and numbers of columns are multiples of it, loads are vectorized
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.uint8: tl.uint8}
 
 
@@ -30,7 +30,7 @@ def _mixed(bits):
 
 @triton.jit
 def _rounded(values, noise):
-    """Rounds to bfloat16 numbers, kept as float32: adds `noise` of 16 bits, then clears the lower half."""
+    """Rounds float32 values to bfloat16, kept as float32: adds `noise` of 16 bits, then clears the lower 16 bits."""
     return ((values.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
@@ -147,7 +147,7 @@ def step(work: Sequence[Work], tables: Sequence[torch.Tensor], rounding: str | N
 
 
 def _record(work: Work, grad: torch.Tensor, width: int) -> list[int]:
-    """Lists the fields of a weight for the kernel: addresses, sizes, places of random bits, factors as bits."""
+    """Lists the fields of a weight in the kernel's table: addresses, sizes, places of random bits, bits of factors."""
     (rows, columns), state, part = work.weight.shape, work.state, work.draws.part
     names = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "lost")
     tensors = work.weight, grad, *map(state.get, names)

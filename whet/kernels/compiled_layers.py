@@ -24,12 +24,12 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
     one line in the log."""
     for number, layer in enumerate(layers):
         if "forward" not in vars(layer):
-            # deepcopy gives a copy of the layer a forward of its own
+            # a deepcopy of the layer also copies this object, which then calls the copied layer
             layer.forward = CompiledForward(layer, number)  # type: ignore[assignment]
 
 
 class CompiledForward:
-    """The compiled forward pass of one layer. The layer's number is not part of the compiled code."""
+    """The compiled forward pass of one layer. Layers of a kind share the code, which does not contain their number."""
 
     def __init__(self, layer: nn.Module, number: int) -> None:
         self.layer, self.number = layer, number
@@ -43,7 +43,7 @@ class CompiledForward:
         run = partial(_run, kind, self.layer, **kwargs)
         if _checkpoints_outside() and self.layer.training and getattr(self.layer, "gradient_checkpointing", False):
             checkpoint: Any = self.layer._gradient_checkpointing_func
-            return checkpoint(run, *args)  # what is compiled is computed again as a whole
+            return checkpoint(run, *args)  # the backward pass computes the whole compiled layer again
         return run(*args)
 
 
@@ -51,13 +51,13 @@ def _run(kind: Any, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if kind in _refused:
         return _plain(kind)(layer, *args, **kwargs)
     packed = kwargs.get("packed")
-    try:  # with attention by bunches of rows only what is around it is compiled
+    try:  # attention bunch by bunch (`packing.Bunch`) is not compiled, only the code around it
         return _compiled(kind, packed is None or packed.stretches is not None)(layer, *args, **kwargs)
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
         found = f"was compiled {MOST_VARIANTS} times, and a call needs another variant and would run slowly: {error}"
         raise EngineError(kind.__name__, found, "", "set engine.options.compile=false") from error
     except torch._dynamo.exc.TorchDynamoException as error:
-        log.warning("%s cannot be compiled and runs as it is, which is slower: %s", kind.__name__, str(error)[:500])
+        log.warning("%s cannot be compiled and runs uncompiled, which is slower: %s", kind.__name__, str(error)[:500])
         _refused.add(kind)
         return _plain(kind)(layer, *args, **kwargs)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear attention over packed rows: its two operations that mix tokens, a short causal convolution and the gated delta
-rule (https://arxiv.org/abs/2412.06464)."""
+"""The two operations of linear attention that mix tokens, over packed rows: a short causal convolution, and the gated
+delta rule (https://arxiv.org/abs/2412.06464)."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def weighted(inputs: Iterable[torch.Tensor], weight: torch.Tensor) -> torch.Tens
 
 
 def back(x: torch.Tensor, before: torch.Tensor, at: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields rows `at` of x [N, C], then their predecessors, and so on. `before` [N] gives predecessors."""
+    """Yields rows `at` of x [N, C], then their predecessors, and so on. `before` [N]: the predecessor of each row."""
     while True:
         yield x.index_select(0, at)
         at = before[at]
 
 
 def delta_rule(rule: Rule, inputs: tuple[torch.Tensor, ...], start: torch.Tensor | None) -> tuple[Any, Any]:
-    """Applies the delta rule to query, key, value, log decay and rate [n, w, ...] from initial states [n, VH, K, V].
-    Returns [n, w, VH, V] and the final states. Zeros after a sequence leave its state unchanged."""
+    """Applies `rule` to n sequences of w tokens: query, key, value, log decay and rate [n, w, ...], from initial states
+    [n, VH, K, V].  Returns [n, w, VH, V] and the final states. Zeros after a sequence do not change its state."""
     query, key, value, decay, rate = inputs
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     return rule(query, key, value, g=decay, beta=rate, initial_state=start, **options)
 
 
 def with_zero(inputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Appends a row of zeros to each tensor [T, ...]."""
+    """Appends a row of zeros, for padding, to each tensor [T, ...]."""
     return [F.pad(each, [*[0] * (2 * each.dim() - 1), 1]) for each in inputs]
 
 
@@ -56,9 +56,9 @@ class PackedFlow:
     """The order in which packed rows are scanned. A piece is a run of consecutive tokens; pieces that begin with a zero
     state (shared prompts too) come first, then pieces that continue them."""
 
-    before: torch.Tensor  # [S + 1] the token before each, S where there is none
-    grids: tuple[tuple[torch.Tensor, torch.Tensor | None], ...]  # [n, w] tokens, S as padding; [n] numbers of pieces
-    places: torch.Tensor  # [S] each token's place in the flattened grids; behind them that of padding
+    before: torch.Tensor  # [S + 1] the predecessor of each token, S if it has none
+    grids: tuple[tuple[torch.Tensor, torch.Tensor | None], ...]  # [n, w] tokens, S: padding; [n] pieces to continue
+    places: torch.Tensor  # [S] each token's index in the flattened grids; padding has the index after the last
 
     @classmethod
     def of(cls, before: torch.Tensor, size: int) -> PackedFlow:
@@ -66,7 +66,7 @@ class PackedFlow:
         device, before = before.device, before.cpu()
         begins = before != torch.arange(len(before)) - 1
         begins[:1] = True
-        begins[before[begins & (before >= 0)] + 1] = True  # behind a prompt that another row goes on from
+        begins[before[begins & (before >= 0)] + 1] = True  # after a prompt that another row continues
         firsts = begins.nonzero()[:, 0]
         lengths = firsts.diff(append=firsts.new_tensor([len(before)]))
         source = torch.where(before[firsts] < 0, -1, (begins.cumsum(0) - 1)[before[firsts]])
@@ -86,7 +86,7 @@ class PackedFlow:
         return cls(chain.to(device), tuple(grids), places.to(device))
 
     def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Computes the convolution of each token over the token and its predecessors.   [S, C] -> [S, C]"""
+        """Computes the causal convolution at each token, over the token and its predecessors.   [S, C] -> [S, C]"""
         at = torch.arange(len(x), device=x.device)
         return weighted(back(F.pad(x, (0, 0, 0, 1)), self.before, at), weight)
 
@@ -102,12 +102,12 @@ class PackedFlow:
             out, end = delta_rule(rule, in_grid(flat, index), start)
             outs.append(out.flatten(0, 1))
             ends.append(end)
-        return torch.cat([*outs, flat[2][-1:]]).index_select(0, self.places)  # of padding a zero
+        return torch.cat([*outs, flat[2][-1:]]).index_select(0, self.places)  # padding gets 0
 
     @cached_property
     def calls(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """Returns one entry for pieces with a zero state, and one for the other pieces: the tokens of its pieces one
-        after another, the start of each piece, and the piece that it continues."""
+        """Returns one entry for the pieces that begin with a zero state, and one for the other pieces. An entry has the
+        tokens of all its pieces, the start of each piece, and the number of the piece that each piece continues."""
         found, size = [], len(self.places)
         for is_late in (False, True):
             if grids := [grid for grid in self.grids if (grid[1] is not None) == is_late]:
@@ -130,7 +130,7 @@ class PackedFlow:
 @cache
 def packed_rule(device: torch.device) -> Rule | None:
     """Returns flash-linear-attention's rule for packed sequences, if it is installed and the device runs Triton.
-    Written from its documentation, not yet run on an accelerator."""
+    The call follows the package's documentation; it has not yet run on an accelerator."""
     if not runs_triton(device, "linear attention is torch's") or find_spec("fla") is None:
         return None
     found: Rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
@@ -138,8 +138,8 @@ def packed_rule(device: torch.device) -> Rule | None:
 
 
 def _alike(lengths: torch.Tensor, chosen: torch.Tensor) -> Iterator[tuple[int, list[int]]]:
-    """Groups chosen pieces by their number of chunks, rounded up to a power of two. Yields the longest length of each
-    group, and the group."""
+    """Groups the pieces that are `chosen` by their number of chunks, rounded up to a power of two. Yields, for each
+    group, the length of its longest piece and the numbers of its pieces."""
     chunks = ((lengths + CHUNK - 1) // CHUNK).tolist()
     groups: dict[int, list[int]] = {}
     for piece in chosen.nonzero()[:, 0].tolist():

@@ -2,8 +2,8 @@
 """Replaces a model's RMS norms and gated MLPs by versions that keep fewer tensors for the backward pass, and its linear
 layers by layers with a kernel of whet.
 
-A module is replaced only if its replacement computes the same. The submodules must have the expected names, and a small
-copy with random weights (the model's may not be loaded yet) must give the same results."""
+A module is replaced only if its replacement computes the same: its submodules must have the expected names, and small
+copies of both with random weights (the model's weights may not be loaded yet) must give the same results."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _same(module: nn.Module) -> bool:
         assert other is not None
         try:
             expected, got = small(rows), other(rows)
-        except (RuntimeError, TypeError, AttributeError):  # its computation needs its own width, or more than the rows
+        except (RuntimeError, TypeError, AttributeError):  # the module needs another width, or more arguments
             return False
         return bool((got - expected).norm() <= TOLERANCE * expected.norm())
 
@@ -92,7 +92,7 @@ def _small_linear(name: str, part: nn.Module | None) -> nn.Module | None:
 
 
 class _SiluGate(torch.autograd.Function):
-    """Computes silu(gate) up. Saves gate and up for the backward pass, but not silu(gate)."""
+    """Computes silu(gate) * up. Saves gate and up for the backward pass, but not silu(gate)."""
 
     @staticmethod
     def forward(ctx, gate: torch.Tensor, up: torch.Tensor):  # type: ignore[no-untyped-def]
@@ -121,7 +121,7 @@ class RMSNorm(nn.Module):
 
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalises states [..., H].  Returns them, and 1 / sqrt(mean(x^2) + eps) [..., 1]."""
+    """Returns the normalised states [..., H], and the scale 1 / sqrt(mean(x^2) + eps) [..., 1]."""
     dtype = x.dtype if x.dtype == weight.dtype else torch.promote_types(x.dtype, weight.dtype)
     if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -184,7 +184,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _has_kernel(*tensors: torch.Tensor) -> bool:
-    """Tells whether the C++ kernel can run: not on fake tensors, nor under torch.compile, which fuses the formula."""
+    """Tells whether the C++ kernel can run: on CPU tensors, but not fake ones, and not under torch.compile."""
     for each in tensors:
         if each.dtype not in KERNEL_DTYPES or not each.is_cpu or isinstance(each, FakeTensor):
             return False

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products of rows with the weights of their experts, for a transformers module of stacked experts.
 
-Kernels for few rows round differently from kernels for many rows, and the other tokens decide how many rows an expert
-gets. On a CPU an expert's rows are padded to at least `MIN_ROWS`, so that a token's result does not depend on them."""
+Kernels for few rows round differently from kernels for many rows, and the number of an expert's rows depends on other
+tokens. On a CPU each expert's rows are padded to a multiple of `MIN_ROWS`, so that results depend on no other token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_ROWS = 16
 def one_by_one(
     module: Any, rows: torch.Tensor, counts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """Computes one expert after another. rows [n, H] are sorted by expert; counts has each expert's rows. -> [n, H]"""
+    """Applies one expert after another: rows [n, H] sorted by expert, counts of rows by expert [E] -> [n, H]."""
     outs, none = [], [None] * len(gate_up)
     gate_up, down = (gate_up.mT, down.mT) if module.is_transposed else (gate_up, down)
     biases = [module.gate_up_proj_bias.unbind(), module.down_proj_bias.unbind()] if module.has_bias else [none, none]
@@ -40,7 +40,7 @@ def grouped(
 
 
 def same_for_each(module: Any, rows: torch.Tensor) -> torch.Tensor:
-    """Computes shapes only, for tensors without values. Every expert gets the same number of rows."""
+    """Computes only the shape of the result, for tensors without values: each expert gets as many rows as any other."""
     each = -(-len(rows) // (module.num_experts * MIN_ROWS)) * MIN_ROWS
     whole = F.pad(rows, (0, 0, 0, module.num_experts * each - len(rows)))
     up, down = module.gate_up_proj, module.down_proj

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers in float32 by a C++ kernel, for processors with AVX2: there MKL hardly uses a second core for few rows.
-
-On AMD processors the results equal MKL's bit by bit. Without the kernel layers call `F.linear`, the reference."""
+"""Linear layers in float32 by a C++ kernel for AVX2. On processors with AVX2 but without AVX-512, MKL hardly uses more
+than one core if a product has few rows.
+On AMD processors the results equal MKL's bit by bit. Without the kernel, layers call `F.linear`, the reference."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import nn
 
 from whet.compiled import library
 
-MIN_ROWS = 16  # with fewer, packing the weight takes longer than the product
-PLAIN = (torch.Tensor, nn.Parameter)  # a subclass may be sharded, or a shape alone
+MIN_ROWS = 16  # with fewer rows, packing the weight takes longer than the product
+PLAIN = (torch.Tensor, nn.Parameter)  # a subclass may be sharded, or have no values
 
 
 class FastLinear(nn.Linear):
@@ -71,7 +71,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _suits(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Tells whether the kernel can run: not under tools that watch torch's operators, which would miss the call."""
+    """Tells whether the kernel can run. It does not run inside torch's dispatch modes, which would not see the call."""
     return (
         x.dtype == weight.dtype == torch.float32
         and type(x) in PLAIN
@@ -88,7 +88,7 @@ def _suits(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 @cache
 def _kernels() -> tuple[Any, ...]:
-    """Returns the compiled kernels; empty on other processors, and without a working C++ compiler."""
+    """Returns the compiled kernels. Empty unless torch uses AVX2 on this processor and a C++ compiler works."""
     if torch.backends.cpu.get_cpu_capability() != "AVX2":
         return ()
     if (compiled := library(Path(__file__).with_suffix(".cpp"))) is None:

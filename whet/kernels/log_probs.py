@@ -95,7 +95,7 @@ def _products(
 def _of_chunk(
     at: slice, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None, like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the gradients of a chunk's log-probs (zeros if nothing depends on them) and entropies (None then)."""
+    """Selects a chunk of both gradients. If missing, the gradient of log-probs is 0, and that of entropies is None."""
     if grad_log_probs is None:
         own = torch.zeros(len(like), dtype=torch.float32, device=like.device)
     else:
@@ -104,7 +104,7 @@ def _of_chunk(
 
 
 def _kernels(hidden: torch.Tensor, fixed: bool) -> Any:
-    """Returns the module of Triton kernels if they can run here, else None. (float32 on an accelerator uses torch.)"""
+    """Returns the module of Triton kernels; None if they cannot run on `hidden`. (float32 uses torch.)"""
     otherwise = "log-probs take several passes over the logits"
     if not fixed and (hidden.dtype != torch.bfloat16 or not runs_triton(hidden.device, otherwise)):
         return None
@@ -174,7 +174,7 @@ class _TokenStatistics(torch.autograd.Function):
                     form = ctx.form.scale, ctx.form.cap or 0.0, ctx.temperature
                     grad = kernels.gradient_(products, *given, *form)
                     grad_hidden[at] = grad @ typed_weight
-                    if grad_weight is not None and hidden.is_cuda:  # added up in float32 by the product itself
+                    if grad_weight is not None and hidden.is_cuda:  # the product adds to the sum in float32
                         torch.addmm(grad_weight, grad.T, hidden[at], out_dtype=torch.float32, out=grad_weight)
                     elif grad_weight is not None:
                         grad_weight += grad.T @ hidden[at]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of the output layer on an accelerator: token statistics in one pass over the logits, and the logits'
-gradient, which overwrites the logits. The reference in torch is `log_probs`."""
+"""Triton kernels of the output layer on an accelerator: one computes token statistics in one pass over the logits, the
+other overwrites logits with their gradient. The reference in torch is `log_probs`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _statistics(
     base = products + row.to(tl.int64) * row_stride
     most = tl.full([TILE], float("-inf"), tl.float32)
     total, mean, squares = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
-    for start in range(0, BOUND if BOUND > 0 else V, TILE):  # each lane keeps sums of its own
+    for start in range(0, BOUND if BOUND > 0 else V, TILE):  # each lane keeps its own sums
         at = start + i
         z = _formed(tl.load(base + at, mask=at < V, other=float("-inf")), scale, cap, heat, CAPPED)
         z = tl.where(at < V, z, float("-inf"))
@@ -60,7 +60,7 @@ def _gradient(
     products, targets, log_sums, entropies, grad_log_probs, grad_entropies, V, row_stride, scale, cap, heat,
     TILE: tl.constexpr, CAPPED: tl.constexpr, HAS_ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """Writes the logits' gradient, g (onehot - pi) - h pi (log pi + H), times their slope, for a tile of a token."""
+    """Writes (g (onehot - pi) - h pi (log pi + H)) slope for a tile of logits; g, h: gradients of log-prob and H."""
     row, at = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
     where = products + row.to(tl.int64) * row_stride + at
     z = _formed(tl.load(where, mask=at < V, other=0.0), scale, cap, heat, CAPPED)
@@ -97,7 +97,7 @@ def gradient_(
     products: torch.Tensor, targets: torch.Tensor, log_sums: torch.Tensor, entropies: torch.Tensor,
     grad_log_probs: torch.Tensor, grad_entropies: torch.Tensor | None, scale: float, cap: float, temperature: float,
 ) -> torch.Tensor:  # fmt: skip
-    """Overwrites unscaled logits [N, V] with their gradient, from the [N] float32 ones of log-probs and entropies."""
+    """Overwrites unscaled logits [N, V] by their gradient. Gradients of log-probs and entropies are [N] float32."""
     rows, size = products.shape
     has_entropy = grad_entropies is not None
     _gradient[(rows, triton.cdiv(size, TILE))](

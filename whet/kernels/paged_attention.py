@@ -93,7 +93,7 @@ def reference(
     if is_apart:
         gathered_values = values[table[:, :width]].transpose(1, 2).reshape(tokens, kv_heads, -1, value.shape[2])
     hidden = ~visible[:, None, None, :]
-    # What never was written may be anything, NaN included: keep it out of the products too.
+    # Memory that was never written may hold NaN: keep it out of the products too.
     gathered_keys = gathered_keys.masked_fill(hidden.mT.squeeze(1)[:, None], 0)
     gathered_values = gathered_values.masked_fill(hidden.mT.squeeze(1)[:, None], 0)
     grouped = query.view(tokens, kv_heads, heads // kv_heads, dim).float()
@@ -153,11 +153,11 @@ def load_kernel() -> ctypes._NamedFuncPointer | None:  # type: ignore[name-defin
 
 @dataclass(frozen=True)
 class BlockIndex:
-    """The index of T tokens in S sequences. A sequence has at most Q of the tokens and at most K visible keys."""
+    """The places of T tokens and of their keys in the cache, for S sequences with at most Q tokens and K keys each."""
 
-    slots: torch.Tensor  # [T] where each token's key goes among those of the cache; padding goes to the spare block
-    keys: torch.Tensor  # [S, K] where the keys of each sequence lie
-    grid: torch.Tensor  # [T] each token's place in [S, Q], flattened; S Q of padding
+    slots: torch.Tensor  # [T] the index in the cache of each token's key; padding writes into the spare block
+    keys: torch.Tensor  # [S, K] the indices in the cache of each sequence's keys
+    grid: torch.Tensor  # [T] each token's index in [S, Q], flattened; S Q for padding
     positions: torch.Tensor  # [S, Q]
     masks: dict[int, torch.Tensor] = field(default_factory=dict)  # [S, 1, Q, K] by window
 
@@ -165,8 +165,8 @@ class BlockIndex:
     def of(
         cls, tables: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, spare: int, longest: int, context: int
     ) -> BlockIndex:
-        """Builds an index from `paged_attention`'s arguments. `longest` is the most of these tokens in a sequence,
-        `context` the largest position + 1, `spare` an unused block."""
+        """Builds an index from `paged_attention`'s arguments. `longest` is Q, the largest number of these tokens in a
+        sequence, `context` the largest position + 1, `spare` an unused block."""
         width = min(tables.shape[1], -(-context // (BLOCK_SIZE * WIDTH_STEP)) * WIDTH_STEP)
         real, row, tables = rows >= 0, rows.clamp(min=0).long(), tables.long()
         block = tables[row].gather(1, (positions // BLOCK_SIZE)[:, None]).squeeze(1)
@@ -209,7 +209,7 @@ class BlockIndex:
         return F.pad(out, (0, 0, 0, 0, 0, 1)).index_select(0, self.grid)
 
     def _mask(self, window: int) -> torch.Tensor:
-        """Returns a mask that is True if a token may attend to a key."""
+        """Returns a mask [S, 1, Q, K], True if a token may attend to a key."""
         if window not in self.masks:
             at, positions = torch.arange(self.keys.shape[1], device=self.keys.device), self.positions[:, None, :, None]
             seen = at <= positions
@@ -227,7 +227,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tenso
         seen = seen.expand(-1, -1, group, -1)
     elif group > 1:
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    if form.cap or form.sinks is not None:  # the fused kernel knows neither
+    if form.cap or form.sinks is not None:  # the fused kernel supports neither
         scores = (q @ k.mT).float() * form.scale
         scores = (form.cap * (scores / form.cap).tanh() if form.cap else scores).masked_fill(~seen, float("-inf"))
         sinks = None if form.sinks is None else form.sinks.view(-1, group if longest == 1 else 1, 1)

@@ -87,8 +87,8 @@ def _attend(
 
 @triton.jit
 def _begin(own, sinks, heads, inside, split):
-    """Returns the largest score, the sum of exp(. - largest), and the own key's share of it, over the own key and the
-    sink. Both belong to the first part of a context."""
+    """Begins the softmax of a row with its own key and the sink, which belong to the first part of its context. Returns
+    their largest score, the sum of exp(score - largest), and the own key's term of this sum."""
     most = tl.where(split == 0, own, -1e30)
     share = tl.where(split == 0, 1.0, 0.0) + tl.zeros_like(own)
     total = share
@@ -158,7 +158,7 @@ def tile_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Computes `decode_attention` for several consecutive tokens of each sequence. slots [T] has the place of each key
-    in the cache. tiles [n, 4] come from `tiles.tiles_of`, whose `rows` are rows of tables [S, W]."""
+    in the cache. tiles [n, 4] come from `tiles.tiles_of`, called with rows of `tables` [S, W]."""
     kept = [each.flatten(1, 2) for each in (keys, values)]
     for there, new in zip(kept, (key, value), strict=True):
         there.index_copy_(1, slots, new.transpose(0, 1).to(there.dtype))

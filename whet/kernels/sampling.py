@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples tokens from logits with random numbers that depend only on the request and the position. Constraints change
-the logits first, in vLLM's order: allowed tokens, bad words, penalties. `sampling_triton` has a kernel for it."""
+the logits first, in vLLM's order: allowed tokens, bad words, penalties. `sampling_triton` has a kernel that samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from whet.devices import HOST, moved
 from whet.errors import EngineError
 from whet.types import Likeliest, SamplingParams
 
-NEVER = -1  # stands for "no such token" where rows have unequally many
+NEVER = -1  # equals no token: fills up rows that have fewer tokens than others
 Rules = tuple[tuple[int, ...] | None, tuple[tuple[int, ...], ...]]  # allowed tokens and bad words
 OFF = 2.0  # a top_p that the rounded sum of probabilities never reaches
 
@@ -32,21 +32,21 @@ class KeyedRequest(Protocol):
 
 @dataclass(frozen=True)
 class Constraints:
-    """The constraints of S requests as columns. They have U different prompts, D different rules and W bad words."""
+    """The constraints of S requests as columns; U prompts, D rules (allowed tokens, bad words), W multi-token words."""
 
     repetition: torch.Tensor  # [S]
     presence: torch.Tensor  # [S]
     frequency: torch.Tensor  # [S]
-    prompt: torch.Tensor  # [S] which prompt
-    rule: torch.Tensor  # [S] which rules
-    prompts: torch.Tensor  # [U, P], the shorter ones filled up with their last token, as a token counts once
-    forbidden: torch.Tensor  # [D, V] bool: outside the allowed tokens, and bad words of one token
-    words: torch.Tensor  # [W, K] of several tokens, on the right, NEVER before
-    words_rule: torch.Tensor  # [W] whose rules
+    prompt: torch.Tensor  # [S] number of the request's prompt
+    rule: torch.Tensor  # [S] number of the request's rule
+    prompts: torch.Tensor  # [U, P], shorter prompts repeat their last token, because repetitions do not count
+    forbidden: torch.Tensor  # [D, V] bool: not an allowed token, or a bad word of one token
+    words: torch.Tensor  # [W, K] bad words of several tokens, padded on the left with NEVER
+    words_rule: torch.Tensor  # [W] number of the word's rule
 
     @classmethod
     def of(cls, requests: Sequence[KeyedRequest], vocab_size: int, device: torch.device) -> Constraints:
-        """Builds the columns of `requests`.  Raises: EngineError for rules that cannot be met."""
+        """Builds the columns of `requests`.  Raises: EngineError for a rule that cannot be met (`check_rules`)."""
         params = [request.params for request in requests]
         rules: dict[Rules, int] = {}
         rule = [rules.setdefault((p.allowed_token_ids, p.bad_words), len(rules)) for p in params]
@@ -114,7 +114,7 @@ class Constraints:
         return logits - self.frequency[:, None] * times - self.presence[:, None] * is_used
 
     def _ends_of_bad_words(self, generated: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the rows and tokens where the token would complete a bad word."""
+        """Returns the row number and the token of each token that would complete a bad word."""
         starts = self.words[:, :-1]  # [W, K - 1]
         back = torch.arange(starts.shape[1], 0, -1, device=counts.device)
         at = counts[:, None] - back
@@ -125,7 +125,7 @@ class Constraints:
 
 
 def check_rules(rules: Rules, vocab_size: int) -> None:
-    """Checks that the model has all named tokens, and that a token stays allowed.  Raises: EngineError."""
+    """Checks that the rules name only tokens of the model, and always leave a token to sample.  Raises: EngineError."""
     allowed, bad_words = rules
     for name, ids in (
         ("allowed_token_ids", allowed or ()),
@@ -134,18 +134,18 @@ def check_rules(rules: Rules, vocab_size: int) -> None:
         if outside := [token for token in ids if not 0 <= token < vocab_size]:
             raise EngineError(name, outside[0], f"tokens of the model, 0 to {vocab_size - 1}")
     if allowed is not None and not allowed:
-        raise EngineError("allowed_token_ids", "is empty", "tokens to draw from", "name some, or leave it unset")
+        raise EngineError("allowed_token_ids", "is empty", "tokens to draw from", "name tokens, or leave it unset")
     if not all(bad_words):
-        raise EngineError("bad_words", "has a word without tokens", "", "take it out")
+        raise EngineError("bad_words", "has a word without tokens", "", "remove this word")
     if len({word[-1] for word in bad_words}) < (vocab_size if allowed is None else len(set(allowed))):
         return
     left = set(range(vocab_size) if allowed is None else allowed)
-    # What may not follow the longest start of a word are the ends of all words whose start that one ends with.
+    # After the start of a word (all tokens but its last), other words may end too: words whose start is its end.
     for start in dict.fromkeys(word[:-1] for word in bad_words):
         ends = {word[-1] for word in bad_words if start[len(start) - len(word) + 1 :] == word[:-1]}
         if left <= ends and left.issuperset(start):
-            where = f"behind tokens {list(start)}" if start else "at all"
-            found, change = f"forbid all {len(left)} tokens that may be drawn {where}", "allow more, or take words out"
+            where = f"after tokens {list(start)}" if start else "at all"
+            found, change = f"forbid all {len(left)} tokens that may be drawn {where}", "allow more, or remove words"
             raise EngineError("bad_words", found, "", change)
 
 
@@ -154,23 +154,23 @@ class SamplingState:
     """The sampling parameters of S requests as columns."""
 
     keys: torch.Tensor  # [S] int64
-    temperature: torch.Tensor  # [S] float32, 1 where greedy
+    temperature: torch.Tensor  # [S] float32, 1 for greedy rows
     greedy: torch.Tensor  # [S] bool
-    top_p: torch.Tensor  # [S] float32, OFF where off
-    top_k: torch.Tensor  # [S] int64, more than any vocabulary where off
+    top_p: torch.Tensor  # [S] float32, OFF for rows without top-p
+    top_k: torch.Tensor  # [S] int64, larger than any vocabulary for rows without top-k
     min_p: torch.Tensor  # [S] float32
-    stop_ids: torch.Tensor  # [S, K] int64, NEVER where a request has fewer
-    limits: torch.Tensor  # [S] int64 tokens
+    stop_ids: torch.Tensor  # [S, K] int64, filled up with NEVER
+    limits: torch.Tensor  # [S] int64, maximum number of sampled tokens
     plain: bool  # all rows draw from softmax(logits): the common case needs one softmax
-    has_min_p: bool  # some row has one, and so for the next; the host need not ask the device
-    has_top: bool
-    constraints: Constraints | None  # None where no row has any
-    num_likeliest: int  # the largest of the rows' numbers
+    has_min_p: bool  # True if any row has min-p; known on the host, which then need not ask the device
+    has_top: bool  # the same for top-k and top-p
+    constraints: Constraints | None  # None if no row has constraints
+    num_likeliest: int  # the largest `num_likeliest` of the requests
 
     @classmethod
     def of(cls, requests: Sequence[KeyedRequest], vocab_size: int, device: torch.device) -> SamplingState:
         """Builds the columns of `requests`.  Raises: EngineError for constraints that cannot be met."""
-        params = list({id(request.params): request.params for request in requests}.values())  # many share theirs
+        params = list({id(request.params): request.params for request in requests}.values())  # often shared
         number = {id(each): number for number, each in enumerate(params)}
         row = torch.tensor([number[id(request.params)] for request in requests], dtype=torch.int64, device=device)
         most = max((len(p.stop_token_ids) for p in params), default=0)
@@ -200,7 +200,7 @@ class SamplingState:
 
     @property
     def is_uncut(self) -> bool:
-        """Tells whether all rows draw from softmax(logits / temperature), or take the most probable token."""
+        """Tells whether no row has constraints, min-p, top-k or top-p."""
         return self.constraints is None and not self.has_top and not self.has_min_p
 
     def wider(self, rows: int) -> SamplingState:
@@ -240,7 +240,7 @@ def uniforms(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shifts right and fills with zeros. (torch's own shift keeps the sign.)"""
+    """Shifts the bits right and fills with zeros. (torch's own shift keeps the sign.)"""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -263,12 +263,12 @@ def sample(
     if not state.plain:
         likeliest, choices = choices.argmax(-1), _cut(choices, state)
     cumulated = choices.exp().cumsum(-1)
-    # Rounded sums may not end at 1: draw below what they do end at.
+    # The rounded cumulated sum may not end at 1: scale the uniform number by its end.
     point = uniforms(state.keys, positions)[:, None] * cumulated[:, -1:]
     tokens = torch.searchsorted(cumulated, point, right=True).squeeze(1)
-    # With the largest uniforms the point can round up to the end: take the last token that has any probability.
+    # With the largest uniforms the point can round up to the end: take the last token with a probability above 0.
     beyond = tokens >= logits.shape[1]
-    if logits.device != HOST or bool(beyond.any()):  # to ask an accelerator costs more than to compute it
+    if logits.device != HOST or bool(beyond.any()):  # on an accelerator waiting for the result costs more than the work
         at = torch.arange(logits.shape[1], device=logits.device)
         tokens = torch.where(beyond, torch.where(choices.exp() > 0, at, 0).amax(-1), tokens)
     if not state.plain:
@@ -277,16 +277,16 @@ def sample(
 
 
 def likeliest(logits: torch.Tensor, state: SamplingState) -> list[Likeliest]:
-    """Returns the most probable tokens of each row of logits [S, V] with the log-probs of `sample`. Every row gets as
-    many as the row that requests the most."""
+    """Returns the most probable tokens of each row of logits [S, V], with log-probs as in `sample`. Every row gets
+    `state.num_likeliest` tokens, the largest number that a row requests."""
     log_probs = (logits.float() / state.temperature[:, None]).log_softmax(-1)
     found = log_probs.topk(min(state.num_likeliest, logits.shape[1]))
     return [tuple(zip(*row, strict=True)) for row in zip(found.indices.tolist(), found.values.tolist(), strict=True)]
 
 
 def _cut(log_probs: torch.Tensor, state: SamplingState) -> torch.Tensor:
-    """Sets tokens to -inf by min-p, then top-k, then top-p: below min_p times the largest probability; outside the
-    top_k of the rest; outside the smallest set of most probable tokens with at least top_p of the remaining mass."""
+    """Sets tokens to -inf, in three steps. min-p: below min_p times the largest probability. top-k: outside the top_k
+    most probable. top-p: outside the smallest set of most probable tokens with at least top_p of the remaining mass."""
     if state.has_min_p:
         probs = log_probs.exp()
         unlikely = probs < state.min_p[:, None] * probs.amax(-1, keepdim=True)

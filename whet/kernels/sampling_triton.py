@@ -15,7 +15,8 @@ TILE = 4096  # tokens of the vocabulary that one program reads
 
 @triton.jit
 def _tile(logits, slots, temperature, maxima, sums, likeliest, V, stride, tiles, TILE: tl.constexpr):
-    """Reduces a tile of logits / temperature to its largest value, the index of it, and the sum of exp(. - largest)."""
+    """Reduces a tile of logits / temperature to its largest value, the index of this value, and the sum of
+    exp(. - largest)."""
     row, tile = tl.program_id(0), tl.program_id(1)
     at = tile * TILE + tl.arange(0, TILE)
     heat = tl.load(temperature + tl.load(slots + row))
@@ -41,8 +42,7 @@ def _pick(
     logits, slots, counts, keys, temperature, greedy, maxima, sums, likeliest, newest, tokens, log_probs,
     V, stride, tiles, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Samples the token of one row: first finds the tile, then the token, where the cumulated probability passes the
-    uniform number."""
+    """Samples one row: finds the tile, then the token at which the cumulated probability exceeds the uniform number."""
     row, t = tl.program_id(0), tl.arange(0, TILES)
     slot = tl.load(slots + row)
     heat = tl.load(temperature + slot)
@@ -72,9 +72,8 @@ def pick(
     logits: torch.Tensor, sampling: SamplingState, slots: torch.Tensor, counts: torch.Tensor, newest: torch.Tensor,
     results: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Computes `sampling.sample` for rows without cuts and constraints. `slots` [B] index parameters and `newest`
-    tokens.
-
+    """Computes `sampling.sample` for rows without min-p, top-k, top-p and constraints. `slots` [B] is each row's index
+    in the columns of `sampling` and in `newest`, which also gets the token.
     logits [B, V]; counts [B] tokens sampled before; results [2, B] int32 gets the tokens, and the bits of their
     log-probs. Sums are float32, tile by tile: within 1e-5 of a boundary the result may be the next token."""
     rows, size = logits.shape

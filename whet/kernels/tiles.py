@@ -18,8 +18,8 @@ def tiles_of(
     lengths: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, tokens: int, least: int = 0
 ) -> torch.Tensor:
     """Builds tiles of at most `tokens` tokens, [n, 4]: first token, number of tokens, row, position of the first token.
-    Sequences are stored one after another; `lengths`, `rows` and `positions` (first positions) are [S]. Zeros fill up
-    to `least` tiles."""
+    Sequences are stored one after another; `lengths`, `rows` and `positions` (of first tokens) are [S]. If there are
+    fewer than `least` tiles, tiles of zeros are appended."""
     counts = (lengths + tokens - 1) // tokens
     owner = torch.arange(len(lengths)).repeat_interleave(counts)
     before = (torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]) * tokens

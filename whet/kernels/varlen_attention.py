@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over packed rows in one call a layer, by FlashAttention on an accelerator. Only this file handles its API.
 
-Queries are the tokens of all rows, one row after another. The keys of a row are its shared prompt's and its own,
-gathered by index. Grouped heads are passed without copies."""
+Queries are the tokens of all rows, one row after another. The keys of a row are the keys of its shared prompt and its
+own keys, gathered by index. Grouped heads are passed without copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from whet.kernels.tiles import power_of_two, tiles_of
 
-# Counts of tokens and rows are padded to multiples, so that shapes repeat.
+# Counts of tokens and rows are padded to multiples, so that few different shapes occur.
 TOKENS_STEP, STRETCHES_STEP = 64, 64
 _operators = torch.library.Library("whet_varlen", "DEF")
 _LAYOUT = (
@@ -30,25 +30,25 @@ _operators.define(
 
 @dataclass(frozen=True)
 class Stretches:
-    """The T tokens as S rows one after another, with K keys, for one call of attention. The last row is padding."""
+    """The layout of T tokens for one call of attention: S rows in sequence, with K keys. The last row is padding."""
 
-    queries: torch.Tensor  # [S + 1] int32: where each row's own tokens begin, and T
-    keys: torch.Tensor  # [S + 1] int32: the same among the K keys
-    longest_query: int  # a bound, as the next
-    longest_key: int
+    queries: torch.Tensor  # [S + 1] int32: the index at which each row's own tokens begin, and T
+    keys: torch.Tensor  # [S + 1] int32: the index at which each row's keys begin, and K
+    longest_query: int  # an upper bound of the rows' numbers of queries
+    longest_key: int  # an upper bound of the rows' numbers of keys
     size: int  # T, padding included
-    source: torch.Tensor | None = None  # [K] the token of each key; without it the keys are the T tokens
-    own: torch.Tensor | None = None  # [T] each token's key in its own row
+    source: torch.Tensor | None = None  # [K] the token of each key; None: the keys are the T tokens
+    own: torch.Tensor | None = None  # [T] index of each token's key in its own row
     shared: torch.Tensor | None = None  # [U] tokens of prompts that several rows share
-    users: torch.Tensor | None = None  # [U, n] their keys in the other rows; K where there are fewer
-    tiles: torch.Tensor | None = None  # [n, 4] of `tiles_of`, whose rows are the first keys; unset: a kernel's own
+    users: torch.Tensor | None = None  # [U, n] indices of their keys in the other rows, filled up with K
+    tiles: torch.Tensor | None = None  # [n, 4] from `tiles_of`; `rows` are first keys. None: the kernel chooses tiles
 
     @classmethod
     def of(
         cls, own_lengths: torch.Tensor, prefix_lengths: torch.Tensor, in_order: torch.Tensor, tile: int = 0
     ) -> Stretches:
-        """Builds the call's layout. own_lengths and prefix_lengths are [rows]. in_order [rows, L] indexes each row's
-        tokens, its shared prompt first, then -1. `tile` is the number of tokens of a tile; 0: the kernel chooses."""
+        """Builds the layout. own_lengths, prefix_lengths [rows]: number of each row's own tokens, and of its shared
+        prompt's. in_order [rows, L]: their indices, prompt first, then -1. tile: its tokens; 0: the kernel chooses."""
         total, device = int(own_lengths.sum()), in_order.device
         size = rounded(total, TOKENS_STEP)
         lengths = torch.cat([own_lengths, own_lengths.new_tensor([size - total])])
@@ -103,7 +103,7 @@ class _Varlen(torch.autograd.Function):
             source = torch.arange(where.size, device=query.device) if where.source is None else where.source
             given = query, key, value, source, where.tiles, (scale, window, 0.0)
             out, log_sums = batch_invariant_triton.attention(*given, 1, where.longest_key)
-        if sinks is not None:  # one more summand of each sum, by which the kernel's backward pass divides too
+        if sinks is not None:  # added to each softmax sum, which the kernel's backward pass reads too
             without, log_sums = log_sums, torch.logaddexp(log_sums, sinks.float()[:, None])
             out = (out * (without - log_sums).exp().T[..., None]).to(out.dtype)
         kept = query, key, value, out, log_sums, *layout[:3], where.own, where.shared, where.users
@@ -185,7 +185,7 @@ def _reference_backward(grad: torch.Tensor, *given: Any) -> tuple[torch.Tensor, 
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (query, key, value)]
         out, sums = reference(*leaves, *layout)
-        # As the kernel, with the given sums: what they have beside those of the keys is constant.
+        # As in the kernel, `log_sums` are given: their difference from the sums over keys (the sinks) is constant.
         rest = (log_sums + torch.log(-torch.expm1((sums - log_sums).clamp(max=0)))).detach()
         out = out * (sums - torch.logaddexp(sums, rest)).exp().T[..., None].to(out.dtype)
         return torch.autograd.grad(out, leaves, grad)

@@ -48,13 +48,13 @@ def fits_one_call(config: Any, dtype: torch.dtype) -> bool:
 
 
 class PagedContext(Protocol):
-    """The interface of the argument `paged=`, which a rollout engine passes."""
+    """The interface of the argument `paged=`: the rollout engine's access to its block cache during a forward pass."""
 
     flow: TokenFlow | None  # of models with linear attention
 
     @property
     def compiles(self) -> bool:
-        """Tells whether `layer` returns an object that a compiled layer can read."""
+        """Tells whether compiled layers can use this context; if so, each gets its own by `layer`."""
         ...
 
     def layer(self, number: int) -> PagedContext:
@@ -83,7 +83,7 @@ def attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attends for transformers: query [b, H, T, D], key [b, KV, T, D], value [b, KV, T, V] -> [b, T, H, V]."""
+    """Computes attention, called by transformers: [b, H, T, D], [b, KV, T, D], [b, KV, T, V] -> [b, T, H, V]."""
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     scores, latents = Scores(scale, sliding_window or 0, softcap or 0.0, s_aux), take_latents(module)
     if paged is not None:
@@ -96,7 +96,7 @@ def attention(
     if packed is None:
         return causal(query, key, value, scores, None).transpose(1, 2).contiguous(), None
     device = query.device.type
-    if torch.is_autocast_enabled(device):  # once, instead of in every grid
+    if torch.is_autocast_enabled(device):  # cast once, instead of for every bunch
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     if token_share is not None:
         query, key, value = (token_share.to_heads(x) for x in (query, key, value))
@@ -118,16 +118,16 @@ def attention(
 def _in_one_call(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, where: Stretches
 ) -> torch.Tensor:
-    """Attends in one call: [T, H, D], [K, KV, D], [K, KV, V] -> [T, H, V]."""
+    """Computes attention of all rows in one kernel call: [T, H, D], [K, KV, D], [K, KV, V] -> [T, H, V]."""
     size, wide = value.shape[2], widened(value, key.shape[2])
     return varlen_attention(query, key, wide, where, scores.scale, scores.window, scores.sinks)[..., :size]
 
 
-@torch.compiler.disable  # its shapes differ in every batch; the code around it need not be compiled again
+@torch.compiler.disable  # shapes differ in every batch; without this the code around it would be compiled again
 def _bunches(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores, packed: Layout
 ) -> torch.Tensor:
-    """Attends bunch by bunch: [n, H, D], [K, KV, D], [K, KV, V] -> [n, H, V], for the n tokens of the bunches."""
+    """Computes attention `Bunch` by `Bunch`, with n tokens in all: [n, H, D], [K, KV, D], [K, KV, V] -> [n, H, V]."""
     parts = ((queries, False), (keys, True), (values, True))
     spread = [SpreadTokens.apply(flat, packed.bunches, with_prompts) for flat, with_prompts in parts]
     grids = zip(packed.bunches, *spread, strict=True)
@@ -142,11 +142,11 @@ def _bunches(
 def _in_ring(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, packed: Layout, share: TokenShare
 ) -> torch.Tensor:
-    """Attends with keys and values of all rings: [1, H, n, D], [1, KV, n, D], [1, KV, n, V] -> [1, n, H, V]."""
+    """Gathers keys of all rows of ranks, and attends: [1, H, n, D], [1, KV, n, D], [1, KV, n, V] -> [1, n, H, V]."""
     assert packed.ring_order is not None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     everyone, own = share.gather_rings(torch.cat([k, v], -1)), packed.ring_order
-    if not len(own):  # padding alone
+    if not len(own):  # these ranks have only padding
         return (q[..., :1].expand(-1, -1, v.shape[2]) * 0.0 + everyone.sum() * 0.0)[None]
     both = everyone.split([k.shape[2], v.shape[2]], -1)
     keys, values = (torch.cat([mine[own], theirs]) for mine, theirs in zip((k, v), both, strict=True))

@@ -34,7 +34,7 @@ def fix_tiles(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) 
 
 
 def _problem(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> str:
-    """Names the property for which a model cannot be batch-invariant; empty if there is none."""
+    """Names the property that prevents a batch-invariant model; "" if nothing prevents it."""
     config, kind = model.config.get_text_config(), type(model).__name__
     if os.environ.get("TRITON_INTERPRET") != "1" and not runs_triton(device, f"{KEY} cannot be"):
         return f"needs an accelerator for which Triton compiles, and the model is on {device}"

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that a model's layers keep between tokens: pages, which grow with every token, or a state of fixed size.
+"""The size of the cache that a layer needs: pages, which grow with every token, or a state of fixed size.
 
-The native engine's cache, the memory plan and the prefix cache read it from here, whatever the type of model."""
+The native engine's cache, the memory plan and the prefix cache read these sizes here, for every type of model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-LINEAR = "linear_attention"  # the type of a layer with a state in a transformers config
+LINEAR = "linear_attention"  # the type of a layer with a state, as a transformers config names it
 STATE_BYTES = 4  # of a number of a state, which is in float32
 
 
 @dataclass(frozen=True)
 class Pages:
-    """The keys and values of every token. With `latent` (its rank, and the size of the rotated part) one latent gives
-    the keys and values of all heads, and the cache stores only the latent."""
+    """The sizes of a layer's cache of keys and values, which has an entry for every token. With `latent` (its rank, and
+    the size of its rotated part) the cache stores one latent, from which keys and values of all heads are computed."""
 
     heads: int
     key_size: int
@@ -29,15 +29,15 @@ class Pages:
 
     @property
     def numbers(self) -> int:
-        """The number of values that the cache stores for a token."""
+        """The count of numbers that the layer's cache stores for a token."""
         heads, key_size, value_size = self.stored
         return heads * (key_size + value_size)
 
 
 @dataclass(frozen=True)
 class State:
-    """The state of linear attention: the matrices [heads, key_size, value_size] that a layer passes from token to
-    token, and the newest `tokens` inputs of its convolution over `channels`."""
+    """The sizes of a layer's state in linear attention: the matrices [heads, key_size, value_size] that it passes from
+    token to token, and the newest `tokens` inputs of its convolution over `channels`."""
 
     channels: int
     tokens: int
@@ -47,12 +47,12 @@ class State:
 
     @property
     def numbers(self) -> int:
-        """The number of values that the cache stores for a sequence."""
+        """The count of numbers that the layer's cache stores for a sequence."""
         return self.channels * self.tokens + self.heads * self.key_size * self.value_size
 
 
 def layer_caches(config: Any) -> tuple[Pages | State, ...]:
-    """Returns the cache of each layer of a model with this transformers text config."""
+    """Returns the cache sizes of each layer of a model with this transformers text config."""
     values = config.to_dict()
     heads, layers = key_value_heads(config), config.num_hidden_layers
     pages = Pages(heads, head_size(config), head_size(config))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """whet's mixture of experts for transformers models. On a CPU, a token's result does not depend on other tokens
-(`whet/kernels/grouped_mm.py` says how). Experts may be on several ranks (`ExpertShare`); then the hidden states of
+(explained in `whet/kernels/grouped_mm.py`). Experts may be on several ranks (`ExpertShare`); then the hidden states of
 tokens are sent to the ranks of their experts and back."""
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from whet.kernels.grouped_mm import grouped, one_by_one, same_for_each
 
 NAME = "whet"
-SHARE = "whet_share"  # the attribute of a module whose experts lie on several ranks
+SHARE = "whet_share"  # the attribute with the `ExpertShare` of a module whose experts are on several ranks
 
 
 @dataclass(frozen=True)
 class ExpertShare:
-    """The split of E experts over ranks: first over the ranks of `group`, each with tokens of its own, then over the
-    ranks of `tensor_group`, all with the same tokens."""
+    """The split of E experts over ranks: first over the ranks of `group`, which have different tokens, then over the
+    ranks of `tensor_group`, which have the same tokens."""
 
     group: dist.ProcessGroup
     tensor_group: dist.ProcessGroup | None
@@ -33,7 +33,7 @@ class ExpertShare:
 def experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Computes the experts: hidden states [T, H], the k experts of each token and weights, both [T, k] -> [T, H]."""
+    """Computes the experts: hidden states [T, H], each token's k experts [T, k] and their weights [T, k] -> [T, H]."""
     share: ExpertShare | None = getattr(module, SHARE, None)
     if share is not None:
         return _shared(module, hidden_states, top_k_index, top_k_weights, share)
@@ -97,8 +97,8 @@ def _shared(
 
 
 class _Rows(torch.autograd.Function):
-    """Exchanges rows [n, H] by all-to-all. `to` has the number of rows sent to each rank, `back` the number
-    received."""
+    """Exchanges rows [n, H] by all-to-all. `to` has the number of rows sent to each rank, `back` the number received
+    from each rank."""
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
@@ -115,7 +115,7 @@ class _Rows(torch.autograd.Function):
 
 
 class _SummedGradient(torch.autograd.Function):
-    """Returns the tensor; sums its gradient over ranks, because each rank computes a part of the result from it."""
+    """Returns the tensor unchanged. Sums its gradient over ranks, because each rank computes a part of the result."""
 
     @staticmethod
     def forward(ctx, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -130,7 +130,7 @@ class _SummedGradient(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sums a tensor over ranks. All ranks compute the same results from the sum."""
+    """Sums a tensor over ranks. Its gradient is not summed, because all ranks compute the same from the sum."""
 
     @staticmethod
     def forward(ctx, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]

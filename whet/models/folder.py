@@ -18,7 +18,7 @@ from whet.errors import ModelError
 
 log = logging.getLogger(__name__)
 ADAPTER_CONFIG = "adapter_config.json"
-HUB_SECONDS = 10.0  # for the hub to say whether it has a model
+HUB_SECONDS = 10.0  # the longest wait for the hub's reply
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -37,9 +37,9 @@ def require_model(path: str | Path) -> None:
         HfApi().model_info(name, timeout=HUB_SECONDS)
     except RepositoryNotFoundError:
         why = ", and the hub has no model of that name that you may see"
-    except HfHubHTTPError:  # what it is, transformers says
+    except HfHubHTTPError:  # transformers will explain the failure
         return
-    except ValueError:  # no name that the hub could have
+    except ValueError:  # an invalid name of a model
         pass
     except Exception as error:  # no network
         why = f", and the hub cannot be reached ({' '.join(str(error).split())})"
@@ -68,7 +68,7 @@ def reading(path: str | Path, fault: str) -> Iterator[None]:
 
 
 def split_adapters(path: str | Path) -> tuple[str, list[str]]:
-    """Follows an adapter folder to its base model, which may itself be an adapter folder.  Returns the path of the base
+    """Finds the base model of an adapter folder, which may itself be an adapter folder.  Returns the path of the base
     model, and the adapter folders in the order in which they are merged.  Raises: ModelError.
     """
     base, adapters = str(path), list[str]()
@@ -88,7 +88,7 @@ def split_adapters(path: str | Path) -> tuple[str, list[str]]:
             found = f"is damaged or names no base_model_name_or_path: {error!r}"
             raise ModelError(f"{config}", found, "", "correct it, or fetch it again") from error
         if not base:
-            change = "name that as model.path and this folder as model.lora.path"
+            change = "set model.path to the base model, and model.lora.path to this folder"
             raise ModelError(f"{config}: base_model_name_or_path", None, "the base model", change)
     return base, adapters
 

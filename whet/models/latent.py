@@ -35,10 +35,10 @@ def keep_latents(model: nn.Module) -> None:
 
 
 def take_latents(module: Any) -> torch.Tensor | None:
-    """Returns the latents [T, rank] from which `module` has just computed its attention; None for other modules, and in
-    a pass with gradient."""
+    """Returns the latents [T, rank] from which the attention module has just computed keys and values, and frees them.
+    None for modules without latents, and in a pass with gradient."""
     linear = getattr(module, "kv_b_proj", None)
-    linear = getattr(linear, "base_layer", linear)  # under an adapter
+    linear = getattr(linear, "base_layer", linear)  # the projection inside an adapter
     if not isinstance(linear, LatentProjection) or linear.latents is None:
         return None
     found, linear.latents = linear.latents, None
@@ -48,8 +48,8 @@ def take_latents(module: Any) -> torch.Tensor | None:
 def absorbed(
     module: Any, latents: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Converts query and key [T, H, D] and value [T, H, V] to query [T, H, rank + rotary], key [T, 1, rank + rotary]
-    and value [T, 1, rank]. Also returns the weight [H, V, rank] that maps a sum of these values to the value size."""
+    """Converts query and key [T, H, D] and value [T, H, V] to attention with one key head: query [T, H, rank + rotary],
+    key [T, 1, rank + rotary], value [T, 1, rank]. Also returns the weight [H, V, rank] that maps its result to V."""
     rank, plain = latents.shape[1], key.shape[2] - module.qk_rope_head_dim
     weight = _weight(module.kv_b_proj, latents).view(query.shape[1], -1, rank)
     to_key, to_value = weight.split([plain, value.shape[2]], 1)

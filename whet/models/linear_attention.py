@@ -23,7 +23,7 @@ OURS = set[Any]()  # classes of modules that follow a flow
 
 
 class TokenFlow(Protocol):
-    """The order of T tokens in several sequences, which are stored one after another."""
+    """Computes the two operations that mix tokens, for T tokens of several sequences, stored one after another."""
 
     def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Sums weight [C, K] times the inputs of each token and the K - 1 tokens before it: [T, C] -> [T, C]."""
@@ -36,12 +36,12 @@ class TokenFlow(Protocol):
 
 
 def is_followed(module: nn.Module) -> bool:
-    """Tells whether only these two operations mix tokens in a transformers module."""
+    """Tells whether a transformers module is linear attention in which only these two operations mix tokens."""
     return {CONVOLUTION, RULE} <= {*inspect.unwrap(type(module).forward).__code__.co_names}
 
 
 def follow_rows(model: nn.Module) -> None:
-    """Makes the model's linear attention use the argument `packed` or `paged` of a pass; weights and names stay."""
+    """Makes the model's linear attention follow the argument `packed` or `paged` of a pass; weights and names stay."""
     for module in model.modules():
         kind: Any = type(module)
         if is_followed(module) and kind not in OURS:
@@ -50,20 +50,20 @@ def follow_rows(model: nn.Module) -> None:
 
 @cache
 def _following(kind: Any) -> Any:
-    """Returns a subclass whose forward calls the two operations of this file."""
+    """Returns a subclass of a transformers class, whose forward calls the two operations of a `TokenFlow`."""
     plain: Any = inspect.unwrap(kind.forward)
     rule, steps = plain.__globals__[RULE], plain.__globals__[STEPS]
 
     @torch.compiler.disable
     def convolve(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, activation: Any = None, **how: Any) -> Any:
-        """Convolves [1, C, T] -> [1, C, T]."""
+        """Replaces transformers' convolution: [1, C, T] -> [1, C, T]."""
         out = how["flow"].convolve(how["layer"], x[0].T, weight)
         out = out if bias is None else out + bias
         return (out if activation is None else ACT2FN[activation](out)).to(x.dtype).T[None]
 
     @torch.compiler.disable
     def scan(query: Any, key: Any, value: Any, g: Any, beta: Any, **how: Any) -> tuple[torch.Tensor, None]:
-        """Applies the delta rule: [1, T, ...] -> [1, T, VH, V]."""
+        """Replaces transformers' delta rule: [1, T, ...] -> [1, T, VH, V]."""
         inputs = tuple(each[0] for each in (query, key, value, g, beta))
         return how["flow"].scan(how["layer"], rule, steps, inputs)[None], None
 

@@ -94,7 +94,7 @@ def check_finite(model: torch.nn.Module, path: str | Path) -> None:
 def _load_whole(
     kind: Any, path: str, config: Any, allow_pickle: bool, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, set[str]]:
-    """Loads the model of an auto class.  Returns it, and the names of weights that its files lack."""
+    """Loads the model at `path` by the auto class `kind`.  Returns it, and the names of weights that its files lack."""
     options = {
         "use_safetensors": None if allow_pickle else True,
         "trust_remote_code": trust_remote_code,
@@ -103,7 +103,7 @@ def _load_whole(
     }
     with without_weight_bars():
         loaded = _with_attention(partial(kind.from_pretrained, path, **options), config)
-    model, report = loaded  # because of output_loading_info
+    model, report = loaded  # a pair because of output_loading_info
     assert isinstance(model, PreTrainedModel)
     return model, set(report["missing_keys"])
 
@@ -113,11 +113,11 @@ def _from_config(kind: Any, *, config: Any, **options: Any) -> Any:
 
 
 def _with_attention(make: Callable[..., Any], config: Any) -> Any:
-    """Calls `make` for a model with whet's attention, or with the model's own if transformers cannot replace it."""
+    """Calls `make` with whet's attention, or with the model's own attention if transformers cannot replace it."""
     try:
         return make(config=copy.deepcopy(config), attn_implementation=attention.implementation(config))
     except KeyError as error:
-        if error.args != (attention.NAME,):  # a key of the model's own table of attention classes
+        if error.args != (attention.NAME,):  # a model's own table of attention classes lacks this name
             raise
         return make(config=config, attn_implementation="eager")
 
@@ -131,11 +131,11 @@ def check_complete(model: PreTrainedModel, path: str | Path, missing: Collection
 
 
 class MisfitError(WeightSyncError):
-    """Raised for weights that belong to another model."""
+    """Raised for weights that do not fit the rollout's model: they belong to another model."""
 
 
 def fitting(weights: Iterable[tuple[str, torch.Tensor]], model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Passes weights through one by one, after checking them against a rollout's `model`, which may be on meta.
+    """Yields the weights one by one, after checking each against a rollout's `model`, which may be on meta.
 
     Raises: MisfitError for a weight that the model lacks or has in another shape, and at the end if some are missing;
     the errors of `weights`."""
@@ -272,8 +272,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def kept_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the buffers in a model's files, by name, such as the biases that balance a router (DeepSeek-V3). They are
-    never trained, and are saved and exported unchanged."""
+    """Returns the buffers that a model's files have, by name, such as the biases that balance a router (DeepSeek-V3).
+    They are never trained, and are saved and exported unchanged."""
     return {
         f"{owner}.{name}": buffer
         for owner, module in model.named_modules()
@@ -305,7 +305,7 @@ def layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _prepare(model: PreTrainedModel, path: str | Path) -> None:
-    """Chooses the way to run the model, removes dropout and noise, and fuses modules."""
+    """Chooses whether whet's own way or the general way runs the model; removes dropout and noise; fuses modules."""
     _remove_noise(model)
     own = model.config.get_text_config()._attn_implementation == attention.NAME
     lacks = lack_of(model, path) if own else "attention that transformers cannot replace"
@@ -333,7 +333,7 @@ def _remove_noise(model: PreTrainedModel) -> None:
 
 
 def _stay(mode: bool = True) -> None:
-    """Replaces the method `train` of a module, and does nothing."""
+    """Does nothing. It replaces the method `train` of a module that must stay in evaluation mode."""
 
 
 def _value_model(model: PreTrainedModel) -> ValueModel:

@@ -60,7 +60,7 @@ def add_adapter(
     Raises: ModelError for a target that no layer has."""
     config, head = peft_config(model, settings, adapts_head=adapts_head), model.get_output_embeddings()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():  # peft's random values are replaced below
-        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")  # a head that is adapted is not merged
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")  # an adapted head is never merged
         _peft().inject_adapter_in_model(config, model, ADAPTER)
     for name, layer in adapted_layers(model).items():
         if layer.base_layer is not head:
@@ -75,8 +75,8 @@ def add_adapter(
 
 
 def new_adapter(layer: str, shape: Sequence[int], seed: int) -> torch.Tensor:
-    """Draws the initial A of a layer's adapter, distributed like the weight of a new torch linear layer. Each layer has
-    its own random key, so that values do not depend on the sharding."""
+    """Draws the initial matrix A of a layer's adapter, distributed like the weight of a new torch linear layer. Each
+    layer has its own random key, so that values do not depend on the sharding."""
     draw = torch.Generator().manual_seed(key(seed, "lora", layer))
     weight = torch.empty(*shape, device="cpu")
     return nn.init.kaiming_uniform_(weight, a=5**0.5, generator=draw)
@@ -93,7 +93,7 @@ def peft_config(model: PreTrainedModel, settings: LoraSettings, *, adapts_head: 
     fused = {f"{mixer}.{part}" for mixer in mixers for part in FUSED}
     chosen = (name for name, module in layers.items() if adapts_head or module is not head)
     linear = {name for name in chosen if name not in fused and f"{name}.weight" != HEAD}
-    # Where experts are one tensor, and layers of these names in files, peft would adapt them in place of other layers.
+    # If the experts are one tensor in the model but layers of these names in files, peft would adapt the wrong layers.
     has_experts = any(name.endswith(".experts.gate_up_proj") for name, _ in model.named_parameters())
     taken = {"gate_proj", "up_proj", "down_proj"} if has_experts else set[str]()
     linear = {name for name in linear if name.rpartition(".")[2] not in taken}
@@ -120,14 +120,14 @@ def _has(layers: Iterable[str], target: str) -> bool:
 
 
 def _tower(model: PreTrainedModel) -> str | None:
-    """Returns a pattern for the module names in the model's vision tower."""
+    """Returns a regular expression for the names of modules in the model's vision tower; None without a tower."""
     encoders = encoders_of(model)
     return None if encoders is None else rf"(.*\.)?({'|'.join(encoders.towers)})\..*"
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Returns a hash that identifies the base weights of an adapter, from names, shapes and about 64 numbers of each in
-    bfloat16. With sharded weights all ranks must call it."""
+    """Returns a hash that identifies the base weights of an adapter: of names, shapes and about 64 numbers of each
+    weight in bfloat16. With sharded weights all ranks must call it."""
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
         if name == HEAD or any(f".{part}." in name for part in TRAINED_PARTS):

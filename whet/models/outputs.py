@@ -47,15 +47,15 @@ class ForwardSettings:
     """The settings of a forward pass. They change its results only by rounding."""
 
     packing: bool = True
-    share_prompts: bool = True  # with packing, a prompt that several rows have is computed once
+    share_prompts: bool = True  # with packing, the prompt of several rows is computed once
     chunk_tokens: int = 1024
     dtype: torch.dtype = torch.float32  # of matrix products; weights stay as they are
     token_share: TokenShare | None = None  # splits the tokens of packed rows over ranks
-    replays: bool = False  # routers choose the experts in the column `routed_experts`, where a batch has it
-    is_sharded: bool = False  # every rank runs every module in every pass, the vision tower too
-    in_stretches: bool = False  # attention in one call over all packed rows, where the device has a kernel for it
-    both_ways: bool = False  # the model's media attend in both directions, which that kernel does not know
-    tile: int = 0  # tokens of a tile of attention, and the head's kernels too have fixed tiles; 0: they are any
+    replays: bool = False  # routers choose the experts in the column `routed_experts`, if the batch has it
+    is_sharded: bool = False  # every rank must run every module in every pass, also the vision tower
+    in_stretches: bool = False  # attention in one kernel call over all packed rows, on devices with such a kernel
+    both_ways: bool = False  # media attend in both directions, which this kernel does not support
+    tile: int = 0  # tokens of a tile of attention; the output layer then also has fixed tiles. 0: no fixed tiles
 
 
 def model_outputs(
@@ -153,8 +153,8 @@ def statistics_of(
 
 @torch.no_grad()
 def prompt_log_probs(model: nn.Module, prompt: Sequence[int], count: int, settings: ForwardSettings) -> PromptLogProbs:
-    """Computes the log-probs of all tokens of a prompt except the first, and at each position the `count` most probable
-    tokens with their log-probs, most probable first."""
+    """Computes the log-probs of all tokens of a prompt except the first. Also returns, for each of these positions, the
+    `count` most probable tokens with their log-probs, most probable first."""
     if len(prompt) < 2:
         return [], []
     ids = torch.tensor([prompt])
@@ -196,20 +196,20 @@ def _of_routers(
 
 @dataclass(frozen=True)
 class SampledPlaces:
-    """The sampled tokens that this rank computes. If tokens are split over ranks, they are the ones whose preceding
-    token is on this rank."""
+    """The sampled tokens for which this rank computes outputs. If tokens are split over ranks: sampled tokens whose
+    preceding token is on this rank."""
 
-    states: torch.Tensor  # [n] index into the tokens that this rank has, padded
-    targets: torch.Tensor  # [n]
-    count: int  # without padding
-    owner: torch.Tensor | None  # [N] the rank that has each token, where tokens are split over ranks
+    states: torch.Tensor  # [n] index of the preceding token among this rank's tokens; padded
+    targets: torch.Tensor  # [n] the sampled tokens; padded
+    count: int  # n without padding
+    owner: torch.Tensor | None  # [N] the rank that computes each token; None if tokens are not split over ranks
     where: Layout
     share: TokenShare | None
 
     @classmethod
     def of(cls, where: Layout, settings: ForwardSettings, total: int | None = None) -> SampledPlaces:
-        """Finds the sampled tokens of a batch. If tokens are split over ranks, `total` counts them with padding, by
-        default as `share.padded` does."""
+        """Finds the sampled tokens of a batch. If tokens are split over ranks, `total` is the number of all tokens with
+        padding, by default from `share.padded`."""
         states, targets, share, owner = where.states, where.targets, settings.token_share, None
         if share is not None:
             total = total or share.padded(where.size)
@@ -230,8 +230,8 @@ class SampledPlaces:
 
 @contextmanager
 def _wide_states(model: PreTrainedModel) -> Iterator[None]:
-    """Makes embeddings return float32 even if their weights have fewer bits. Then the residual stream, and positions,
-    which take its dtype, are the same as with float32 weights."""
+    """Makes embeddings return float32 inside the block, even if their weights have fewer bits. So the residual stream,
+    and rotary positions, which have its dtype, are the same as with float32 weights."""
 
     def widen(module: nn.Module, args: object, out: torch.Tensor) -> torch.Tensor:
         return out.to(torch.promote_types(out.dtype, torch.float32))
@@ -249,7 +249,7 @@ def hidden_states(model: PreTrainedModel, where: Layout, settings: ForwardSettin
     body, share = cast(PreTrainedModel, language_body(model)), settings.token_share
     extra, unseen = _media(body, where, settings)
     routed, packing, encoders = where.routed, settings.packing, encoders_of(body)
-    if where.media and encoders is not None and encoders.both_ways:  # what padded rows have no mask for
+    if where.media and encoders is not None and encoders.both_ways:  # padded rows have no mask for this
         where, packing = where.with_runs(encoders.both_ways), True
     if packing:
         num_tokens = where.size if share is None else share.padded(where.size)
@@ -277,12 +277,12 @@ def hidden_states(model: PreTrainedModel, where: Layout, settings: ForwardSettin
 def _media(
     body: PreTrainedModel, where: Layout, settings: ForwardSettings
 ) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """Returns the arguments of the forward pass for the rows' media. A sharded model without media gets a zero computed
-    by the vision tower."""
+    """Returns the arguments of the forward pass for the rows' media, and a number to add to its result: for a sharded
+    model without media, the 0 of `Encoders.dummy`; else None."""
     encoders = encoders_of(body)
     if where.media and encoders is None:
         found = f"reads text, and a row has {where.media[0].kind}s"
-        raise EngineError(type(body).__name__, found, "", "use one that reads images")
+        raise EngineError(type(body).__name__, found, "", "use a model that reads images")
     if where.media and settings.token_share is not None:
         found, change = "rows with images or videos cannot be split over ranks by tokens", "set it to 1 in the options"
         raise EngineError("mesh.context", found, "", f"{change} of the engine")
@@ -290,6 +290,6 @@ def _media(
         return {}, None
     if not where.media:
         return {}, encoders.dummy(body)
-    # Ranks of a sharded model run the tower alike: none may find in its cache what another has to compute.
+    # All ranks of a sharded model must run the tower: without a version, no rank uses cached features.
     version = None if settings.is_sharded else encoders.frozen_version(body)
     return encoders.encode(body, where.media, version), None

@@ -26,20 +26,20 @@ MIN_FRACTION, BUNCH_PAIRS = 0.8, 2**20
 # With at most FEW_PAIRS pairs, rows of any length share a bunch: another bunch would cost more than their padding.
 FEW_PAIRS = 2**16
 # On a CPU each new shape of a bfloat16 product is compiled, which takes longer than a small product. Counts of tokens
-# and rows, and widths, are padded to multiples, so that shapes repeat.
+# and rows, and widths, are padded to multiples, so that few different shapes occur.
 ROWS_STEP, WIDTH_STEP = 16, 16
 # Columns that must agree for two prompts to be the same, beside their media (a tuple for each row).
 PROMPT_COLUMNS, MEDIA, LATER_MEDIA = ("input_ids", "attention_mask", "position_ids"), "media", "response_media"
 ROUTED = "routed_experts"
 Columns = Mapping[str, Any]
-Ring = Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # of T tokens: those of a ring, and the place of each
+Ring = Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # see `TokenShare.ring`
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Maps between a packed sequence of T tokens and a padded tensor [num_rows, width, ...] with some of its rows."""
+    """Maps between a packed sequence of T tokens and a padded tensor [num_rows, width, ...] of some of its rows."""
 
-    tokens: slice  # of the T tokens
+    tokens: slice  # the tokens of these rows among the T tokens
     slots: torch.Tensor  # [tokens] each token's index in the flattened grid [num_rows, width]
     num_rows: int
     width: int
@@ -64,21 +64,21 @@ class Bunch(Grid):
 
     prefix_tokens: torch.Tensor  # [P] index of shared prompts' tokens among the T, repeated for each row
     prefix_slots: torch.Tensor  # [P] their index in the flattened grid of keys [num_rows, prefix_width + width]
-    prefix_lengths: torch.Tensor  # [num_rows]
-    prefix_width: int  # the largest of them
-    has_gaps: bool  # True where some prefix is shorter
+    prefix_lengths: torch.Tensor  # [num_rows] number of tokens of each row's shared prompt
+    prefix_width: int  # the largest of these numbers, padded
+    has_gaps: bool  # True if any number is smaller than the width
     query_runs: torch.Tensor | None = None  # [num_rows, width] see `Layout.with_runs`
     key_runs: torch.Tensor | None = None  # [num_rows, prefix_width + width]
 
     def places(self, with_prompts: bool) -> tuple[torch.Tensor, int]:
-        """Returns each own token's index in the flattened grid of keys (`with_prompts`) or queries, and its width."""
+        """Returns each own token's index in the flattened grid of keys (`with_prompts`) or queries; and its width."""
         if not with_prompts:
             return self.slots, self.width
         return self.slots + (self.slots // self.width + 1) * self.prefix_width, self.prefix_width + self.width
 
     @cached_property
     def hidden(self) -> torch.Tensor:
-        """Returns the mask [num_rows or 1, width, prefix_width + width], True for a key hidden from a query."""
+        """The mask [num_rows or 1, width, prefix_width + width], True for a key to which a query must not attend."""
         at = torch.arange(self.prefix_width + self.width, device=self.slots.device)
         later = at > at[self.prefix_width :, None]
         absent = self.prefix_width - self.prefix_lengths
@@ -92,20 +92,20 @@ class Bunch(Grid):
 class Layout(Grid):
     """The packed tokens of a batch: T real tokens of the rows with a sampled token, longest row first; N were sampled.
 
-    A shared prompt's tokens belong to its first row. Its other rows begin after the prompt."""
+    The tokens of a shared prompt belong to its first row; the other rows with this prompt begin after it."""
 
     input_ids: torch.Tensor  # [T]
     position_ids: torch.Tensor  # [T], or [3, T] for multimodal rotary positions
     states: torch.Tensor  # [N] index into the T tokens: the token before the sampled one
     targets: torch.Tensor  # [N] the sampled token
-    places: torch.Tensor  # [N] its index in the batch's flattened [B, R]
+    places: torch.Tensor  # [N] index of the sampled token in the batch's flattened [B, R]
     shape: tuple[int, int]  # B, R
-    before: torch.Tensor  # [T] the token before each in its row, a shared prompt's among them; -1 for the first
-    bunches: tuple[Bunch, ...]  # all T tokens, in order, by rows of similar length; none with `stretches`
-    media: tuple[Media, ...] = ()  # whose patches are among the T tokens, in order
-    stretches: Stretches | None = None
-    routed: torch.Tensor | None = None  # [T, layers, k] experts to replay, -1 where the router chooses
-    ring_order: torch.Tensor | None = None  # [n] of the tokens between whose ring keys are gathered: see `_in_ring`
+    before: torch.Tensor  # [T] each token's predecessor in its row, which may be in a shared prompt; -1 for the first
+    bunches: tuple[Bunch, ...]  # all T tokens, in order, in bunches of rows of similar length; empty with `stretches`
+    media: tuple[Media, ...] = ()  # the media whose patches are among the T tokens, in order
+    stretches: Stretches | None = None  # the layout for attention in one kernel call
+    routed: torch.Tensor | None = None  # [T, layers, k] experts to replay; -1: the router chooses
+    ring_order: torch.Tensor | None = None  # [n] order of this row of ranks' tokens (`TokenShare`): see `_in_ring`
 
     @property
     def size(self) -> int:
@@ -132,11 +132,11 @@ class Layout(Grid):
         return replace(whole, bunches=tuple(others), stretches=stretches)
 
     def with_runs(self, token_ids: Sequence[int]) -> Layout:
-        """Returns the layout in which the tokens of each run of `token_ids`, an image or a video, attend to each other
-        in both directions. Only for a layout without `stretches`."""
+        """Returns a layout in which the tokens of each run of `token_ids` (an image or a video) attend to each other in
+        both directions. Only for a layout without `stretches`."""
         is_media = torch.isin(self.input_ids, self.input_ids.new_tensor(token_ids))
         begins = is_media & ~torch.nn.functional.pad(is_media, (1, -1))
-        runs = begins.cumsum(0) * is_media  # 0 outside
+        runs = begins.cumsum(0) * is_media  # number of the run; 0 for tokens outside of runs
         grids = zip(
             SpreadTokens.apply(runs, self.bunches, False), SpreadTokens.apply(runs, self.bunches, True), strict=True
         )
@@ -154,8 +154,8 @@ class Layout(Grid):
         return torch.unique_consecutive(self.places // self.shape[1], return_counts=True)[1]
 
     def at_ends(self, pad_token_id: int | None) -> Layout:
-        """Keeps one place of each row: its last sampled token, with the state after the row's last token (as in
-        transformers, the last token that is not `pad_token_id`)."""
+        """Returns a layout for reward models, with one place a row: the last sampled token, whose state is the state of
+        the row's last token (as in transformers, the last token that is not `pad_token_id`)."""
         index = torch.arange(len(self.input_ids), device=self.input_ids.device)
         if pad_token_id is not None:
             index = torch.where(self.input_ids == pad_token_id, -1, index)
@@ -174,11 +174,11 @@ def layout(
     batch: Columns, share_prompts: bool = False, in_stretches: bool = False, tile: int = 0, ring: Ring | None = None
 ) -> Layout:
     """Builds the layout of a batch with `input_ids`, `attention_mask`, `position_ids` [B, L] and `response_mask` [B,
-    R], on their device. That is the host, before anything is copied to another device.
+    R], on their device: usually the host, before the batch is copied to another device.
 
     With `share_prompts` a prompt is computed once for all its rows, since later tokens do not change it. `in_stretches`
-    is for attention in one call over all rows, without grids, `tile` tokens at once. With `ring`, some of the tokens
-    attend to all (`_in_ring`).  Raises: DataError if no token precedes a sampled one."""
+    is for attention in one call over all rows, `tile` tokens at once, without bunches. With `ring`, the queries are the
+    tokens of a row of ranks (`_in_ring`).  Raises: DataError for a sampled token without a token before it."""
     response_mask = batch["response_mask"].bool()
     prompt_width = batch["input_ids"].shape[1] - response_mask.shape[1]
     kept = response_mask.any(1).nonzero()[:, 0]
@@ -192,7 +192,7 @@ def layout(
     kept, real, own, first = kept[by_length], real[by_length], own[by_length], by_length.argsort()[first[by_length]]
     input_ids, response_mask = batch["input_ids"][kept], response_mask[kept]
     lengths, prefix_lengths = own.sum(1), (real & ~own).sum(1)
-    index = torch.full(real.shape, -1, device=real.device)  # of each real token among the T
+    index = torch.full(real.shape, -1, device=real.device)  # index of each real token among the T
     index[own] = torch.arange(int(lengths.sum()), device=real.device)
     index = torch.where(own, index, index[first])
     in_order, order = torch.full(real.shape, -1, device=real.device), real.cumsum(1) - 1  # the same without the gaps
@@ -233,8 +233,8 @@ def _before(in_order: torch.Tensor) -> torch.Tensor:
 
 
 def with_routed(where: Layout, routed: torch.Tensor) -> Layout:
-    """Returns the layout with experts to replay. `routed` [B, R, layers, k] has at each sampled token the experts of
-    the pass that predicted it; that pass read the token before it."""
+    """Returns the layout with experts to replay. `routed` [B, R, layers, k] has for each sampled token the experts that
+    the rollout used when it predicted the token, which is when it read the token before it."""
     experts = routed.new_full((len(where.input_ids), *routed.shape[2:]), -1)
     experts[where.states] = routed.flatten(0, 1)[where.places]
     return replace(where, routed=experts)
@@ -255,11 +255,11 @@ def _in_ring(
     within: torch.Tensor,
     in_order: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Returns rows of attention made of the pieces of rows that have `tokens` [n]. The prefix of a piece is all text
-    before it in its row. Keys are the n tokens in the returned order, then the T in `places` [T].
+    """Returns the layout of attention for `tokens` [n] of a row of ranks. A piece is a run of these tokens in a row;
+    its prefix is all tokens before it. Keys are the n tokens in the returned order, then all T at `places` [T].
 
-    rows [T] and within [T]: each token's row, and its index there.  Returns: the order of the n tokens, by piece;
-    lengths, prefix_lengths, within and in_order of the pieces."""
+    rows [T], within [T]: each token's row, and its index in the row.  Returns the order of the n tokens, by piece; then
+    lengths, prefix_lengths, within and in_order of the pieces, as the arguments of these names have them for rows."""
     row, at = rows[tokens], within[tokens]
     starts = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
     starts[1:] = (row[1:] != row[:-1]) | (at[1:] != at[:-1] + 1)
@@ -284,7 +284,7 @@ def _in_ring(
 
 
 def _media(batch: Mapping[str, Any], rows: Sequence[int], has_prompt: Sequence[bool]) -> Iterator[Media]:
-    """Yields the media of rows in order, without a prompt's media if the row does not have the prompt's tokens."""
+    """Yields the media of rows in order. Skips the media of a prompt whose tokens belong to another row."""
     for row, has_own in zip(rows, has_prompt, strict=True):
         if has_own and MEDIA in batch:
             yield from batch[MEDIA][row]
@@ -305,9 +305,9 @@ def same_prompt(batch: Mapping[str, Any]) -> torch.Tensor:
 def _bunches(
     own_lengths: torch.Tensor, prefix_lengths: torch.Tensor, within: torch.Tensor, in_order: torch.Tensor
 ) -> Iterator[Bunch]:
-    """Yields bunches of rows, which are sorted by falling length. `within` [T] is each token's index in its row.
+    """Splits rows, which are sorted by decreasing length, into bunches. `within` [T] is each token's index in its row.
 
-    prefix_lengths [rows]; in_order [rows, L] index of each row's tokens among the T, its shared prompt first."""
+    own_lengths, prefix_lengths [rows]; in_order [rows, L]: indices of each row's tokens among the T, prompt first."""
     lengths, prefixes, device = own_lengths.tolist(), prefix_lengths.tolist(), within.device
     row = token = 0
     while row < len(lengths):
@@ -362,7 +362,7 @@ class SpreadTokens(torch.autograd.Function):
     def backward(ctx, *grads: torch.Tensor):  # type: ignore[no-untyped-def]
         pairs = list(zip(ctx.bunches, (grad.flatten(0, 1) for grad in grads), strict=True))
         flat = torch.cat([grad.index_select(0, bunch.places(ctx.with_prompts)[0]) for bunch, grad in pairs])
-        if ctx.size > len(flat):  # tokens that are keys alone
+        if ctx.size > len(flat):  # tokens that are only keys, in no bunch
             flat = torch.cat([flat, flat.new_zeros(ctx.size - len(flat), *flat.shape[1:])])
         if ctx.with_prompts:
             tokens = torch.cat([bunch.prefix_tokens for bunch, _ in pairs])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Position ids of tokens: for rows, for packed rows and for decode steps, on one axis, or with media on three."""
+"""Position ids of tokens: for rows, for packed rows and for decode steps. They have one axis, or three for media."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def patches(token_ids: Sequence[int], media: Sequence[Media]) -> list[list[int]]
     found = [place for place, token in enumerate(token_ids) if token in known]
     ends = list(accumulate(each.count for each in measured))
     if len(measured) < len(media) or (ends and ends[-1] != len(found)):
-        expected = f"{ends[-1] if ends else 0}, those of its {len(media)} media"
+        expected = f"{ends[-1] if ends else 0}, the tokens of its {len(media)} media"
         raise DataError("media tokens", len(found), expected, "use text and media of one prompt, read for this model")
     return [found[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -75,7 +75,7 @@ class _Walk:
     def __init__(self, length: int, opening: int) -> None:
         self.positions = torch.empty(3, length, dtype=torch.int64)
         self.opening = opening
-        self.at = self.next = 0  # the token that comes now, and its position
+        self.at = self.next = 0  # index of the next token, and its position
 
     def read_text(self, end: int) -> None:
         for stop in (min(end, self.opening), end):

@@ -2,8 +2,8 @@
 """The routers of a mixture of experts: how they route the sampled tokens, and the loss that balances them.
 
 A router computes logits [tokens, E] and chooses experts. Both are read at the states that predict a sampled token. Only
-tokens that the loss reads count, so that packing, padding and micro-batches do not change the numbers. With all tokens
-of a forward pass they would."""
+tokens that the loss reads count: if all tokens of a forward pass counted, packing, padding and micro-batches would
+change the numbers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def recorded(model: nn.Module, is_wanted: bool) -> Iterator[Recorded]:
 def _listener(found: Recorded, index: int) -> Callable[[nn.Module, object, Any], None]:
     def listen(router: nn.Module, inputs: object, output: Any) -> None:
         logits = output[index]
-        chosen = [each for each in output if not each.is_floating_point()]  # Llama 4's gives none: it chooses the best
+        chosen = [each for each in output if not each.is_floating_point()]  # Llama 4 gives none, and uses the best
         found.append((logits, chosen[-1] if chosen else logits.argmax(-1, keepdim=True)))
 
     return listen

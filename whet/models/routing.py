@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing replay for mixtures of experts: a rollout records its routing, and the trainer's routers replay it.
+"""Routing replay for mixtures of experts: a rollout records the experts of each token, and the trainer uses them again.
 
 Ma et al. 2025 (R3), https://arxiv.org/abs/2510.11370: rounding may let two engines choose different experts, which
 changes the token's probability far more than rounding itself."""
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from whet.models.experts import expert_modules
 
-ARGUMENT = "routed"  # of a layer's forward pass: [T, layers with experts, k], -1 where the router chooses itself
+ARGUMENT = "routed"  # argument of a layer's forward pass: [T, layers with experts, k], -1: the router chooses
 DTYPE = torch.int16
 
 
@@ -39,14 +39,14 @@ def recording(model: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 def as_bytes(chosen: list[torch.Tensor], keep: torch.Tensor | None) -> list[bytes]:
-    """Encodes the experts of `recording` for each token (of `keep`, if given): int16 k, then [layers, k] experts."""
+    """Encodes the experts of `recording` as int16 for each token (of `keep`, if given): k, [layers, k] experts."""
     table = torch.stack(chosen, 1)
     table = (table if keep is None else table[keep]).flatten(1)
     return [row.tobytes() for row in F.pad(table, (1, 0), value=chosen[0].shape[1]).to(DTYPE).numpy()]
 
 
 def as_column(rows: Sequence[Sequence[bytes]], width: int) -> torch.Tensor | None:
-    """Builds [B, width, layers, k] from rows of `as_bytes`, -1 for tokens without experts; None if all lack them."""
+    """Builds [B, width, layers, k] from rows of `as_bytes`; -1 for tokens without experts. None if no token has any."""
     some = next((np.frombuffer(each, np.int16) for row in rows for each in row if each), None)
     if some is None:
         return None
@@ -70,14 +70,14 @@ class _Replayed(TorchFunctionMode):
         found = func(*args, **(kwargs or {}))
         if func not in (torch.topk, torch.Tensor.topk) or args[0].shape[-1] != self._num_experts:
             return found
-        if found.indices.shape != self._chosen.shape:  # of groups of experts
+        if found.indices.shape != self._chosen.shape:  # this call chooses groups of experts
             return found
         indices = torch.where(self._chosen >= 0, self._chosen.long(), found.indices)
         return torch.return_types.topk((args[0].gather(-1, indices), indices))
 
 
 def replay(layers: list[nn.Module]) -> None:
-    """Makes layers with experts use the experts in the argument `ARGUMENT`, without changing their modules."""
+    """Makes layers use the experts in their forward pass's argument `routed`, by hooks, without changing modules."""
     mixtures = [(layer, next(expert_modules(layer), None)) for layer in layers]
     for number, (layer, experts) in enumerate((layer, found[1]) for layer, found in mixtures if found is not None):
         _hook(layer, number, experts.num_experts)

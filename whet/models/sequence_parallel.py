@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context parallelism: each rank has a part of the tokens; inside attention it has more tokens and fewer heads.
+"""Context parallelism: each rank has a part of the tokens with all heads; in attention, more tokens but fewer heads.
 
 Jacobs et al. 2023 (Ulysses), https://arxiv.org/abs/2309.14509. A layer has two exchanges, before and after attention.
 With more ranks than heads, keys and values are gathered too, as in Llama 3 (2024), https://arxiv.org/abs/2407.21783."""
@@ -25,8 +25,8 @@ class TokenShare:
     """The split of tokens over the ranks of `group`, in equal parts.
 
     The ranks form a grid of `rings` rows with `heads` ranks each. In attention the ranks of a row exchange their tokens
-    for heads, and gather the keys and values of other rows. A row of ranks has a part from the start of the tokens and
-    a part from their end, so that all rows compute about as many pairs of query and key (the mask is a triangle)."""
+    for heads, and gather the keys and values of other rows. A row of ranks has a part of the first half of the tokens
+    and a part of the second half, so that all rows compute about as many (query, key) pairs under the causal mask."""
 
     group: dist.ProcessGroup
     heads_group: dist.ProcessGroup
@@ -53,7 +53,7 @@ class TokenShare:
         return -(-count // step) * step
 
     def order(self, total: int, device: torch.device) -> torch.Tensor:
-        """Returns the token numbers of each rank, [size, total / size]."""
+        """Returns the indices of each rank's tokens, [size, total / size]."""
         halves = torch.arange(total, device=device).view(2 * self.rings, -1) if self.rings > 1 else None
         if halves is None:
             return torch.arange(total, device=device).view(self.size, -1)
@@ -64,7 +64,7 @@ class TokenShare:
         return self.order(total, device).flatten().argsort()
 
     def ring(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the tokens of this row of ranks, of `count`, and each token's index after all rows are gathered."""
+        """Returns the indices of this row of ranks' tokens (of `count`), and of each token after `gather_rings`."""
         total, host = self.padded(rounded(count, TOKENS_STEP)), torch.device("cpu")
         tokens = self.order(total, host).view(self.rings, -1)[dist.get_rank(self.ring_group)]
         return tokens[tokens < count], self.places(total, host)
@@ -79,7 +79,7 @@ class TokenShare:
         return gathered.flatten(0, 1)
 
     def to_heads(self, states: torch.Tensor) -> torch.Tensor:
-        """Exchanges tokens for heads: [1, H, T / size, D] -> [1, H / heads, T / rings, D]; repeated if H < heads."""
+        """Exchanges tokens for heads: [1, H, T / size, D] -> [1, H / heads, T / rings, D]; H < heads: heads repeat."""
         heads = dist.get_world_size(self.heads_group)
         if (count := states.shape[1]) < heads:
             states = states.repeat_interleave(heads // count, dim=1)
@@ -97,8 +97,8 @@ class TokenShare:
         return _exchange(parts, self.heads_group).transpose(0, 1).flatten(1, 2)[None]
 
     def gather(self, own: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
-        """Gathers the values of N tokens from all ranks, [n, ...] -> [N, ...]. `owner` [N] is the rank of each token; a
-        rank's values are in token order. Differentiable if all ranks compute the same from the result."""
+        """Gathers the values of N tokens from all ranks: [n, ...] -> [N, ...]. `owner` [N] is the rank of each token; a
+        rank's values are in token order. Differentiable; all ranks must compute the same from the result."""
         counts = owner.bincount(minlength=self.size)
         most = int(counts.max()) if len(owner) else 0
         padding = [0, 0] * (own.dim() - 1) + [0, most - len(own)]
@@ -122,7 +122,7 @@ def heads_ranks(config: Any, size: int, tensor: int = 1) -> int:
 
 
 def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Exchanges [size, ...] by all-to-all: sends part r to rank r, receives rank r's part at r; differentiable."""
+    """Exchanges [size, ...] by all-to-all: part r goes to rank r, and a part of rank r replaces it; differentiable."""
     exchanged: torch.Tensor = _Exchange.apply(parts, group)
     return exchanged
 

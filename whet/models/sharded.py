@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharded models: each process reads only its shards of the weights."""
+"""Loads sharded models: each process reads only its shards of the weights."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def fill(
     allow_pickle: bool = False,
 ) -> None:
     """Loads this rank's shards of the weights at `path` into a sharded `model` on `meta`. A value head starts at 0. A
-    new adapter is filled by `new_adapter`. With `has_new_head`, `new_head` fills the head of a reward model if the
+    new adapter starts with `new_adapter`. With `has_new_head`, the head of a reward model starts with `new_head` if the
     files lack it.  Raises: ModelError."""
     body = body_of(model)
     layers = adapted_layers(body)
@@ -82,7 +82,7 @@ def fill(
         found = f"{len(wrong)} weights cannot be read into {type(body).__name__}, first: {wrong[0]}"
         raise ModelError(f"{path}", found, "", "fetch the folder again, or name another one")
     if isinstance(model, ValueModel):
-        for name, _ in list(model.value_head.named_parameters()):  # of a pipeline the last stage has it
+        for name, _ in list(model.value_head.named_parameters()):  # in a pipeline only the last stage has the head
             _allocate(model.value_head, name, device)
     for name, layer in layers.items():
         first, second = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
@@ -111,7 +111,7 @@ def _allocate(module: nn.Module, name: str, device: torch.device) -> None:
 
 
 def like(weight: DTensor, own: torch.Tensor, shape: torch.Size) -> DTensor:
-    """Builds a tensor of this `shape`, sharded like `weight`, from this rank's `own` part."""
+    """Builds a tensor of the global `shape`, sharded like `weight`, from this rank's `own` part."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(own, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The support of a model. whet's own way runs it with whet's attention on packed rows and a block cache. The general
-way runs transformers' own forward over padded rows (`models.general`), for layers that mix tokens otherwise.
+"""Decides in which way whet runs a model. whet's own way uses whet's attention on packed rows and a block cache. The
+general way, for models with other layers, uses transformers' own forward over padded rows (`models.general`).
 
 A model runs in whet's own way if `_unsupported` finds nothing. To support a new kind of layers, extend whet's attention
 and caches first, then `LAYER_TYPES`, `ARGUMENTS` or `_unsupported`."""
@@ -32,24 +32,24 @@ log = logging.getLogger(__name__)
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name by which transformers' modules call whet's attention
 OF_ATTENTION = ("num_attention_heads", "max_position_embeddings")
 LAYER_TYPES = {"full_attention", "sliding_attention", LINEAR}
-# Arguments of attention that whet computes with, or that change nothing: it makes its masks itself.
+# Arguments of attention that whet supports, or may ignore, because it makes its masks itself.
 ARGUMENTS = {"scaling", "sliding_window", "softcap", "dropout", "attention_mask", "position_ids", "output_attentions"}
 ARGUMENTS |= {"s_aux", "is_causal", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 NAMED = {"position_bias": "a bias by position in attention"}
 NAMED |= {"indices": "sparse attention", "block_indices": "sparse attention"}
-# What the calls of attention do not show.
+# Unsupported parts that are not visible in the calls of attention, by type of model.
 BY_TYPE = {"mpt": "a bias by position in its mask", "modernbert-decoder": "windows counted from both sides"}
-ENOUGH = 8  # calls of attention: the layers after them are like those before
-_FOUND: dict[tuple[type, str], str] = {}  # of models that this process has checked
+ENOUGH = 8  # calls of attention to check: later layers repeat the kinds of earlier layers
+_FOUND: dict[tuple[type, str], str] = {}  # by model: the result of `lack_of`
 
 
 @dataclass(frozen=True)
 class Support:
-    """The way in which whet runs a model, and the properties of this way."""
+    """The way in which whet runs a model (its own or the general way), and the properties of this way."""
 
-    lacks: str = ""  # the part of the model that the own way does not have; empty where it has all of them
-    pads_left: bool = True  # padding on the left changes nothing: rows of any lengths are sampled together, by a mask
-    caches: bool = True  # transformers' cache is exact, so that a token is computed once
+    lacks: str = ""  # the part of the model that whet's own way does not support; "" if it supports all parts
+    pads_left: bool = True  # masked padding on the left changes no row, so rows of any lengths are sampled together
+    caches: bool = True  # transformers' cache is exact, so that each token is computed once
 
     @property
     def is_own(self) -> bool:
@@ -58,7 +58,7 @@ class Support:
 
 
 def support_of(model: Any) -> Support:
-    """Returns how whet runs a model from `load_policy` and similar functions."""
+    """Returns the way in which whet runs a model that `load_policy` or a similar function loaded."""
     found = getattr(body_of(model), "support", None)
     return found if isinstance(found, Support) else Support()
 
@@ -77,7 +77,7 @@ def lack_of(model: Any, path: str | Path) -> str:
         raise ModelError(f"{path}", found, "a causal language model", "choose another model (docs/models.md)")
     if {*(config.to_dict().get("layer_types") or ())} == {LINEAR}:
         found = f"is a {type(model).__name__} with linear attention in all its layers"
-        expected = "a layer with keys and values among them, by which caches count tokens"
+        expected = "at least one layer with keys and values, because caches count tokens by it"
         raise ModelError(f"{path}", found, expected, "choose another model (docs/models.md)")
     kind = (type(model), config.to_json_string())
     if kind not in _FOUND:
@@ -96,7 +96,7 @@ def _unsupported(model: Any, config: Any) -> Iterator[str]:
     if others := sorted(types - LAYER_TYPES):
         yield f"layers of the type {' and '.join(others)}"
     if values.get("num_kv_shared_layers"):
-        yield f"{values['num_kv_shared_layers']} layers that take over the keys and values of others"
+        yield f"{values['num_kv_shared_layers']} layers that use the keys and values of other layers"
     decoder = model.get_decoder()
     stacks = [(name, child) for name, child in decoder.named_children() if isinstance(child, nn.ModuleList)]
     parts = [(f"{stack}.{name}", part) for stack, layers in stacks for name, part in layers.named_modules()]
@@ -125,7 +125,7 @@ class _EnoughError(Exception):
 
 
 def _unsupported_calls(decoder: Any, config: Any) -> Iterator[str]:
-    """Runs a token through the model, as shapes without values. Yields reasons why attention does not fit a cache."""
+    """Runs a token through the model with fake tensors. Yields reasons why calls of attention do not fit a cache."""
     calls, is_counted = list[tuple[int, torch.Size, torch.Size, torch.Size]](), False
 
     def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Scores) -> torch.Tensor:
@@ -135,7 +135,7 @@ def _unsupported_calls(decoder: Any, config: Any) -> Iterator[str]:
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
     tensors, mode = [*decoder.named_parameters(), *decoder.named_buffers()], FakeTensorMode(allow_non_fake_inputs=True)
-    empty = {name: torch.empty_like(each, device="meta") for name, each in tensors}  # the mode would refer to weights
+    empty = {name: torch.empty_like(each, device="meta") for name, each in tensors}  # else the mode keeps the weights
     with torch.no_grad(), mode, torch.device("cpu"), _silent(logging.getLogger("torch._subclasses.fake_tensor")):
         fakes: dict[str, torch.Tensor] = {
             name: FakeTensor(mode, shape, torch.device("cpu")) for name, shape in empty.items()
@@ -146,7 +146,7 @@ def _unsupported_calls(decoder: Any, config: Any) -> Iterator[str]:
             with suppress(_EnoughError):
                 functional_call(decoder, fakes, kwargs={**at, "use_cache": False, "paged": paged})
             is_counted = True
-        except Exception as error:  # a model's own code
+        except Exception as error:  # the code of a model may raise anything
             log.debug("the calls of attention could not be counted: %r", error)
     pages = {number: each for number, each in enumerate(layer_caches(config)) if isinstance(each, Pages)}
     for layer, query, key, value in calls:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of sandboxes: untrusted programs, the limits of a run and how it ends; and the sandboxes of this process
-by name."""
+"""The contract of sandboxes: untrusted programs, the limits of a run, and its result. `open_sandbox` opens a sandbox by
+name."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Limits:
     """The limits of one run of a program, including all processes that it starts."""
 
     seconds: float = 10.0  # wall-clock time
-    cpu_seconds: float = 10.0  # of each process
-    memory_bytes: int = 512 * 2**20  # of each process, and of all together with the scratch folder
+    cpu_seconds: float = 10.0  # for each process
+    memory_bytes: int = 512 * 2**20  # for each process; also for all processes and the scratch folder together
     output_bytes: int = 2**20  # standard output and error together
-    processes: int = 32  # threads count
+    processes: int = 32  # threads count as processes
     open_files: int = 64
-    file_bytes: int = 16 * 2**20  # of one file
+    file_bytes: int = 16 * 2**20  # for each file
     scratch_bytes: int = 64 * 2**20
     scratch_files: int = 4096
 
@@ -41,23 +41,23 @@ COMPILING = Limits(seconds=30.0, cpu_seconds=30.0, memory_bytes=2**30, file_byte
 
 @dataclass(frozen=True)
 class Job:
-    """A job to run: a command line, or Python code for an interpreter that has common modules loaded."""
+    """A job to run: a command line `argv`, or Python `code` for an interpreter that has common modules loaded."""
 
     argv: Sequence[str] = ()
     code: str = ""
     stdin: bytes = b""
     files: Mapping[str, bytes] = field(default_factory=dict)  # by path in the scratch folder
-    collect: Sequence[str] = ()  # names of files in the scratch folder to give back
+    collect: Sequence[str] = ()  # names of files in the scratch folder to return
     limits: Limits = Limits()
 
 
 @dataclass(frozen=True)
 class Ran:
     """The result of a run. `end` is "ok" for exit code 0, "failed" for another code, "compile" if the program does not
-    compile, else the limit that ended it."""
+    compile, else the limit that ended the run."""
 
     end: End
-    code: int  # exit code, minus the signal for a killed program
+    code: int  # exit code; for a killed program minus the number of the signal
     stdout: bytes
     stderr: bytes
     seconds: float
@@ -66,7 +66,7 @@ class Ran:
 
 
 def until_late(run: Callable[[bytes], Ran], inputs: Sequence[bytes]) -> list[Ran]:
-    """Runs a program for each input. After a timeout it is not run again: the other inputs get the same end."""
+    """Runs a program for each input. After a timeout it is not run again: the remaining inputs get the same result."""
     runs: list[Ran] = []
     for given in inputs:
         runs.append(runs[-1] if runs and runs[-1].end == "timeout" else run(given))
@@ -80,7 +80,7 @@ class Language:
     file: str
     run: Sequence[str]
     compile: Sequence[str] = ()
-    compiled: str = ""  # the file that compiling makes
+    compiled: str = ""  # the file that the compiler writes
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Program:
     compiling: Limits = COMPILING
     files: Mapping[str, bytes] = field(default_factory=dict)
     collect: Sequence[str] = ()
-    command: Language | None = None  # in place of that of `languages`
+    command: Language | None = None  # replaces the commands of the sandbox's `languages`
 
 
 class Sandbox(Protocol):
@@ -138,6 +138,6 @@ def _read(text: str) -> dict[str, Language]:
         try:
             found[name] = Language(**given)
         except TypeError as error:
-            expected = "file, run, and compile with compiled where it is compiled"
+            expected = "the fields file and run; for a compiled language also compile and compiled"
             raise SandboxError(f"languages.{name}", given, expected) from error
     return found

@@ -51,12 +51,12 @@ class RewardFunction:
 
     @property
     def takes_batch(self) -> bool:
-        """Tells whether one call scores all items. They then fail together."""
+        """Tells whether one call of the function scores all items. If it fails, all items fail."""
         return self._form.takes_batch
 
     @property
     def is_concurrent(self) -> bool:
-        """Tells whether this is an async function of one response. Several `score_one` calls may then run at a time."""
+        """Tells whether this is an async function of one response: several `score_one` calls may then run at a time."""
         call = self._function if inspect.isroutine(self._function) else type(self._function).__call__
         return not self.takes_batch and any(map(inspect.iscoroutinefunction, (self._function, call)))
 
@@ -68,7 +68,7 @@ class RewardFunction:
         return [outcome for call in calls for outcome in score(call)]
 
     def _score_logged(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        """Calls a function that takes logging functions.  Returns the outcomes."""
+        """Calls a function that takes TRL's logging functions.  Returns outcomes with the logged values."""
         logged, numbers = [dict[str, Any]() for _ in items], defaultdict[str, list[float]](list)
         logs = {
             "log_extra": partial(_log_extra, logged),
@@ -87,7 +87,7 @@ class RewardFunction:
             rows = self._form.split_rows(raw, len(items)) if self.takes_batch else [raw]
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # a user's code may raise anything, SystemExit included
+        except BaseException as error:  # user code may raise anything, also SystemExit
             return [self._failure(error)] * len(items)
         return [self._read(row, item) for row, item in zip(rows, items, strict=True)]
 
@@ -145,8 +145,8 @@ def adapt(
     runner: asyncio.Runner | None = None,
 ) -> RewardFunction:
     """Returns a RewardFunction that calls `function`, of any form, with `kwargs` on every call. With `manager='batch'`
-    the function must take all responses at once; with any other manager, one response. `runner` runs an async method on
-    a batch of one row, as in verl's newer managers.
+    the function must take all responses at once; with any other manager, one response. `runner` is the event loop of an
+    async method that takes a batch of one row, as in verl's newer managers.
 
     Raises: RewardError for a signature of no known form, a parameter without a value, an option not in the signature.
     """
@@ -169,7 +169,7 @@ def adapt(
 
 
 def stand_ins() -> AbstractContextManager[None]:
-    """Makes modules of other systems importable in the block, for reward files, if a plugin has `foreign_imports`."""
+    """Lets reward files in the block import modules of other systems (verl, ...), if a plugin has `foreign_imports`."""
     offered = PARTS.shipped.get("foreign_imports")
     return nullcontext() if offered is None else offered.load()()
 
@@ -181,15 +181,15 @@ def split_calls(items: Sequence[RewardItem], *, takes_batch: bool) -> list[Seque
 
 @dataclass(frozen=True)
 class _Form:
-    """The form of a function: the parameters of each call, and the item values that they get."""
+    """The form of a function: the parameters of a call, and the functions that compute their values from the items."""
 
-    values: Mapping[str, Callable[[RewardItem], Any]]  # by parameter; a list of them where the function takes a batch
+    values: Mapping[str, Callable[[RewardItem], Any]]  # by parameter, from one item; with `takes_batch` as a list
     takes_batch: bool
-    whole: Mapping[str, Callable[[Sequence[RewardItem]], Any]] = field(default_factory=dict)  # of all items together
+    whole: Mapping[str, Callable[[Sequence[RewardItem]], Any]] = field(default_factory=dict)  # from all items together
     split_rows: Callable[[object, int], list[object]] = split_rows
     columns: Collection[str] = ()  # required parameters that are fields of the rows
-    more_columns: Collection[str] | None = ()  # passed where a row has such a field; None: all fields
-    logs: Collection[str] = ()  # of _LOGS, those that it takes
+    more_columns: Collection[str] | None = ()  # optional fields, passed if a row has them; None: all fields
+    logs: Collection[str] = ()  # the names in _LOGS that the function has as parameters
 
     def arguments(self, items: Sequence[RewardItem]) -> dict[str, Any]:
         """Returns the keyword arguments of a call for these items. Unless `takes_batch`, there is one item."""
@@ -207,7 +207,7 @@ class _Form:
 def _log_extra(logged: Sequence[dict[str, Any]], column: str, values: Any) -> None:
     """Adds a column to TRL's table of completions. `values` has a value for each completion."""
     for row, found in zip(logged, split_rows({column: values}, len(logged)), strict=True):
-        value = found.get(column, values)  # one for all, where it is no list
+        value = found.get(column, values)  # the same value for all rows, if `values` is no list
         number = as_number(value)
         is_number = number is not None and isfinite(number)
         row[column] = number if is_number else value if isinstance(value, str | None) else str(value)
@@ -231,13 +231,13 @@ _FIELDS: dict[str, Callable[[RewardItem], Any]] = {
     "conversation": _conversation,
 }
 _ANSWERS = ("ground_truth", "answer", "solution")  # TRL's names of the ground truth, unless the row has the field
-_LOGS = ("log_extra", "log_metric")  # TRL's functions for what is reported beside the scores
-_OF_TRAINER = {"trainer_state", "environments", *_LOGS}  # of TRL's trainer, the first two without a counterpart
-_RESPONSE_FIELDS = {"solution_str", "predict", "predict_str", "trajectory", "conversation"}  # it takes one of them
+_LOGS = ("log_extra", "log_metric")  # TRL's functions that report values beside the scores
+_OF_TRAINER = {"trainer_state", "environments", *_LOGS}  # from TRL's trainer; whet passes none of the first two
+_RESPONSE_FIELDS = {"solution_str", "predict", "predict_str", "trajectory", "conversation"}  # a function takes one
 _COMMON_FIELDS = {"data_source", "solution_str", "ground_truth", "extra_info"}  # passed as **kwargs
 
-# The forms whose first parameter holds everything, by its usual name. Annotations are read as text: they may name
-# classes that are imported for type checkers only.
+# The forms whose first parameter has all values, by its usual name; they are recognised by its annotation. Annotations
+# are read as text: they may name classes that are imported for type checkers only.
 _DICT = r"([\w.]+\.)?(dict|Dict|Mapping|MutableMapping)\b"
 _WHOLE = {
     "data": re.compile(r".*\bDataProto\b", re.DOTALL),
@@ -245,15 +245,15 @@ _WHOLE = {
     "reward_input": re.compile(_DICT),
 }
 
-# The annotation that the REWARD_TYPE of a module of EasyR1 stands for.
+# The annotation that corresponds to each REWARD_TYPE of an EasyR1 module.
 _EASYR1: Mapping[Any, str] = {"batch": "list[dict]", "sequential": "dict"}
 
 
 def _recognise(
     parameters: Sequence[inspect.Parameter], *, takes_batch: bool, options: Collection[str], annotation: str | None
 ) -> _Form | None:
-    """Finds the form of a signature. `takes_batch` decides if both fit, as with `**kwargs`. `annotation` replaces the
-    first parameter's annotation, unless that is DataProto."""
+    """Finds the form of a signature. If it fits one response and a batch, as with `**kwargs`, `takes_batch` decides.
+    `annotation` replaces the annotation of the first parameter, unless that is DataProto."""
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     common = _COMMON_FIELDS if any(p.kind is p.VAR_KEYWORD for p in parameters) else set()
     names = {p.name for p in named}
@@ -277,7 +277,7 @@ def _recognise(
 
 
 def _recognise_whole(name: str, annotation: str, names: Collection[str]) -> _Form | None:
-    """Finds the form of a function whose first parameter holds all values: dict, list of dicts, or DataProto."""
+    """Finds the form of a function whose first parameter has all values: a dict, a list of dicts, or a DataProto."""
     form = next((usual for usual, pattern in _WHOLE.items() if pattern.match(annotation)), name)
     if form == "data":
         make_batch, split_batch_rows = PARTS["data_proto"].load()()
@@ -288,7 +288,7 @@ def _recognise_whole(name: str, annotation: str, names: Collection[str]) -> _For
 
 def _recognise_trl(named: Sequence[inspect.Parameter], *, has_keywords: bool, options: Collection[str]) -> _Form:
     """Finds TRL's form. Completions and prompts are lists of messages if annotated as dicts, texts if annotated as str;
-    otherwise they follow the data's prompts. A parameter that is not in `options` is a field of the rows."""
+    without annotation they have the form of the data's prompts. Parameters not in `options` are fields of the rows."""
     annotation = next((_annotation_text(p) for p in named if p.name == "completions"), "")
     as_chat = True if re.search("dict", annotation, re.IGNORECASE) else False if "str" in annotation else None
 
@@ -297,7 +297,7 @@ def _recognise_trl(named: Sequence[inspect.Parameter], *, has_keywords: bool, op
         found = _trajectory(item)
         messages = list(found["messages"])
         while found.get("limit", "") in (None, "environment") and messages and messages[-1]["role"] != "assistant":
-            messages.pop()  # what the environment said at the end
+            messages.pop()  # messages of the environment after the last turn
         return messages if is_chat else item.solution_str
 
     def prompt(item: RewardItem) -> Any:
@@ -314,7 +314,7 @@ def _recognise_trl(named: Sequence[inspect.Parameter], *, has_keywords: bool, op
 
 
 def _split_scored(raw: object, count: int) -> list[object]:
-    """Splits like `split_rows`. Replaces None, the result of a row that the function does not score, by NOT_SCORED."""
+    """Splits like `split_rows`, and replaces None by NOT_SCORED: TRL's functions return None for rows they skip."""
     return [NOT_SCORED if row is None else row for row in split_rows(raw, count)]
 
 
@@ -370,5 +370,5 @@ def _annotation_text(parameter: inspect.Parameter) -> str:
 
 
 def show(function: Callable[..., Any]) -> str:
-    """The name and the signature of a function."""
+    """Formats the name and the signature of a function, for errors."""
     return f"{getattr(function, '__qualname__', type(function).__qualname__)}{inspect.signature(function)}"

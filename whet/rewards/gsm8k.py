@@ -17,8 +17,8 @@ _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}.])[-\u2212])?\$?(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
 _MARK = "####"
-# The last number of 1/2, 10^6, 2**3, x_2, 1e6, \frac{1}{2} and \sqrt{5} is part of an expression. After the mark a
-# number must be alone, not as in "5 or 6", "3-5" and "5, 6".
+# The last number of 1/2, 10^6, 2**3, x_2, 1e6, \frac{1}{2} and \sqrt{5} is part of an expression. After `####` there
+# must be one number only, not several as in "5 or 6", "3-5" and "5, 6".
 _PART_OF = re.compile(r"(?:\w_|\w\s*\^|[\d)}\]](?:\s*/|\*\*|\s\*\*\s)|\}\s*\{|\\sqrt|\d[eE]\+?)\s*[({]*\s*$")
 _GOES_ON = re.compile(r"\s*\^|[ \t]*(?:[-+*/×÷:,\u2013]|or|and|to|[eE])[ \t]*[-+$({\\]*\s*\d")
 
@@ -36,9 +36,9 @@ def compute_score(
 
     `strict` reads the number after the last `####`, `flexible` the last number, both in the text after the last
     `</think>`. Commas, `$` and a trailing dot do not matter, and 72.0 equals 72. A number inside a fraction, power or
-    root does not count, nor the first of several after `####`, nor a number in a repeated prompt. `ground_truth` is the
-    number, or a solution as published, which ends in `#### n`. `pred` is the number found.  Raises: ValueError for a
-    ground truth without a number, and for an unknown method."""
+    root does not count, nor does the first of several numbers after `####`, nor a number in a copy of the prompt.
+    `ground_truth` is the number, or a published solution, which ends in `#### n`. `pred` is the number found.
+    Raises: ValueError for a ground truth without a number, and for an unknown method."""
     if method not in ("flexible", "strict"):
         raise ConfigError("method", method, "'flexible' or 'strict'")
     truth = read_truth(ground_truth)
@@ -64,8 +64,8 @@ def _number_after_mark(text: str) -> Decimal | None:
 
 
 def last_number(text: str, prompt: str = "") -> Decimal | None:
-    """Returns the last number of a text. None if there is none, or if it is part of a fraction, power or root, or of
-    the repeated prompt."""
+    """Returns the last number of a text. None if there is no number, or if the last number is part of a fraction, power
+    or root, or of a copy of the prompt."""
     matches = list(_NUMBER.finditer(text))
     if not matches:
         return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Competition mathematics: the answer is an expression, correct if mathematically equal to the ground truth.
 
-Expressions in running text are extracted whole: from "is 2/3" comes 2/3, not 3. Other rewards in this file use the
-verdict of `math` as +1 and -1, or add the format to it, or use math-verify alone."""
+Expressions in running text are extracted whole: from "is 2/3" comes 2/3, not 3. The other rewards in this file return
+the result of `math` as +1 and -1, or add a reward for the format, or use math-verify alone."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from whet.rewards.math_tex import WORDS
 from whet.rewards.result import after_thought, is_repeated
 from whet.rewards.shaping import has_format
 
-# math-verify's own deadline uses SIGALRM, which works in the main thread only; the reward pool has its own. Without its
-# deadline math-verify warns on first use, unless this flag says that it already warned.
+# math-verify's own deadline uses SIGALRM, which works in the main thread only; here the reward pool's deadline is used.
+# Without its own deadline math-verify warns on first use, unless this flag says that it already warned.
 math_verify.parser.TIMEOUT_WARNING_SHOWN = True
 MAX_DEPTH, MAX_DIGITS = 10, 1_000_000  # with deeper brackets or longer numbers, parsing or comparing may never end
 _BRACES = re.compile(r"(?P<box>\\f?box(?:ed)?\s*\{)|\\\\|\\[{}]|[{}]")
@@ -78,8 +78,8 @@ def compute_score(
     The answer is searched in the text after the last `</think>`: the last closed `\\boxed{}` or `\\fbox{}`, else the
     content of the last `<answer>` tag or the text after the last "answer is" or "answer:", else the last expression,
     unless it belongs to a repeated prompt. An expression is read whole: "2/3" is not 3, and "5 or 6" is the set of
-    both. Adjacent boxes are joined where the truth has several values. Both are normalised first (docs/rewards.md has
-    the list). `ground_truth` may be boxed; a list of texts, also as JSON, has truths of which one is enough
+    both. Adjacent boxes are joined if the truth has several values. Answer and truth are normalised first (list in
+    docs/rewards.md). `ground_truth` may be boxed; of a list of texts, also as JSON, the answer must equal any one
     (Skywork-OR1's data). `pred` is the answer's `vote`."""
     if truths := _truths(ground_truth):
         found = [compute_score(solution_str, each, prompt_str) for each in truths]
@@ -107,8 +107,8 @@ def by_math_verify(solution_str: str, ground_truth: str | int | float) -> dict[s
     `math_verify`: the boxed truth read as LaTeX, the response as an expression or LaTeX, six decimal places.
 
     `math` is stricter, and reads more notations. `pred` comes from `math`."""
-    seconds = 5 if threading.current_thread() is threading.main_thread() else None  # it needs signals
-    math_verify.grader.TIMEOUT_WARNING_SHOWN = True  # without a deadline it would say so
+    seconds = 5 if threading.current_thread() is threading.main_thread() else None  # the deadline needs signals
+    math_verify.grader.TIMEOUT_WARNING_SHOWN = True  # else it warns if there is no deadline
     truth = parse(rf"\boxed{{{ground_truth}}}", [LatexExtractionConfig()], parsing_timeout=seconds)
     found = parse(solution_str, [ExprExtractionConfig(), LatexExtractionConfig()], parsing_timeout=seconds)
     correct = bool(truth) and math_verify.verify(truth, found, float_rounding=6, timeout_seconds=seconds)
@@ -140,7 +140,7 @@ def geo3k(
 ) -> dict[str, float | str | None]:
     """(1 - format_weight) * accuracy + format_weight * format: the accuracy of `math`, the format of `format`.
 
-    The part is `format`; `pred` is from `math`. `geo3k` needs a `\\boxed{}` after the thought, `r1v` an `<answer>`.
+    The result has the part `format`. `geo3k` requires a `\\boxed{}` after the thought, `r1v` an `<answer>`.
     """
     found = compute_score(solution_str, ground_truth, prompt_str)
     correct, shaped = float(found["reward"] == 1.0), float(has_format(solution_str, style))
@@ -151,7 +151,7 @@ def geo3k(
 def extract_answer(text: str, truth: str = "", prompt: str = "") -> str | None:
     """Returns the answer as written, without its box; None if the text has none.
 
-    Adjacent boxes are one answer where the truth has several values and the last box has one."""
+    Adjacent boxes are one answer if the truth has several values and the last box has one value."""
     text = re.sub(r"(?<=[a-z])\$\^\{?([23])\}?\$", r"^\1", after_thought(text))  # "5 cm$^2$"
     box = extract_boxes(text)
     if box is not None:
@@ -176,8 +176,8 @@ def extract_answer(text: str, truth: str = "", prompt: str = "") -> str | None:
 
 
 def _stated(text: str, end: int, truth: str) -> str:
-    """Returns the answer in the sentence up to `end`, after "answer is". It is the first expression, unless the
-    sentence continues with that expression's value: "The largest $n$ is 34"."""
+    """Returns the answer in a sentence, the text up to `end`, that follows "answer is". It is the first expression, or
+    if the sentence then gives the value of this expression, the value: 34 in "The largest $n$ is 34"."""
     because = _BECAUSE.search(text, 0, end)
     last = because.start() if because else end
     found = list(find_expressions(text))
@@ -258,8 +258,8 @@ def _is_same(answer: str, truth: str) -> bool:
 
 
 def _may_be_number(answer: str, key: str, truth: Decimal) -> bool:
-    """Tells whether an answer that is not a plain number may have the value `truth`: 42.0 cm, 84/2, x = 42, but not the
-    question again (17 + 25), an equation of other numbers (43 = 42), or a list (42, 42)."""
+    """Tells whether an answer that is not a plain number may have the value `truth`. For 42 these are 42.0 cm, 84/2 and
+    x = 42, but not the question again (17 + 25), an equation of other numbers (43 = 42), or a list (42, 42)."""
     sides = [key_of(normalise(side)) for side in _SIDES.split(answer) if side.strip()]
     numbers = [found for side in sides if (found := number(side)) is not None] if len(sides) > 1 else []
     if numbers:
@@ -273,10 +273,10 @@ def _may_be_number(answer: str, key: str, truth: Decimal) -> bool:
 
 
 def vote(answer: str) -> str:
-    """Returns the key under which a majority vote counts an answer: a number by its value, without words such as
-    "apples", any other answer by its text without layout commands.
+    """Returns the key under which a majority vote counts an answer. For a number this is its value, without words such
+    as "apples"; for any other answer its text without layout commands.
 
-    Parsing could unite more answers, but a vote must not depend on how a parser fails."""
+    Parsing could unite more answers, but a vote must not depend on a failure of the parser."""
     found = read(answer)
     is_number = not found.unit and found.condition is None and number(found.text) is not None
     return key_of(found.text if is_number else normalise(answer))
@@ -300,8 +300,8 @@ def _parse(text: str) -> Expression | None:
 
 
 class TwoStageParser(latex2sympy2.PSParser):  # type: ignore[misc]
-    """latex2sympy2's parser, first with SLL prediction, which is cheaper and gives the same tree as LL or a syntax
-    error; after an error with LL.  Source: https://www.antlr.org/papers/allstar-techreport.pdf"""
+    """latex2sympy2's parser in two stages: first SLL prediction, which is cheaper and gives the tree of LL or a syntax
+    error; after an error LL prediction.  Source: https://www.antlr.org/papers/allstar-techreport.pdf"""
 
     def math(self) -> Any:
         """Parses the whole text to a syntax tree.  Raises: Exception for a syntax error."""
@@ -316,11 +316,11 @@ class TwoStageParser(latex2sympy2.PSParser):  # type: ignore[misc]
             return super().math()
 
 
-latex2sympy2.PSParser = TwoStageParser  # the name that it looks up for each text
+latex2sympy2.PSParser = TwoStageParser  # latex2sympy2 looks up this name for each text
 
 
 def _is_feasible(expression: Expression) -> bool:
-    """Tells whether the numbers have at most `MAX_DIGITS` digits, and there is no sum, product, integral or limit."""
+    """Tells whether evaluation surely ends: at most `MAX_DIGITS` digits, and no sum, product, integral or limit."""
     for node in sympy.postorder_traversal(expression):
         if isinstance(node, (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)):
             return False
@@ -328,7 +328,7 @@ def _is_feasible(expression: Expression) -> bool:
             # Inner nodes come first, so the arguments of this one are small enough to evaluate.
             try:
                 digits = (abs(node.args[-1]) * sympy.log(abs(node.args[0]) + 2, 10)).evalf(5)
-            except TypeError:  # of a matrix
+            except TypeError:  # raised for a matrix
                 return False
             if digits.is_comparable and digits > MAX_DIGITS:
                 return False
@@ -364,7 +364,7 @@ _EXCLAIMED = re.compile(r"[\d.,$]+!+")  # math-verify also reads the "!" as punc
 
 def find_expressions(text: str) -> Iterator[tuple[int, str]]:
     """Yields (position, expression) for each expression of a text."""
-    held: tuple[int, str] | None = None  # perhaps the first number of arithmetic in words
+    held: tuple[int, str] | None = None  # may be the first number of arithmetic in words
     for token in _TOKEN.finditer(text):
         run = token["run"]
         found = _trim(run.strip()) if run and _MATHS.search(run) else ""
@@ -383,7 +383,7 @@ def find_expressions(text: str) -> Iterator[tuple[int, str]]:
 
 def last_expression(text: str) -> str | None:
     """Returns the last expression of a text; None if it has none."""
-    for size in (MAX_CHARS, 8 * MAX_CHARS):  # it is nearly always in the last lines
+    for size in (MAX_CHARS, 8 * MAX_CHARS):  # the last expression is nearly always in the last lines
         if len(text) > size and (found := list(find_expressions(text[-size:].partition("\n")[2]))):
             return found[-1][1]
     return next((found for _, found in reversed(list(find_expressions(text)))), None)
@@ -395,7 +395,7 @@ def open_brackets(text: str) -> list[int]:
 
 
 def _first_word(text: str, last: int) -> int | None:
-    """Finds the start of arithmetic in words whose last number is at `last`; None if there is none."""
+    """Finds the start of arithmetic in words ("a third of 9") whose last number is at `last`; None if there is none."""
     words = text[max(0, last - 24) : last].split()
     while words and words[-1] in _DETERMINERS:
         words.pop()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Reads an answer for `math`: separates its mathematics from a unit, a condition, and words before it; and compares
-expressions parsed by math-verify, with exact numbers, and with notations that parsing loses.
+r"""Reads an answer for `math`: separates its mathematics from a unit, a condition, and words before it. Also compares
+expressions parsed by math-verify, with exact numbers, and compares notations that parsing loses.
 
-`\text{The answer is } 60\text{ km/h}` is 60, of km/h, as is `60 kilometers per hour`; `x = 2\pi k \quad (k \in
-\mathbb{Z})` is `x = 2\pi k`. math-verify rounds numbers to six places, so all tiny numbers are equal to it, and it
-reads neither the base of a number nor the difference of a set and a tuple. Its grader is loaded a second time here:
-other users get it unchanged."""
+`\text{The answer is } 60\text{ km/h}` and `60 kilometers per hour` are read as 60 with the unit km/h, and `x = 2\pi k
+\quad (k \in \mathbb{Z})` as `x = 2\pi k`. math-verify rounds numbers to six places, so that all tiny numbers are equal,
+and ignores the base of a number and the difference between a set and a tuple. Its grader is loaded a second time here
+and changed; other users of math-verify get the unchanged grader."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sympy.core.function import AppliedUndef
 from whet.rewards.math_tex import WORDS, clean
 from whet.rewards.result import number_text
 
-MAX_CHARS = 500  # of an expression; a longer one is no answer
+MAX_CHARS = 500  # of an expression; a longer expression is no answer
 NORMALISATIONS = tuple((re.compile(pattern), written) for pattern, written in WORDS["normalisations"].items())
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|-?\.\d+")
 _LAYOUT = re.compile(
@@ -46,12 +46,12 @@ WHOLE = r"\in\mathbb{Z}"
 
 
 class Reading(NamedTuple):
-    """An answer in the form that is compared. `text` is its mathematics without unit and condition. `condition` is a
-    name and the condition on it. `is_remark` means that it ends with a text that is no unit."""
+    """An answer, prepared for comparison. `text` is its mathematics without unit and condition. `condition` is a name
+    and the condition on it (`k`, `\\in\\mathbb{Z}`). `is_remark`: the answer ends with a text that is no unit."""
 
     text: str
     unit: frozenset[tuple[str, int]]
-    is_sure: bool  # False where the unit may be variables: `5m`
+    is_sure: bool  # False if the letters of the unit may be variables: `5m`
     condition: tuple[str, str] | None
     is_remark: bool
 
@@ -89,7 +89,7 @@ def normalise(text: str) -> str:
 
 
 def key_of(text: str) -> str:
-    """Returns the value of a number, or any other text without its layout."""
+    """Returns the key of an answer: for a number its value as text, for any other text the text without its layout."""
     if _NUMBER.fullmatch(text):
         return number_text(Decimal(text.replace(",", "")))
     return _LAYOUT.sub("", text)
@@ -101,8 +101,8 @@ def number(key: str) -> Decimal | None:
 
 
 def renamed(one: Reading, other: Reading) -> str | None:
-    """Renames the variable in the condition of `one` to the name in `other`, and returns the text. None if the
-    conditions differ. A missing condition equals the condition that a name is a whole number."""
+    """Returns the text of `one`, with the variable of its condition renamed to the variable of `other`. None if the
+    conditions differ. A missing condition equals the condition that a variable is a whole number."""
     if one.condition is None or other.condition is None:
         said = one.condition or other.condition
         return one.text if said is None or said[1] == WHOLE else None
@@ -126,7 +126,7 @@ def _split_condition(text: str) -> tuple[str, tuple[str, str] | None]:
 
 
 def _without_words_before(text: str) -> str:
-    """`text` without "The answer is" and similar words before it, and taken out of a \\text{} that holds all of it."""
+    """Removes "The answer is" and similar words at the start of a text, and a \\text{} around the whole text."""
     text = re.sub(r"^(?:\\(?:approx|Rightarrow|implies|to)(?![a-zA-Z])\s?)+", "", text)
     if whole := re.fullmatch(r"\\text\{((?:[^{}]|\^\{[^{}]*\})*)\}(\^\{\d\})?", text):
         text = whole[1] + (whole[2] or "")
@@ -144,7 +144,7 @@ def _without_words_before(text: str) -> str:
 
 _TABLE = WORDS["units"]
 _SPELT, _POWERS, _SCALES = _TABLE["spelt"], _TABLE["powers"], _TABLE["scales"]
-_LONE = "msghLlNJWVKA"  # letters that are units where they stand alone behind a number
+_LONE = "msghLlNJWVKA"  # letters that are units if they stand alone after a number
 # What makes a text a remark or another answer: "42 \text{ is wrong}".
 _REMARK = re.compile(
     r"(?i)[,;:?!不或]|(?<![a-z])\(|(?<![\^{-])\d|\b(?:not?|nor|or|and|but|is|was|wrong|maybe|dozens?|factorial|times|plus|minus"
@@ -174,8 +174,8 @@ UNITS = _table()
 
 
 class Amount(NamedTuple):
-    """An answer without its unit: base units with powers, empty for words such as "apples". `scale` is the power of ten
-    of "million", `is_sure` is False for letters that may be variables: `5m`."""
+    """An answer, split into text and unit. The unit has base units with powers; it is empty for words like "apples".
+    `scale` is the power of ten of "million"; `is_sure` is False for letters that may be variables: `5m`."""
 
     text: str
     unit: frozenset[tuple[str, int]] = frozenset()
@@ -184,7 +184,7 @@ class Amount(NamedTuple):
 
 
 def split_unit(text: str) -> Amount | None:
-    """Splits off the unit of an answer, as `math_tex.clean` returns it; None if a remark follows instead."""
+    """Splits the unit from an answer that `math_tex.clean` returned; None if a remark follows instead of a unit."""
     for start in [each.start() for each in _START.finditer(text)]:
         head, tail = text[:start].rstrip(" ~\\,;-"), text[start:]
         is_whole = head.count("{") == head.count("}") and head.strip("-+ ") and r"\text" not in head
@@ -253,19 +253,19 @@ def _read(words: list[str]) -> tuple[frozenset[tuple[str, int]], int]:
             found.update(dict(last)) if sign > 0 else found.subtract({name: -size for name, size in last})
             sign = power = 1
         elif word not in ("a", "an", "of", "the", "each"):
-            break  # "5 miles away", and what no unit is: "5 apples"
+            break  # the rest is no unit: "5 miles away", "5 apples"
     return frozenset((name, size) for name, size in found.items() if size), scale
 
 
 Expression: TypeAlias = sympy.Basic | sympy.MatrixBase
-NUMBERS = (sympy.Integer, sympy.Float, sympy.Number)  # kinds, the first that fits counts
+NUMBERS = (sympy.Integer, sympy.Float, sympy.Number)  # the kind of a number is the first that fits
 _spec = importlib.util.find_spec("math_verify.grader")
 assert _spec is not None and _spec.loader is not None
 _grader: Any = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_grader)
-_grader.TIMEOUT_WARNING_SHOWN = True  # without its deadline, which needs the main thread, it warns on first use
+_grader.TIMEOUT_WARNING_SHOWN = True  # without its deadline, which works in the main thread only, it warns on first use
 
-# Values of symbols, at random: three times positive, then of both signs; the first six are small, for towers of powers.
+# Random values of symbols: three points are positive, the others of both signs; six are small, for towers of powers.
 POINTS = [
     [
         sympy.Float((7 * row + 13 * place + 3) * 0.6180339887 % (1.6 if row < 6 else 12) + 0.1, 40)
@@ -274,7 +274,7 @@ POINTS = [
     ]
     for row in range(10)
 ]
-MIN_DIGITS, MAX_DIGITS = 6, 12  # of a decimal that stands for a number without a finite decimal
+MIN_DIGITS, MAX_DIGITS = 6, 12  # of a decimal that approximates a number without a finite decimal
 _BASE = re.compile(r"(?<![\w\\])(\d[\dA-Z]*)_\{?(\d+)\}?")
 _SET, _TUPLE = re.compile(r"\\\{.*\\\}"), re.compile(r"\([^()]*,[^()]*\)")
 _CLOCK = re.compile(r"0?((?:1?\d|2[0-4]):[0-5]\d)(?!\d)")
@@ -285,8 +285,8 @@ _OR = re.compile(r"\s?,?\s?(?:\\(?:text|mbox|mathrm)\s?\{\s?or\s?\}|(?<![a-zA-Z\
 
 
 def verify(truth: Expression, answer: Expression) -> bool:
-    """Tells whether math-verify finds two parsed expressions equal. `numbers_equal` and `identical` replace its own
-    comparisons. In both, `i` is the imaginary unit, and equal names are one symbol."""
+    """Tells whether math-verify finds two parsed expressions equal. `numbers_equal` and `identical` replace its
+    comparisons. In both expressions `i` is the imaginary unit, and equal names are the same symbol."""
     return bool(_grader.verify(*_united(truth, answer), timeout_seconds=None))
 
 
@@ -303,8 +303,8 @@ def _united(*expressions: Expression) -> list[Expression]:
 
 
 def identical(one: Expression, other: Expression) -> bool:
-    """Tells whether two expressions have the same value at all `POINTS` where both are real (at all points if they have
-    an imaginary unit). With too few such points, tests whether their difference simplifies to 0."""
+    """Tells whether two expressions have the same value at all `POINTS` where both are real (or at all `POINTS`, if one
+    has the imaginary unit). If these points are too few, tests whether the difference simplifies to 0."""
     is_plain = isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)
     both = sympy.Tuple(one, other) if is_plain else sympy.Tuple()
     symbols = [] if both.has(AppliedUndef) else sorted(both.free_symbols, key=str)
@@ -341,7 +341,7 @@ def numbers_equal(one: Expression, other: Expression, *_: object) -> bool:
             if exact[0] == exact[1] or (all(each.is_Rational for each in exact) and sympy.Float not in kinds):
                 return bool(exact[0] == exact[1])
         gap = (exact[0] - exact[1]).evalf(15)
-        # Digits of a difference that is 0, but not evidently, cannot be computed: it has a precision of one bit.
+        # If a difference is 0 but not simplified to 0, no digit of it can be computed: its precision is one bit.
         if gap == 0 or (gap.is_number and gap.is_finite and all(each._prec == 1 for each in gap.atoms(sympy.Float))):
             return True
         if kinds[0] == kinds[1] or sympy.Float not in kinds:
@@ -352,9 +352,9 @@ def numbers_equal(one: Expression, other: Expression, *_: object) -> bool:
 
 
 def solutions(*equation: Expression) -> Any:
-    """The solutions of an equation for its symbols. An equation without a solution, such as `AB = BA`, whose letters
-    commute for the parser, equals no other by its solutions.  Raises: ValueError then, which the grader takes as not
-    equal."""
+    """Solves an equation for its symbols.  Raises: ValueError without a solution; the grader then finds the equation
+    not equal. (`AB = BA` has none, because letters commute for the parser. Such equations must not equal each other.)
+    """
     found = sympy.solve(*equation)
     if not found:
         raise ValueError(f"{equation[0]} has no solutions to compare")
@@ -371,8 +371,8 @@ def _exact(expression: Expression) -> Expression:
 
 
 def _stands_for(decimal: Expression, value: Expression) -> bool:
-    """Tells whether `decimal` is `value` rounded or cut off at 6 to 12 digits and at least 6 places, for a `value`
-    without a finite decimal, like 1/3 and pi."""
+    """Tells whether `decimal` is `value`, rounded or truncated to 6 to 12 digits and at least 6 decimal places. False
+    for a `value` with a finite decimal: `value` must be like 1/3 and pi."""
     if value.is_Rational and not re.sub("[25]", "", "".join(map(str, sympy.factorint(value.q)))):
         return False
     number = Context(prec=MAX_DIGITS).divide(Decimal(decimal.p), Decimal(decimal.q)).normalize()
@@ -388,8 +388,8 @@ def _stands_for(decimal: Expression, value: Expression) -> bool:
 
 
 def differs(one: str, other: str) -> bool:
-    """Tells whether two answers, as keys of a vote, differ in notations that parsing loses: the bases of numbers
-    (`101_2`), braces for parentheses, primes, dots, or a time of the day, which is no quotient."""
+    """Tells whether two answers (keys from `key_of`) differ in notations that parsing loses: the base of a number
+    (`101_2`), braces or parentheses, primes, dots, or a time of day (`3:30`), which the parser reads as a quotient."""
     kinds = [(_SET.fullmatch(each) is not None, _TUPLE.fullmatch(each) is not None) for each in (one, other)]
     if any(r"\ldots" in each for each in (one, other)) or one.count("'") != other.count("'"):
         return True
@@ -399,8 +399,8 @@ def differs(one: str, other: str) -> bool:
 
 
 def as_interval(inequality: str) -> str | None:
-    r"""Returns the interval of an inequality or a chain, `(1, 2]` for `1 < x \le 2`, or the union of several joined by
-    "or"; None for any other text."""
+    r"""Returns the interval of an inequality: `(1, 2]` for `1 < x \le 2`. For inequalities joined by "or" returns the
+    union of their intervals; None for any other text."""
     found = [_interval(part) for part in _OR.split(inequality)]
     return " \\cup ".join(each for each in found if each) if all(found) else None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from whet.files import shipped_yaml
 
-MAX_DEPTH = 10  # of braces; with deeper ones, reading or comparing may never end
+MAX_DEPTH = 10  # of braces; with deeper braces, reading or comparing may never end
 _TOKEN = re.compile(r"\\(?:[a-zA-Z]+\*?|.)|.", re.DOTALL)
 WORDS: Any = shipped_yaml("rewards/math_words.yaml")
 _FUNCTIONS = WORDS["functions"].split()
@@ -20,14 +20,14 @@ _KINDS = {name: kind for kind, names in WORDS["commands"].items() for name in na
 _NAMES: dict[str, str] = {name: written for written, names in WORDS["names"].items() for name in names.split()}
 _LETTERS = str.maketrans({each: written for written, letters in WORDS["letters"].items() for each in letters})
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+"), str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-_SIMPLE = re.compile(r"[\d.,]*|[-+]|\\[,;:! ]|[a-zA-Z]|[-\d\W]*\d")  # needs no braces but as an argument
+_SIMPLE = re.compile(r"[\d.,]*|[-+]|\\[,;:! ]|[a-zA-Z]|[-\d\W]*\d")  # text that needs braces only as an argument
 _NO_WORDS = re.compile(r"(?:[^\W\d_](?![^\W\d_])|[\W\d_])*")
 _VARIABLES = "abdeiknpqrtuvwxyzABCDEFGP"  # letters in \text{} that are no units
 
 
 def clean(text: str) -> str:
-    """Returns an answer on one line by the rules above; unchanged if its braces do not match, or are nested deeper than
-    `MAX_DEPTH`."""
+    """Returns an answer on one line, without layout and with braces around every argument. Only joins its lines if its
+    braces do not match, or are nested deeper than `MAX_DEPTH`."""
     given = " ".join(text.split())
     text = _RAISED[0].sub(lambda run: f"^{{{run[0].translate(_RAISED[1])}}}", given)
     text = re.sub("[¼½¾⅐-⅞]", _fraction, text)
@@ -52,7 +52,7 @@ class _TexReader:
     def __init__(self, text: str) -> None:
         self.tokens: list[str] = _TOKEN.findall(text)
         self.place, self.depth = 0, 0
-        self.has_rows = r"\begin" in text  # which `\\` ends
+        self.has_rows = r"\begin" in text  # of a matrix; `\\` ends a row
 
     def read(self, ends: Collection[str]) -> str:
         """Reads text up to and including one of the tokens `ends`; without `ends`, up to the end."""
@@ -87,7 +87,7 @@ class _TexReader:
         return self.tokens[self.place] if self.place < len(self.tokens) else ""
 
     def part(self, token: str, before: str = "") -> str:
-        """Returns the meaning of a token with its arguments. `before` is the part before the token."""
+        """Returns a token with its arguments in cleaned form. `before` is the cleaned text before the token."""
         if token == "{":
             starts = self.place == 1
             inside = self.group()
@@ -140,7 +140,7 @@ class _TexReader:
         return f"{mark}{{{inside}}}"
 
     def command(self, name: str, before: str) -> str:
-        """Returns the meaning of the command `name`."""
+        """Returns the command `name` with its arguments in cleaned form. `before` is the cleaned text before it."""
         kind = _KINDS.get(name)
         if kind == "look":
             if name in ("left", "right") and self.peek() == ".":
@@ -172,7 +172,7 @@ class _TexReader:
         return known
 
     def words(self, inside: str, is_unit: bool) -> str:
-        """The content of a \\text{}; without words it is read as mathematics, except letters after a number."""
+        """Returns the content of a \\text{}. Without words it is read as mathematics, except letters after a number."""
         inside = re.sub(r"(?<!\\)\$|\\[,;: ]|~", lambda each: "" if each[0] == "$" else " ", inside).strip()
         if inside in _FUNCTIONS:
             return f"\\{inside} "

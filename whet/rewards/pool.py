@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Domain:
-    """The pool of a domain, with the weight of its rewards."""
+    """The reward pool of a domain, and the weight by which its rewards are multiplied."""
 
     pool: Scorer
     weight: float
@@ -41,9 +41,9 @@ class Domain:
 
 @dataclass(frozen=True)
 class Combined:
-    """A pending result. It combines the outcomes of several pools."""
+    """Pending outcomes of several pools; when all are ready, `combine` makes one outcome for each item."""
 
-    pending: Sequence[Outcomes]  # by pool
+    pending: Sequence[Outcomes]  # one for each pool
     combine: Callable[[Sequence[list[Outcome]]], list[Outcome]]
 
     def result(self) -> list[Outcome]:
@@ -100,11 +100,11 @@ class RewardPool:
     corrupts its connection is killed with its descendants, and replaced. Its item becomes a Failure with source
     "reward", as after an exception; other items are not affected. An async function of one response scores
     `concurrency` items at a time in each process. A process is killed if it and its descendants use more than
-    `memory_limit_mb`. A function that takes all items at once scores one `score` call in one process, with
-    `timeout_seconds` times their number, and fails as a whole. Calls of all processes begin at least
-    `seconds_between_calls` apart. `manager` and `tokenizer` are fields of WorkerSpec. Output that a function prints
-    goes to stderr. Processes that it started end with its process, and all of them with this process, even after kill
-    -9.
+    `memory_limit_mb`. A function that takes all items at once scores the items of a `score` call in one process, within
+    `timeout_seconds` times their number; if it fails, all fail. Calls of all processes begin at least
+    `seconds_between_calls` apart. `manager` and `tokenizer` are fields of ScorerSpec. Output that a function prints
+    goes to stderr. Processes that the function started end with their reward process; all end with this process, even
+    after kill -9.
 
     `num_workers=0` scores in the calling thread, without a deadline. A function that cannot be pickled (it holds a
     lock, a client, a model) scores in one thread of this process, with a warning: there a late call becomes a Failure
@@ -130,11 +130,11 @@ class RewardPool:
         spec = ScorerSpec(named, options, correct_threshold, timeout_seconds, concurrency, manager, tokenizer)
         shown_as = function if isinstance(function, str) else f"{function!r}"
         self._scorer = _make_scorer(spec, shown_as, num_workers, memory_limit_mb, seconds_between_calls)
-        self.scores_alone = self._scorer.scores_alone  # one item a call, outside of the calling thread
-        self._finalizer = weakref.finalize(self, self._scorer.close)  # at the latest when the interpreter ends
+        self.scores_alone = self._scorer.scores_alone  # one item a call, not in the calling thread
+        self._finalizer = weakref.finalize(self, self._scorer.close)  # closes at the latest when the interpreter ends
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
-        """Returns an outcome for each item, in order.  Raises: RewardError when the pool is closed or cannot go on."""
+        """Returns an outcome for each item, in order.  Raises: RewardError if the pool is closed, or failed itself."""
         return self.submit_batch(items).result()
 
     def submit_batch(self, items: Sequence[RewardItem]) -> Future[list[Outcome]]:
@@ -205,7 +205,7 @@ def _make_scorer(
         if needs_processes:
             raise refused from error
         logger.warning(
-            "the reward function %s does not pickle (%s), so it is called in a thread of this one, where a "
+            "the reward function %s does not pickle (%s), so it is called in a thread of this process, where a "
             "late call cannot be stopped. Name it as package.module:function to run it in processes",
             shown_as,
             describe(error),
@@ -224,7 +224,7 @@ def _make_scorer(
 def _named(
     function: str | Callable[..., Any], kwargs: Mapping[str, Any]
 ) -> tuple[str | Callable[..., Any], dict[str, Any]]:
-    """Returns a function by name, if other processes can import it; else the function. An alias adds its options."""
+    """Returns a function, by name if other processes can import it, and its options with the options of an alias."""
     if isinstance(function, str) and ":" not in function:
         entry = REWARDS[function]
         if entry.alias_of is not None:
@@ -235,7 +235,7 @@ def _named(
 
 
 class InlineScorer:
-    """Scores in the calling thread. `submit` returns when the scores are ready; there is no deadline."""
+    """Scores in the calling thread, without a deadline. `submit` returns when the scores are ready."""
 
     scores_alone = False
 
@@ -253,8 +253,8 @@ class InlineScorer:
 
 
 class ThreadScorer:
-    """Scores in one thread. A late call becomes a Failure at its deadline. Its thread cannot be stopped, so a new
-    thread replaces it. A function that always hangs therefore fills the process with threads. A function that holds the
+    """Scores in one thread. A late call becomes a Failure at its deadline. The thread of a late call cannot be stopped,
+    so a new thread replaces it: a function that always hangs fills the process with threads. A function that holds the
     interpreter lock blocks all threads."""
 
     def __init__(self, load: Callable[[], RewardFunction], timeout_seconds: float) -> None:
@@ -297,14 +297,14 @@ class ThreadScorer:
 
 
 def scorer_of(config: TrainConfig | EvalConfig, function: Callable[..., Any] | None = None) -> Scorer | None:
-    """Returns the reward pool of a run. None if no function is named, because an environment or a reward model gives
-    the rewards."""
+    """Returns the reward pool of a run; None if the run has no reward function, because an environment or a reward
+    model gives the rewards."""
     return build_scorer(config.reward, function, config.model) if is_scored(config, function) else None
 
 
 def val_scorer_of(config: TrainConfig) -> Scorer | None:
     """Returns the pool of `reward.val_function`; None if it is not set."""
-    for name, options in config.reward.val_function.items():  # one at most
+    for name, options in config.reward.val_function.items():  # at most one function
         changes = {"function": name, "kwargs": options, "domains": {}, "manager": None}
         return build_scorer(config.reward.model_copy(update=changes), model=config.model)
     return None
@@ -313,8 +313,8 @@ def val_scorer_of(config: TrainConfig) -> Scorer | None:
 def checked(
     loaded: Loaded[Prompt], config: RewardConfig, function: Callable[..., Any] | None = None
 ) -> tuple[Prompt, ...]:
-    """Returns the prompts with their domains. Unless `function` scores them, the registered functions of `config` check
-    their ground truths. A function from a file is not used, as only its own process loads it.
+    """Returns the loaded prompts with their domains. Unless `function` scores them, the registered reward functions of
+    `config` check their ground truths; functions from files do not, because only reward processes load them.
 
     Raises: DataError naming file and row."""
     prompts = Domains.of_config(config, has_function=function is not None).assign(loaded.items)
@@ -350,8 +350,8 @@ def is_scored(config: TrainConfig | EvalConfig, function: Callable[..., Any] | N
 def build_scorer(
     config: RewardConfig, function: Callable[..., Any] | None = None, model: ModelConfig | None = None
 ) -> Scorer:
-    """Builds the pool of one score function, or of several by weights or by domain. A manager class gets the tokenizer
-    of `model`.  Raises: RewardError, RegistryError."""
+    """Builds the pool of one score function, or the pools of several functions, weighted or by domain. A manager class
+    (as in verl) gets the tokenizer of `model`.  Raises: RewardError, RegistryError."""
     names = [config.function] if isinstance(config.function, str) else list(config.function or [])
     if function is None and not names and not config.domains:
         known = ", ".join(REWARDS.names())

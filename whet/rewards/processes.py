@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward processes, and the thread that owns them. It sends tasks, receives outcomes, and replaces workers.
+"""Reward processes, and the thread that owns them. The thread sends tasks, receives outcomes, and replaces workers.
 
 Produces: outcomes, stored in their request. Consumes: tasks, from a queue that any thread may add to. Waits: for all
 workers together, at most until the nearest deadline. No other thread touches a worker, so only the queue has a lock."""
@@ -31,22 +31,22 @@ from whet.types import Outcome, RewardItem
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0  # to import the user's module; one that needs torch on a busy machine takes half a minute
-MAX_KILLED_STARTS = 3  # in a row, by a signal (out of memory); before that the process is replaced
-# A worker gets several quick tasks at a time: in each round this thread waits for the interpreter lock, up to 5 ms.
-# Tasks queued after a late one wait with it, so they are few.
+MAX_KILLED_STARTS = 3  # starts in a row that a signal ended (out of memory); until then the process is replaced
+# A worker gets several quick tasks at a time, because in each round this thread waits up to 5 ms for the interpreter
+# lock. But only few: tasks queued after a late task wait with it.
 ROUND_SECONDS = 0.02
 MAX_TASKS_PER_ROUND = 8
-GRACE_SECONDS = 0.5  # for a process of an async function to cancel a late call, before it is killed
+GRACE_SECONDS = 0.5  # the process of an async function has this time to cancel a late call; then it is killed
 MEMORY_CHECK_SECONDS = 0.1
-MAX_DEATHS = 20  # in a row, of processes that were scoring, without a score in between
+MAX_DEATHS = 20  # processes in a row that ended while they scored, without a score between them
 
 
 class _Request:
-    """Items of one call of `submit`. Their outcomes complete one future, in order."""
+    """The items of one call of `submit`. One future gets their outcomes, in order, when all are known."""
 
     def __init__(self, count: int) -> None:
         self.future: Future[list[Outcome]] = Future()
-        self.future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+        self.future.set_running_or_notify_cancel()  # from now on it cannot be cancelled
         self._outcomes: list[Outcome] = [failure("not scored")] * count
         self._missing = count
         if not count:
@@ -73,7 +73,7 @@ class _Task:
     start: int
     count: int
     content: bytes
-    is_alone: bool = False  # scored with no other: a process that scored it with others ended or hung by one of them
+    is_alone: bool = False  # score without other tasks, because this or another task ended its process or made it hang
 
     @property
     def shown(self) -> str:
@@ -87,17 +87,17 @@ class _Task:
 
 @dataclass
 class _Worker:
-    """A started process: the id of its guard (the parent of all processes that it starts), and its number of finished
-    calls."""
+    """A started process: its number of finished calls, and the process id of its guard, which is the ancestor of the
+    worker and of all processes that it starts."""
 
     guard: int
     served: int = 0
 
 
 class ProcessScorer:
-    """Scores in `num_workers` processes, which are ready when the constructor returns. `spec` is a pickled WorkerSpec.
+    """Scores in `num_workers` processes, which are ready when the constructor returns. `spec` is a pickled ScorerSpec.
 
-    If a process ends or hangs with several calls, any of them may be the cause: each is scored again alone. A process
+    If a process ends or hangs during several calls, any of them may be the cause: each is scored again alone. A process
     is killed if it and its children use more than `memory_limit_mb`; a call that is not the first of its process is
     scored again, since earlier calls may hold the memory. Memory in use is measured from outside: a limit of addresses
     (RLIMIT_AS) also counts memory that libraries only reserve, and raises an error that the function can catch.
@@ -117,20 +117,20 @@ class ProcessScorer:
     ) -> None:
         self._shown_as, self._num_workers, self._timeout_seconds = shown_as, num_workers, timeout_seconds
         self._memory_limit_mb, self._seconds_between_calls = memory_limit_mb, seconds_between_calls
-        self._next_call = -math.inf  # time.monotonic() of the next call that the limits allow
+        self._next_call = -math.inf  # value of time.monotonic() from which the rate limit allows the next call
         self._waits_for_limit = False
         replies = (Started, Scored, RewardError)
         self._children = Children("whet.rewards.worker:prepare", spec, replies=replies, in_turn=True, name="reward")
-        self._lock = threading.Lock()  # over _queue and _ended
+        self._lock = threading.Lock()  # protects _queue and _ended
         self._queue: deque[_Task] = deque()
         self._ended: RewardError | None = None
         self._ready: dict[Callee, _Worker] = {}
-        self._concurrency = 1  # calls that a worker serves at a time; known once it has started
+        self._concurrency = 1  # number of calls that a worker serves at a time; its first reply has it
         self._deaths = 0
         self._next_memory_check = 0.0
         self._sources: dict[str, bytes] = {}  # the user's files that all workers load, by path
         self._killed_starts = 0
-        self._task_seconds = ROUND_SECONDS  # running mean; this first value gives a first round of one task
+        self._task_seconds = ROUND_SECONDS  # running mean; with this first value the first round has one task
         self._closing = False
         self._owner = os.getpid()
         self._takes_batch: Future[bool] = Future()
@@ -162,7 +162,7 @@ class ProcessScorer:
             self._closing = True
             if self._ended is None:
                 self._children.wake()
-        if threading.current_thread() is not self._thread:  # the garbage collector may call it in that thread
+        if threading.current_thread() is not self._thread:  # the garbage collector may call `close` in `_thread`
             self._thread.join()
 
     def _make_tasks(self, request: _Request, items: Sequence[RewardItem]) -> list[_Task]:
@@ -189,7 +189,7 @@ class ProcessScorer:
         except RewardError as error:
             ended = error
         except Exception as error:  # the threads that wait for results get this error
-            logger.exception("the thread that owns the reward processes cannot go on")
+            logger.exception("the thread that owns the reward processes failed, and ends")
             ended = RewardError("reward pool", describe(error), "", "report this error of whet, with the log")
         self._end(ended)
 
@@ -197,13 +197,13 @@ class ProcessScorer:
         self._children.call(self._children.start(), None, pickle.dumps(self._sources), START_SECONDS)
 
     def _patience(self) -> float:
-        """The longest wait for events, in seconds. It ends at the next measurement of memory, or when a rate limit
-        allows the next call."""
+        """The longest time to wait for events, in seconds: until the next measurement of memory is due, or the rate
+        limit allows the next call."""
         until_call = max(0.0, self._next_call - time.monotonic()) if self._waits_for_limit else math.inf
         return until_call if self._memory_limit_mb is None else min(until_call, MEMORY_CHECK_SECONDS)
 
     def _may_call(self) -> bool:
-        """Tells whether the rate limits allow a call now. If so, counts the call."""
+        """Tells whether the rate limit allows a call now. If so, records that the call begins now."""
         now = time.monotonic()
         self._waits_for_limit = now < self._next_call
         if not self._waits_for_limit:
@@ -226,7 +226,7 @@ class ProcessScorer:
                 self._children.call(worker, task, task.content, self._timeout_seconds * task.count)
 
     def _send_concurrently(self) -> None:
-        """Distributes tasks evenly over workers. A task to be scored alone waits for a worker without calls."""
+        """Sends tasks to workers, evenly. A task with `is_alone` waits for a worker without calls."""
         while self._ready:
             free = [each for each in self._ready if not any(call.task.is_alone for call in each.calls.values())]
             worker = min(free, key=lambda each: len(each.calls), default=None)
@@ -279,7 +279,7 @@ class ProcessScorer:
                 why = f"not ready in {START_SECONDS:g} s" if ended.is_late else why
                 raise RewardError(self._loading, why, "a process that imports it")
         elif ended.running is None:
-            logger.warning("%s while idle; another one replaces it", why)
+            logger.warning("%s while idle; another process replaces it", why)
         elif ended.waiting and self._concurrency > 1:
             self._score_alone([ended.running, *ended.waiting])
         else:
@@ -324,7 +324,7 @@ class ProcessScorer:
             self._children.kill(worker)
             del self._ready[worker]
             if not tasks:
-                logger.warning("%s, while idle; another one replaces it", why)
+                logger.warning("%s, while idle; another process replaces it", why)
             elif (state.served or len(tasks) > 1) and not tasks[0].is_alone:
                 first, *others = tasks
                 self._score_alone(tasks if self._concurrency > 1 else [first])
@@ -356,7 +356,7 @@ class ProcessScorer:
 def memory_below(pid: int, limit_bytes: float) -> int:
     """Sums the resident memory of the processes below `pid`, in bytes.
 
-    If the sum of several is above the limit, it is computed again, with shared pages once, which takes longer."""
+    If the sum for several processes is above the limit, it is computed again, slowly, with each shared page once."""
     pids = [*_below(pid)]
     resident = sum(_kilobytes(each, "status", "VmRSS:") for each in pids) * 1024
     if resident <= limit_bytes or len(pids) == 1:
@@ -373,7 +373,7 @@ def _below(pid: int) -> Iterator[int]:
 
 
 def _kilobytes(pid: int, file: str, name: str) -> int:
-    """Reads a number of a process, in KiB; 0 if it has ended or belongs to another user."""
+    """Reads the number `name` in a process's /proc file, in KiB; 0 if it has ended or belongs to another user."""
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith(name)), 0)

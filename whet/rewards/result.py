@@ -44,8 +44,8 @@ def read_result(raw: object, *, correct_threshold: float, num_response_tokens: i
 
 
 def split_rows(raw: object, count: int) -> list[Any]:
-    """Splits the result of a function that scores all items into one per item: a sequence or tensor by position, a dict
-    of columns by row; a single number is in every row.  Raises: RewardError if rows are missing."""
+    """Splits the result of a function of all items into one result per item: a sequence or tensor by position, a dict
+    of columns by row; a number in the dict is in every row.  Raises: RewardError if rows are missing."""
     if isinstance(raw, Mapping):
         found = {name: entries(value) for name, value in raw.items()}
         columns = {name: _split_column(str(name), each, count) for name, each in found.items() if each is not None}
@@ -62,7 +62,7 @@ def as_number(value: object) -> float | None:
     """Returns `value` as a float if it is a number of any library (0-dimensional tensors too); else None."""
     if type(value) is float:
         return value
-    # isinstance of a protocol is a hundred times slower than a comparison of types.
+    # isinstance with a protocol is a hundred times slower than a comparison of types.
     if type(value) not in (int, bool) and not isinstance(value, SupportsFloat):
         return None
     try:
@@ -72,19 +72,19 @@ def as_number(value: object) -> float | None:
 
 
 def number_text(value: Decimal) -> str:
-    """Writes a number as the text of a `pred`. Equal numbers give equal texts: 72, not 72.0, 072 or 7.2e1."""
+    """Formats a number as the text of a `pred`, so that equal numbers give equal texts: 72, not 72.0, 072 or 7.2e1."""
     text = f"{value:f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def after_thought(text: str) -> str:
-    """Returns the text after the last `</think>`, which has the answer; without that tag the whole text."""
+    """Returns the text after the last `</think>`, in which the answer is; without this tag the whole text."""
     return text.rpartition("</think>")[2]
 
 
 def is_repeated(text: str, start: int, prompt: str) -> bool:
-    """Tells whether the text from `start` on repeats the prompt at the end of a response, and so is no answer. It does
-    if it follows `QUOTED` characters of the prompt, or lies within the whole prompt (of two words or more)."""
+    """Tells whether a response from `start` on copies the prompt, and so is no answer: if `QUOTED` characters of the
+    prompt precede it, or if it is part of a copy of the whole prompt (of two words or more) at the end."""
     before, prompt = text[max(0, start - QUOTED) : start + 1], prompt.strip()
     is_whole = " " in prompt and text.rstrip().endswith(prompt) and start >= len(text.rstrip()) - len(prompt)
     return is_whole or (start >= QUOTED and before in prompt)
@@ -102,14 +102,14 @@ def truth_error(truth: object, expected: str, change: str = "correct the row") -
 
 def closed_error() -> RewardError:
     """Returns the error for a call of a closed pool."""
-    return RewardError("reward pool", "closed", "a pool that is open", "open another one")
+    return RewardError("reward pool", "closed", "a pool that is open", "open another pool")
 
 
 NOT_SCORED = failure("the function returned None for this response: it does not score it")
 
 
 def _read_mapping(raw: Mapping[Any, Any], correct_threshold: float, num_response_tokens: int) -> RewardResult:
-    if "reward_score" in raw:  # of verl's `run_single`
+    if "reward_score" in raw:  # the result of verl's `run_single`
         raw = {**(raw.get("reward_extra_info") or {}), "reward": raw["reward_score"]}
     reward_key = next((key for key in REWARD_KEYS if key in raw), None)
     if reward_key is None:
@@ -128,7 +128,7 @@ def _read_mapping(raw: Mapping[Any, Any], correct_threshold: float, num_response
 
 
 def _read_reward(what: str, value: object, num_response_tokens: int) -> tuple[float, tuple[float, ...] | None]:
-    """Returns the total reward; and the token rewards, if `value` is a list (which may cover the padding)."""
+    """Returns the total reward, and the token rewards if `value` is a list (which may also cover the padding)."""
     if as_number(value) is not None or (listed := entries(value)) is None:
         return finite(what, value), None
     return _read_tokens(what, listed, num_response_tokens)
@@ -164,7 +164,7 @@ def entries(value: object) -> list[object] | None:
 
 def _split_column(what: str, column: list[object], count: int) -> list[object]:
     if len(column) != count:
-        raise RewardError(what, f"{len(column)} entries for {count} responses", "one for each, in their order")
+        raise RewardError(what, f"{len(column)} entries for {count} responses", "one entry per response, in order")
     return column
 
 

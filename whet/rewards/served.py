@@ -41,9 +41,9 @@ async def compute_score(
 
     `api` selects path and form: `pooling` or `classify` of vLLM and `whet serve`; `sglang` (/classify with a text);
     `score` (vLLM's /v1/score: a cross-encoder reads the prompt's last message and the response). The server renders the
-    messages with its chat template; with `template`, a folder or hub name whose tokenizer has one, they are rendered
-    here, as sglang needs it. If the reply has a number for each token, the last one counts. `key_variable` is the
-    environment variable of the key. `deadline_seconds`, for all attempts, belongs below `reward.timeout_seconds`.
+    messages with its chat template. With `template`, a folder or hub name of a tokenizer with a chat template, they are
+    rendered here; `sglang` requires it. If the reply has a number for each token, the last one counts. `key_variable`
+    is the environment variable of the key. `deadline_seconds` (all attempts) should be below `reward.timeout_seconds`.
     Raises: RewardError."""
     body: dict[str, Any] = {"model": model} if model else {}
     if api == "score":
@@ -103,7 +103,7 @@ def check_options(*, endpoint: str = "http://", api: Api = "pooling", template: 
 
 @cache
 def client() -> Http:
-    """The HTTP client of this process. It keeps connections open."""
+    """Returns the HTTP client of this process, which keeps connections open."""
     return Http()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward parts for the form of a response. List them beside a function that scores the answer:
+"""Score functions for the form of a response. List them beside a function that scores the answer:
 `reward.function=[math,format,ngram_repetition]`. `algorithm.overlong` is DAPO's penalty for length."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def ngram_repetition(solution_str: str, *, n: Count = 3) -> float:
 
 @register_reward("length")
 def length(reward_input: dict[str, Any], *, shortest: Number = 0, longest: Count = 1024) -> float:
-    """0 for a response of `shortest` to `longest` tokens, else minus the relative distance to them, at least -1."""
+    """0 for a response of `shortest` to `longest` tokens, else -min(1, relative distance to that limit)."""
     tokens = int(reward_input["response_length"])
     if tokens < shortest:
         return tokens / shortest - 1

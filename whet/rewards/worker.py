@@ -26,7 +26,7 @@ from whet.rewards.adapter import RewardFunction, adapt, stand_ins
 from whet.rewards.result import failure
 from whet.types import Failure, Outcome, RewardItem
 
-BLOCKED_SHARE = 0.1  # of the deadline: a later cancellation means that another call held the event loop
+BLOCKED_SHARE = 0.1  # of the deadline: if a cancellation is later than this, another call blocked the event loop
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class ScorerSpec:
     function: str | Callable[..., Any]
     kwargs: Mapping[str, object]
     correct_threshold: float
-    timeout_seconds: float = 30.0  # for one item; read only where several are scored at a time
+    timeout_seconds: float = 30.0  # for one item; used only if several items are scored at a time
     concurrency: int = 1
-    manager: str | None = None  # requires a function of one response, or for batch of all
-    tokenizer: tuple[str, bool] | None = None  # of a manager class: path, trust_remote_code
+    manager: str | None = None  # "batch" requires a function of all responses, any other manager of one response
+    tokenizer: tuple[str, bool] | None = None  # path and trust_remote_code of the tokenizer for a manager class
 
     def load(self) -> RewardFunction:
         """Loads the function; imports it if it is given by name.  Raises: RegistryError, RewardError, import errors."""
@@ -53,7 +53,7 @@ class ScorerSpec:
         else:
             entry.check(self.kwargs, "reward.kwargs.")
             function = entry.load()
-            if "checked_by" in entry.marks:  # a function of the options that are more than a type and a range
+            if "checked_by" in entry.marks:  # the mark names a function that checks options beyond type and range
                 entry.marked("checked_by")(**self.kwargs)
         kwargs, runner = self.kwargs, None
         if inspect.isclass(function):
@@ -69,23 +69,23 @@ class Started:
 
     takes_batch: bool
     sources: Mapping[str, bytes]  # the user's files that were loaded, by path
-    concurrency: int = 1  # calls that it serves at a time
-    guard: int = 0  # the id of the process below which it is, with all that it starts
+    concurrency: int = 1  # number of calls that the worker serves at a time
+    guard: int = 0  # process id of its guard: the ancestor of the worker and of all processes that it starts
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The outcomes of one call (or one Failure for all its items), and the time that the function took. An outcome of
-    None means that the call was late, but another call blocked the process at that time."""
+    """The outcomes of one call (or one Failure for all its items), and the time that the function took. `outcomes` is
+    None if the call was late while another call blocked the process."""
 
     outcomes: list[Outcome] | Outcome | None
     seconds: float
 
 
 def prepare(spec: bytes) -> Serve:
-    """Returns the main function of the workers. Each worker loads the user's code itself, because the template process
-    must not have threads."""
-    _ = REWARDS.shipped, PARTS.shipped  # read from source files here, once for all workers
+    """Returns the main function of the workers. It is called in the process from which workers are forked. This process
+    must not have threads, so each worker loads the user's code itself."""
+    _ = REWARDS.shipped, PARTS.shipped  # reads the source files once for all workers
     return partial(_serve, spec)
 
 
@@ -96,7 +96,7 @@ def _serve(spec_bytes: bytes, caller: Caller) -> None:
     try:
         spec: ScorerSpec = pickle.loads(spec_bytes)
         function = spec.load()
-    except BaseException as error:  # the user's module runs here; the pool raises this error
+    except BaseException as error:  # the user's module runs here and may raise anything; the pool raises this error
         raised = RewardError("", traceback.format_exc().strip(), "code that can be imported")
         raised = sendable(RewardError, error) if isinstance(error, WhetError) else raised
         caller.send(number, pickle.dumps(raised))
@@ -115,7 +115,7 @@ def _serve(spec_bytes: bytes, caller: Caller) -> None:
 
 
 def _items(content: bytes) -> list[RewardItem] | Failure:
-    """Unpickles the items of a call; a Failure for all of them if this process cannot import the class of an object."""
+    """Unpickles the items of a call; returns a Failure for all items if this process cannot unpickle an object."""
     try:
         items: list[RewardItem] = pickle.loads(content)
     except Exception as error:  # the pickle of a user's object may raise anything
@@ -139,8 +139,8 @@ def _serve_concurrently(caller: Caller, function: RewardFunction, seconds: float
 
 
 async def _score_in_time(function: RewardFunction, content: bytes, seconds: float) -> Outcome | None:
-    """Scores one item, and cancels it at its deadline. Returns None if it is late but the event loop was blocked at the
-    deadline, so that another item may be the cause."""
+    """Scores one item, and cancels the call at its deadline. Returns None if the call is late but the event loop was
+    blocked at the deadline, so that the call of another item may be the cause."""
     loop, items = asyncio.get_running_loop(), _items(content)
     if isinstance(items, Failure):
         return items

@@ -24,9 +24,9 @@ from whet.phases import phase, watching
 from whet.processes.background import every
 from whet.tracking.tracker import NO_TABLES, Tables
 
-HEADER_EVERY = 20  # lines
-STEP = "step"  # this phase is not shown, but those inside it are
-LONG_SECONDS = 2.0  # until a bar is drawn
+HEADER_EVERY = 20  # lines between two headers
+STEP = "step"  # this phase is not shown; phases inside it are
+LONG_SECONDS = 2.0  # a phase that takes longer gets a bar
 REFRESH_SECONDS = 0.5
 
 
@@ -40,17 +40,17 @@ class ConsoleColumn:
     form: str  # format specification
     unless: float | str | None = None
     reduce: Callable[[list[float]], float] = math.fsum
-    width: int = 8  # on a terminal, at least; 13 columns fit 120 characters
+    width: int = 8  # least width on a terminal; 13 columns fit into 120 characters
 
     def number(self, metrics: Mapping[str, float]) -> float | None:
-        """Returns the number of a step in this column."""
+        """Returns the number that this column shows for a step's metrics; None if the step has none for it."""
         for pattern in self.metrics:
             if found := [value for name, value in metrics.items() if fnmatchcase(name, pattern)]:
                 return self.reduce(found)
         return None
 
 
-USE = (  # of the machine, by every trainer
+USE = (  # use of the machine; every trainer has these columns
     ConsoleColumn("tokens/s", ("perf/throughput",), ",.0f"),
     ConsoleColumn("MFU", ("perf/mfu",), ".1%", width=6),
     ConsoleColumn("GiB", ("system/*/memory_gib",), ".2f", width=7),  # resident memory of all processes
@@ -68,10 +68,10 @@ COLUMNS = (
     ConsoleColumn("grad norm", ("actor/grad_norm",), ".3f"),
     *USE,
 )
-NOTES = {  # explain names where they first stand
-    "kept": "the mean reward of the groups that algorithm.filter keeps to train on; reward is that of all sampled ones",
-    "reward_gap": "the reward in training, as a share of its range, less the held-out accuracy: one that grows is a "
-    "sign that the reward pays for something else than right responses",
+NOTES = {  # explanations of names, printed when the name is first shown
+    "kept": "the mean reward of the groups that algorithm.filter keeps to train on; reward is the mean of all groups",
+    "reward_gap": "the reward in training, as a share of its range, minus the held-out accuracy; if the gap grows, the "
+    "reward probably pays for something other than right responses",
 }
 VALIDATION = "val/"  # prefix of the metrics of a validation, which have a line of their own
 
@@ -98,7 +98,7 @@ class ConsoleTracker:
         self._clock, self._started = clock, clock()
         self._lines = 0
         self._shown: set[str] = set()  # titles of the columns that are no longer hidden
-        self._notes = dict(NOTES)  # not told yet
+        self._notes = dict(NOTES)  # the notes that were not printed yet
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
         """Prints the line of a step, and a line for its validation, if any. Ignores tables."""
@@ -146,8 +146,8 @@ class ConsoleTracker:
 
 
 def _validated(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics of a validation to show. Left out are failures of 0, a reward that equals the accuracy, and,
-    with only one data source, metrics by source."""
+    """Returns the metrics of a validation to show. Leaves out `failures` if it is 0, a reward that equals the accuracy,
+    and metrics by data source if there is only one source."""
     found = {name.removeprefix(VALIDATION): value for name, value in metrics.items() if name.startswith(VALIDATION)}
     if found.get("failures") == 0:
         del found["failures"]
@@ -179,7 +179,7 @@ def _aligned(cells: list[str], widths: list[int]) -> str:
     return "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
 
-LINE_SECONDS, LINE_SECONDS_IN_STEPS = 10.0, 60.0  # until the first line is printed without a terminal
+LINE_SECONDS, LINE_SECONDS_IN_STEPS = 10.0, 60.0  # without a terminal: time until a phase's first line is printed
 
 
 @dataclass
@@ -195,7 +195,7 @@ class _Phase:
 
 @contextmanager
 def long_phase(name: str) -> Iterator[None]:
-    """Shows the block, the work of a whole command, as a phase if it runs long: on a terminal, else on stderr."""
+    """Shows the block (the work of a command) as a phase `name` if it takes long: on the terminal, else on stderr."""
     console = shared_console()
     shown = LongPhases(console if console.is_terminal else Console(stderr=True, highlight=False))
     with shown.watch(), phase(name):
@@ -203,9 +203,8 @@ def long_phase(name: str) -> Iterator[None]:
 
 
 class LongPhases:
-    """Shows the current phase of a run after it has run for long. On a terminal it is a progress bar. Elsewhere it is
-    lines, each after twice the time of the line before.
-
+    """Shows the current phase of a run if it takes long: on a terminal as a progress bar, elsewhere as lines, each
+    after twice the time of the line before.
     The counts from `phases.counted` are shown with the phase, and without a terminal also at its end."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -222,7 +221,7 @@ class LongPhases:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Opens a phase for the duration of the block."""
+        """Makes `name` the current phase during the block."""
         started = self._clock()
         with self._lock:
             wait = LINE_SECONDS_IN_STEPS if self._is_step else LINE_SECONDS
@@ -235,7 +234,7 @@ class LongPhases:
                 self._end(opened)
 
     def count(self, done: int, total: int, note: str) -> None:
-        """Sets the progress of the innermost phase, unless it is a step. A smaller number starts another round."""
+        """Sets the progress of the innermost phase, unless it is a step. A smaller `done` begins a new round."""
         if self._open and self._open[-1].name != STEP:
             phase = self._open[-1]
             if done < phase.done:

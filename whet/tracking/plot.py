@@ -40,7 +40,7 @@ class Panel:
 
 
 def plot_learning_curve(path: Path, series: Sequence[Series], *, title: str, y_label: str = "reward") -> None:
-    """Draws the curves into a PNG file. A long curve is faint, and its running mean has full colour."""
+    """Draws the curves into a PNG file. A long curve is drawn faintly, with its running mean in full colour."""
     figure = _figure(8, 4.5)
     axes = figure.add_subplot()
     _fill(axes, series, y_label)

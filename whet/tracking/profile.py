@@ -2,7 +2,7 @@
 """Profiles chosen steps with torch's profiler, records memory over time, and measures processes at each step.
 
     profile/step_000002.trace.json.gz    every operator, in ranges by phase, for chrome://tracing or ui.perfetto.dev
-    profile/step_000002.main_0.trace.json.gz    the same of a process that trains or samples (rank 0 of the pool main)
+    profile/step_000002.main_0.trace.json.gz    the same for a process that trains or samples (rank 0 of the pool main)
     profile/step_000002.memory.json      samples: seconds, resident bytes, bytes of tensors; the times of each phase
     profile/step_000002.memory.png       a plot of these
 
@@ -40,9 +40,9 @@ SAMPLE_SECONDS = 0.01
 BETWEEN = "between steps"
 NAMES, VALIDATION = {"step": "rest of the steps"}, "validation"
 STATUS = Path("/proc/self/status")
-PROC, GIB, NVML = Path("/proc"), 2**30, "libnvidia-ml.so.1"  # which comes with NVIDIA's driver
+PROC, GIB, NVML = Path("/proc"), 2**30, "libnvidia-ml.so.1"  # NVML comes with NVIDIA's driver
 Around = Callable[[Path], AbstractContextManager[object]]
-# Operations a second in bfloat16 without sparsity, from the makers' data sheets; the first name that a device's has.
+# Operations a second in bfloat16 without sparsity, from the makers' data sheets, by the first name in a device's name.
 PEAK_FLOPS = {
     "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
     "H800": 989e12, "H20": 148e12, "MI300X": 1307e12,
@@ -55,8 +55,8 @@ PEAK_FLOPS = {
 def observed(
     run_dir: Path, steps: Collection[int], next_step: Callable[[], int], ranks: Around = nullcontext
 ) -> Iterator[None]:
-    """Profiles the chosen steps of the loop inside the block, and logs the time of each phase at its end. Opens `ranks`
-    around each chosen step, with the path of the step's files without endings."""
+    """Profiles the chosen `steps` of the loop inside the block, and logs the time of each phase at the block's end.
+    Opens `ranks(path)` around each chosen step, for other processes; `path` is the step's file without ending."""
     clock = PhaseClock()
     try:
         with watching(StepProfile(run_dir / "profile", steps, next_step, ranks).phase), watching(clock.phase):
@@ -66,7 +66,7 @@ def observed(
 
 
 class StepProfile:
-    """Profiles `steps`. Use it as `phases.watching(StepProfile(...).phase)`. `next_step` returns the next step."""
+    """Profiles `steps`, as a watcher: `phases.watching(StepProfile(...).phase)`. `next_step` returns the next step."""
 
     def __init__(self, folder: Path, steps: Collection[int], next_step: Callable[[], int], ranks: Around) -> None:
         self._folder, self._steps, self._next_step, self._ranks = folder, set(steps), next_step, ranks
@@ -74,7 +74,7 @@ class StepProfile:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Opens a range of the trace. Around a chosen step, opens the trace itself."""
+        """Records the block as a phase of the step's profile. For a chosen step itself, runs the profiler."""
         step = self._next_step()
         with ExitStack() as stack:
             if name == STEP and step in self._steps:
@@ -91,7 +91,7 @@ class StepProfile:
         try:
             with self._ranks(base), recorder() as profiled, profiling(in_range), self._timeline.sampled():
                 yield
-            with phase("profile"):  # the table of times has a line for writing the profile
+            with phase("profile"):  # the table of times then has a line for writing the profile
                 self._write(profiled, base, step)
         finally:
             self._timeline = None
@@ -108,7 +108,7 @@ class StepProfile:
 
 @contextmanager
 def in_range(name: str) -> Iterator[None]:
-    """Makes the block a range of the trace, and on a GPU an NVTX range."""
+    """Makes the block a range of the profiler's trace, and on a GPU also an NVTX range."""
     short = name.removeprefix("time/")
     with record_function(short), torch.cuda.nvtx.range(short) if has_nvtx() else nullcontext():
         yield
@@ -154,7 +154,7 @@ class Timeline:
             self._sample()
 
     def add_tensors(self, trace: Path) -> None:
-        """Adds the allocations on the host from the trace. Tensors allocated before the step count as 0."""
+        """Reads the bytes of host tensors over time from the trace. Tensors allocated before the step count as 0."""
         with gzip.open(trace, "rt", encoding="utf-8") as file:
             content: dict[str, Any] = json.load(file)
         base = content.get("baseTimeNanoseconds", 0)
@@ -249,21 +249,21 @@ def status_bytes(name: str) -> int:
 
 
 class SystemMeter:
-    """Measures the process of the loop (`driver`) and all processes below it, since the last measurement, under the
-    names that `ps` shows (`reward`, `env`, `main_0`: rank 0 of a pool), or else `workers`. With `name`, measures this
-    process and all below it under that name. Processes on other machines are not seen."""
+    """Measures memory and processor use of this process and its descendants. This process counts as `driver`, others by
+    the name that whet gave them (`reward`, `env`, `main_0`: rank 0 of a pool), or else as `workers`. With `name`, all
+    count under this name. Processes on other machines are not measured."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, name: str = "") -> None:
         self._clock, self._at, self._name = clock, clock(), name
         self._seconds = {each: sum(map(_cpu_seconds, pids)) for each, pids in _processes(name).items()}
 
     def measure(self, device: torch.device | None = None) -> dict[str, float]:
-        """Returns the metrics `system/...`: resident memory in GiB, processor cores in use, and `accelerator_use`."""
+        """Returns the metrics `system/...`: resident GiB, cores in use since the last call, and `accelerator_use`."""
         now, found = self._clock(), dict[str, float]()
         passed, self._at = max(now - self._at, 1e-9), now
         for name, pids in _processes(self._name).items():
             seconds = sum(map(_cpu_seconds, pids))
-            busy = max(0.0, seconds - self._seconds.get(name, 0.0))  # a process that ended takes its seconds with it
+            busy = max(0.0, seconds - self._seconds.get(name, 0.0))  # seconds of a process that ended are missing
             self._seconds[name] = seconds
             found[f"system/{name}/memory_gib"] = sum(map(_resident_bytes, pids)) / GIB
             found[f"system/{name}/cpu_cores"] = busy / passed
@@ -285,7 +285,7 @@ def _use(device: torch.device | None, is_named: bool) -> dict[str, float]:
         if torch.accelerator.is_available() and (peak := torch.accelerator.max_memory_allocated()):
             found["accelerator_gib"] = peak / GIB
     if found or is_named:
-        with suppress(Exception):  # other people's libraries, which may not be there
+        with suppress(Exception):  # drivers' libraries may be missing, or raise anything
             busy, used = by_driver(device)
             found = {"accelerator_gib": used / GIB, **found, "accelerator_use": busy}
     return found
@@ -302,8 +302,8 @@ def by_driver(device: torch.device | None) -> tuple[float, int]:
     calls = (library.nvmlDeviceGetUtilizationRates, rates), (library.nvmlDeviceGetMemoryInfo, memory)
     is_open = not (library.nvmlInit_v2() or library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)))
     if not is_open or any(call(handle, into) for call, into in calls):
-        raise OSError(f"{NVML} does not tell the use of device {index}")
-    return rates[0] / 100, memory[2]  # of all and memory's; total, free and used
+        raise OSError(f"{NVML} does not report the use of device {index}")
+    return rates[0] / 100, memory[2]  # rates: of the device, of its memory; memory: total, free, used
 
 
 def peak_flops() -> float:
@@ -322,7 +322,7 @@ def _processes(name: str = "") -> dict[str, list[int]]:
 
 
 def _descendants(pid: int, name: str) -> Iterator[tuple[int, str]]:
-    """Yields the descendants of a process. Each has its own name, or else the name of the process that started it."""
+    """Yields id and name of each descendant of a process. Without a name from whet it gets the name of its parent."""
     with suppress(OSError):  # it has ended
         for thread in (PROC / str(pid) / "task").iterdir():
             for child in map(int, (thread / "children").read_text().split()):

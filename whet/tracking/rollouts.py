@@ -86,8 +86,8 @@ def selected(rows: Sequence[Record], conditions: Iterable[str] = (), sort: str |
 
 
 def holds(condition: str, row: Record, rows: Sequence[Record]) -> bool:
-    """Tells whether a row meets a condition: `field<1`, `field=text`, `field~part of its text`, `field` or `!field`. (A
-    field counts unless it is missing, empty or false; the number 0 counts.) Numbers are compared as numbers."""
+    """Tells whether a row meets a condition: `field<1`, `field=text`, `field~part of its text`, `field` or `!field`.
+    (`field` holds unless it is missing, empty or false; the number 0 holds.) Numbers are compared as numbers."""
     found = CONDITION.fullmatch(condition)
     if found is None:
         name = _known(condition.strip().removeprefix("!").strip(), rows)
@@ -102,7 +102,7 @@ def holds(condition: str, row: Record, rows: Sequence[Record]) -> bool:
     left, right = _comparable(value), _comparable(wanted)
     if isinstance(left, float) != isinstance(right, float):
         if isinstance(left, float) and sign not in ("=", "!="):
-            problem = f"{name} is a number, and {wanted!r} is none"
+            problem = f"{name} is a number, and {wanted!r} is not"
             raise DataError(f"--where {condition}", problem, change="compare it with a number")
         left, right = str(value), wanted
     return bool(COMPARISONS[sign](left, right))
@@ -117,18 +117,18 @@ def field_of(row: Record, name: str) -> Any:
 
 
 def task_of(row: Record) -> tuple[str, ...]:
-    """Returns the task of a trajectory: its prompt, and the digests of its media unless it has several turns."""
+    """Identifies the task of a trajectory: its prompt, and with one turn the digests of its media."""
     media = row.get("media") if row.get("turns", 1) == 1 else ()
     return str(row.get("prompt")), *(str(each.get("digest")) for each in media or ())
 
 
 def place_of(row: Record) -> str:
-    """Returns the data row and the number in the group of a trajectory, without the epoch: `12:3`."""
+    """Returns the place of a trajectory, its data row and its number in the group, without the epoch: `12:3`."""
     return str(row.get("uid")).partition(":")[2]
 
 
 def beside(left: Sequence[Record], right: Sequence[Record], name: str, other: str) -> list[tuple[Record, Record]]:
-    """Pairs trajectories of the same prompt in two files: first by equal place in data and group, then in order.
+    """Pairs trajectories of two files that have the same prompt: first by equal `place_of`, then in order.
 
     Raises: DataError if no prompt is in both."""
     waiting: defaultdict[tuple[str, ...], list[Record]] = defaultdict(list)
@@ -168,7 +168,7 @@ def reasons(row: Record) -> list[str]:
 
 
 def _known(name: str, rows: Sequence[Record]) -> str:
-    """Returns the field that a user's `name` means.  Raises: DataError."""
+    """Returns the field with this name or alias.  Raises: DataError if no row has it."""
     name = ALIASES.get(name, name)
     fields = {key: None for row in rows for key in row}
     inner = [f"{key}.{part}" for row in rows for key, value in row.items() if isinstance(value, dict) for part in value]

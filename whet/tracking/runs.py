@@ -24,8 +24,8 @@ from whet.errors import DataError
 from whet.tracking.tracker import METRIC_FILES, read_records, with_nan
 
 STATE, CONFIG, INPUTS, LOCK = "run.json", "config.yaml", "inputs.json", ".lock"
-COMMAND = "command"  # of the run's trainer, in INPUTS
-# ended: by an older version of whet; not begun: of a sweep
+COMMAND = "command"  # the key in INPUTS of the trainer's command
+# ended: the run is of an older version, which wrote no state; not begun: a run of a sweep
 State = Literal["running", "finished", "stopped", "failed", "killed", "ended", "not begun"]
 # The panels of `whet plot` and `whet view`, and the rows of a run's end: each is the first of these metrics that a run
 # has; -: lower is better, ~: neither is.
@@ -34,7 +34,7 @@ MAIN = (
     ("filter/sampled_accuracy", "reward/accuracy"),
     ("val/accuracy",),
     ("val/reward",),
-    ("-*/loss",),  # of the trainers on examples: sft/loss, ...
+    ("-*/loss",),  # supervised and preference trainers: sft/loss, ...
     ("-val/loss",),
     ("reward_model/accuracy",),
     ("~response_length/mean",),
@@ -53,13 +53,13 @@ class RunFolder:
     config: Mapping[str, Any]
     state: State
     total_steps: int | None
-    error: str  # first line of what ended a failed run
+    error: str  # first line of the error that ended a failed run
     records: list[dict[str, float]]  # metrics and timings of each step, with `step`; NaN where a file has null
-    command: str = ""  # of its trainer
+    command: str = ""  # the trainer's command
 
     @property
     def step(self) -> int:
-        """The number of steps done; without the tracker `jsonl`, from the run's end or its newest checkpoint."""
+        """The number of steps done. Without the tracker `jsonl` it comes from the run's end or newest checkpoint."""
         if self.records:
             return int(self.records[-1]["step"])
         saved = (each.name.rpartition("_")[2] for each in (self.path / "checkpoints").glob("global_step_*"))
@@ -141,11 +141,11 @@ def read_run(folder: Path) -> RunFolder:
 def is_locked(folder: Path) -> bool:
     """Tells whether a live process holds the lock of a run's folder."""
     try:
-        with os.fdopen(os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # it may be a pipe
-            owner = file.read(4096).split()  # process PID on HOST
+        with os.fdopen(os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # the file may be a pipe
+            owner = file.read(4096).split()  # "process PID on HOST"
             if owner[-1:] == [socket.gethostname().encode()]:
-                os.kill(int(owner[1]), 0)  # no lock is taken, even for a moment, where the process is gone
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # let go at once
+                os.kill(int(owner[1]), 0)  # raises if the process has ended: then no lock is taken, even for a moment
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases the lock at once
     except BlockingIOError:
         return True
     except (OSError, ValueError, IndexError):  # no such file or process, or a file system without locks
@@ -154,24 +154,24 @@ def is_locked(folder: Path) -> bool:
 
 
 def main_metrics(runs: Sequence[RunFolder]) -> list[str]:
-    """Returns the main metrics (`MAIN`) that any of the runs has, then the metrics that select best checkpoints."""
+    """Returns the metrics of `MAIN` that any run has, then the metrics by which runs select their best checkpoints."""
     found = main_names({name for run in runs for name in run.metrics}, lambda name: [run.curve(name) for run in runs])
     also = (run.best_metric for run in runs if run.best_metric.lstrip("-") in run.metrics)
     return found + [name for name in dict.fromkeys(also) if name not in found]
 
 
 def main_names(known: Collection[str], curve: Callable[[str], object]) -> list[str]:
-    """Returns the main metrics among `known`, without metrics whose curve equals the curve of an earlier one."""
+    """Returns the metrics of `MAIN` among `known`, without metrics whose curve equals the curve of an earlier one."""
     rows = [first_of(names, known) for names in MAIN]
     curves = [curve(name.lstrip("-~")) if name else None for name in rows]
     return [name for at, name in enumerate(rows) if name and curves[at] not in curves[:at]]
 
 
 def first_of(patterns: Iterable[str], known: Collection[str]) -> str:
-    """Returns the first known metric of a row of `MAIN` or `BEST`, with its sign; "" if none is known."""
+    """Returns the first known metric of `patterns`, a row of `MAIN` or `BEST`, with its sign; "" if none is known."""
     pairs = ((pattern, pattern.lstrip("-~")) for pattern in patterns)
     found = [(row.removesuffix(name), each) for row, name in pairs for each in sorted(known) if fnmatchcase(each, name)]
-    first = min(found, key=lambda each: each[1] == "val/loss", default=("", ""))  # other losses before it
+    first = min(found, key=lambda each: each[1] == "val/loss", default=("", ""))  # any other loss comes first
     return "".join(first)
 
 
@@ -190,7 +190,7 @@ def chosen_metrics(runs: Iterable[RunFolder], patterns: Iterable[str]) -> list[s
 
 
 def unknown(what: str, name: str, known: Iterable[str], near: Sequence[str]) -> DataError:
-    """Returns the error for a name that no run has. It lists the nearest names, or all names."""
+    """Returns the error for an unknown name; `what` is the thing named. Lists the names `near` it, or all names."""
     hint = f"did you mean {' or '.join(near)}?" if near else ""
     return DataError(what, name, "" if near else f"one of {', '.join(known)}", hint)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackers that need a library, and usually a server.
+"""Trackers that send metrics to a service: they need its library, and usually a server.
 
 Each tracker is registered by name (`@register_tracker`) and runs in a thread: training does not wait for a service, and
 does not fail with it. `trackers.json` in the run folder keeps the service's id of the run: a run that resumes continues
-its curves, and a new run gets new ones."""
+its curves, and a new run gets new curves."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class TrackedRun:
     name: str
     config: Mapping[str, object]
     steps_done: int = -1  # the last finished step; -1 for a new run, whose step 0 is a validation
-    run_id: str | None = None  # the service's id of a run that resumes
+    run_id: str | None = None  # if the run resumes: its id in the service
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `init` that W&B and SwanLab name in the same way."""
+        """The arguments that have the same names in the `init` of W&B and of SwanLab."""
         resume = "allow" if self.run_id is not None else None
         return {
             "project": self.project,
@@ -56,7 +56,7 @@ class TrackedRun:
 
 
 def no_key(name: str) -> ConfigError:
-    """Returns the error for a service without an API key. Without this check its library would prompt and wait."""
+    """Returns the error for a service that finds no API key. Without it the service's library would prompt and wait."""
     otherwise = f"write to the run's folder with {name.upper()}_MODE=offline"
     change = f"run `{name} login`, set {name.upper()}_API_KEY, or {otherwise}"
     return ConfigError("trainer.logger", f"{name} finds no API key", change=change)
@@ -141,7 +141,7 @@ def _read_ids(path: Path) -> dict[str, str]:
     try:
         return {str(name): str(run_id) for name, run_id in json.loads(path.read_text()).items()}
     except (ValueError, AttributeError, RecursionError) as error:
-        log.warning("%s cannot be read (%r): the run gets new curves in the trackers", path, error)
+        log.warning("%s cannot be read (%r): the run gets new curves in the services", path, error)
         return {}
 
 

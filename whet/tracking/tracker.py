@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tracker protocol, several trackers as one, and the tracker of files, which writes one JSON object a line.
+"""The tracker protocol; several trackers as one (`Trackers`); the JSONL tracker, which writes one JSON object a line.
 
 A killed run may leave an incomplete last line; a run that resumes truncates the file to its step."""
 
@@ -30,18 +30,18 @@ class Tracker(Protocol):
         """Logs the metrics of one step by name (`area/what`), and tables of its trajectories."""
 
     def close(self, failed: bool = False) -> None:
-        """Writes pending metrics and the end state of the run. No call follows."""
+        """Writes pending metrics, and whether the run `failed`. The caller makes no further calls."""
 
 
 class Trackers:
-    """Several trackers as one."""
+    """Several trackers as one: passes every call to each of them."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = tuple(trackers)
         self._tables: dict[str, Sequence[TableRow]] = {}
 
     def add_table(self, name: str, rows: Sequence[TableRow]) -> None:
-        """Keeps a table for the next `log`, so that an interrupted step logs nothing."""
+        """Keeps a table until the next `log`, which passes it on; so an interrupted step logs no table."""
         if rows:
             self._tables[name] = rows
 
@@ -116,7 +116,7 @@ def with_nan(record: Record) -> Record:
 
 
 def cut_back(path: Path, step: int) -> list[Record]:
-    """Truncates a JSONL file of metrics after the records of `step`.  Returns the remaining records. A missing file is
+    """Removes the records after `step` from a JSONL file of metrics.  Returns the remaining records. A missing file is
     not created.
 
     The file is replaced atomically.  Raises: DataError for a damaged line."""

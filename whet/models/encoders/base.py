@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders of media. A family of models has an `Encoder`. A model has `Encoders`, which cache by digest up to a number
-of bytes."""
+"""Encoders of media. A family of models has an `Encoder`. A loaded model has `Encoders`, which cache prepared media and
+features by digest, up to a number of bytes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Features:
 
 @dataclass(frozen=True)
 class EncoderOutput:
-    """The output of a tower, with the fields that the model's body reads."""
+    """The output of a tower, with the field names that transformers' model reads."""
 
     pooler_output: Any
     deepstack_features: Any = None
@@ -65,20 +65,20 @@ def body_of(model: Any) -> nn.Module:
     """Returns the module that contains the towers: the body of a language model or of a value model."""
     found: nn.Module = model.base_model if isinstance(model, PreTrainedModel) else model.body
     parts = dict(model.named_children())
-    return parts.get("model", found) if found is model else found  # Llama 4's prefix names no part of it
+    return parts.get("model", found) if found is model else found  # Llama 4 has no part with its base_model_prefix
 
 
 class Encoder(Protocol):
-    """The code with which a family of models reads some kinds of media. It holds no weights.
+    """The code by which a family of models reads some kinds of media. It has no weights.
 
     It is registered as MODEL_TYPE/KIND: `@register_encoder("qwen2_vl/image", aliases=("qwen2_vl/video",))`."""
 
     towers: ClassVar[tuple[str, ...]]  # modules and weights of the body that only these media pass, a module first
-    auto_class: ClassVar[Any] = AutoModelForImageTextToText  # of transformers, which loads the model
-    streams: ClassVar[Mapping[str, str]] = {}  # the encoder output that a kind is part of, where it has another name
-    both_ways: ClassVar[bool] = False  # True where the tokens of a media attend to later ones
-    config: Any  # of the model
-    identity: str  # of what `prepare` does, for caches
+    auto_class: ClassVar[Any] = AutoModelForImageTextToText  # the class of transformers that loads the model
+    streams: ClassVar[Mapping[str, str]] = {}  # by kind: the encoder output that contains it, if it has another name
+    both_ways: ClassVar[bool] = False  # True if the tokens of a media attend to later tokens of it
+    config: Any  # the model's transformers config
+    identity: str  # part of cache keys: equal for encoders whose `prepare` gives equal results
 
     @classmethod
     def load(cls, path: str | Path, config: Any, *, trust_remote_code: bool = False) -> Self:
@@ -93,7 +93,7 @@ class Encoder(Protocol):
         """The ids of patch tokens, which must never be sampled."""
 
     def measure(self, kind: str, size: Size, seconds: Sequence[float], limits: PixelLimits) -> MediaTokens:
-        """Computes the text and tokens that stand for a media, without decoding it: from height and width in pixels,
+        """Computes the text and tokens of a media in a prompt, without decoding it: from height and width in pixels,
         and the seconds of a video's chosen frames; for audio from channels, samples and seconds.
 
         Raises: DataError; ValueError for a size that the processor refuses."""
@@ -108,14 +108,14 @@ class Encoder(Protocol):
         """Converts the features of one stream to the form that the model's body reads."""
 
     def smallest(self) -> Prepared:
-        """Returns the tensors of the smallest media, all 0."""
+        """Returns the tensors that the tower reads for the smallest possible media; all numbers are 0."""
 
     def save(self, folder: Path) -> None:
         """Writes the processor's files, unchanged, into a model's folder."""
 
 
 class Encoders:
-    """The encoders of a model by kind of media. `load_encoders` makes them."""
+    """The encoders of a loaded model by kind of media, made by `load_encoders`, with their caches."""
 
     def __init__(self, by_kind: Mapping[str, Encoder]) -> None:
         self.by_kind, self.own = by_kind, list(dict.fromkeys(by_kind.values()))
@@ -140,7 +140,7 @@ class Encoders:
         DataError for a kind that the model does not read, and for a shape that its processor refuses."""
         if media.kind not in self.kinds:
             reads = " and ".join(f"{kind}s" for kind in sorted(self.kinds))
-            change = "remove it, or change the model"
+            change = "remove the row, or change the model"
             raise DataError(media.kind, f"{self.config.model_type} reads {reads} only", reads, change)
         encoder = self.by_kind[media.kind]
         if media.kind == "video" and not seconds:
@@ -159,20 +159,20 @@ class Encoders:
         return self.by_kind[kind].streams.get(kind, kind)
 
     def prepared(self, media: Media) -> Prepared:
-        """Returns the tensors that the tower reads for a measured media, cached or newly made.  Raises: DataError."""
+        """Returns the tensors that the tower reads for a measured media, if possible cached.  Raises: DataError."""
         return PREPARED.get(self._key(media), lambda: self.by_kind[media.kind].prepare(media))
 
     @contextmanager
     def timed(self, metrics: Metrics, ranks: int) -> Iterator[None]:
-        """Records how many seconds the block waits for prepared media, divided by the ranks that wait at the same
-        time."""
+        """Records the seconds in which the block waits for prepared media, divided by `ranks`, the number of ranks that
+        wait at the same time."""
         before = PREPARED.waited_seconds
         yield
         metrics.seconds("perf/media_wait_seconds", (PREPARED.waited_seconds - before) / ranks)
 
     def prefetch(self, media: Iterable[Media], model: nn.Module | None = None) -> None:
-        """Decodes and prepares media in threads, ahead of passes. `media` is in the order of the passes, each as often
-        as they read it. Skips media for which the frozen tower of `model` has cached features."""
+        """Decodes and prepares media in threads before forward passes read them. `media` is in the order of the passes,
+        each media as often as they read it. Skips media for which a frozen tower of `model` has cached features."""
         version = None if model is None else self.frozen_version(model)
         if version is not None and model is not None:
             held = _cache_of(body_of(model), version)
@@ -203,7 +203,7 @@ class Encoders:
         return [found[each.digest] for each in media]  # type: ignore[misc]
 
     def outputs(self, features: Sequence[Features]) -> dict[str, Any]:
-        """Returns the keywords of `encode` for features, or for slices of features."""
+        """Returns the keywords that `encode` returns, from computed features or from slices of them."""
         streams: dict[str, list[Features]] = {}
         for each in features:
             streams.setdefault(self.stream(each.kind), []).append(each)
@@ -211,14 +211,14 @@ class Encoders:
         return {"mm_encoder_outputs": found} if found else {}
 
     def types(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns keywords for transformers' own forward, which builds its mask from them: 1 for media tokens that
-        attend to each other in both directions."""
+        """Returns the keyword `token_type_ids` for transformers' own forward, which builds its mask from it: 1 for
+        media tokens that attend to each other in both directions."""
         marked = ids.new_tensor(self.both_ways)
         return {"token_type_ids": torch.isin(ids, marked).int()} if self.both_ways else {}
 
     def dummy(self, model: PreTrainedModel) -> torch.Tensor:
-        """Returns 0, computed by the towers from their smallest media. A rank of a sharded model needs it if its batch
-        has no media."""
+        """Returns 0, computed by the towers from their smallest media. As all ranks of a sharded model must run the
+        towers, a rank whose batch has no media calls this."""
         kinds = {encoder: kind for kind, encoder in self.by_kind.items()}.values()
         features = self._embedded(model, [(kind, self.by_kind[kind].smallest()) for kind in kinds])
         sums = [tensor.sum() for each in features for tensor in (each.hidden, *each.deepstack)]
@@ -226,7 +226,7 @@ class Encoders:
 
     @torch.no_grad()
     def fingerprint(self, model: nn.Module) -> Hashable:
-        """Returns a hash that identifies the weights of the towers: the exclusive or of the bits of each."""
+        """Returns hashes that identify the weights of the towers: for each weight the exclusive or of its bits."""
         return tuple(torch.stack([torch.hash_tensor(weight) for weight in self._weights(model)]).tolist())
 
     def is_frozen(self, model: nn.Module) -> bool:
@@ -234,7 +234,7 @@ class Encoders:
         return not any(weight.requires_grad for weight in self._weights(model))
 
     def frozen_version(self, model: nn.Module) -> Hashable | None:
-        """Returns the `fingerprint` of frozen towers, computed again after a load of weights; None if trained."""
+        """Returns the `fingerprint` of frozen towers, cached until their weights change; None if they are trained."""
         if not self.is_frozen(model):
             return None
         body, state = body_of(model), tuple((each._version, each.data_ptr()) for each in self._weights(model))
@@ -278,9 +278,9 @@ class Encoders:
 class BoundedCache(Generic[Value]):
     """A cache of values by key with at most `limit_bytes`; the least recently used are dropped first. Thread-safe.
 
-    Prefetched values stay until they are read: at most half of the limit at a time, more as they are read. `hits`
-    counts the calls of `get` that found a value, finished or in progress; `misses` counts the calls that made one;
-    `waited_seconds` is the time that all calls of `get` took."""
+    Prefetched values stay until they are read. They take at most half of the limit; when some are read, more are made.
+    `hits` counts the calls of `get` that found a value, finished or in progress; `misses` counts the calls that made a
+    value; `waited_seconds` is the time that all calls of `get` took."""
 
     def __init__(self, limit_bytes: int, size: Callable[[Value], int], num_threads: int = 0) -> None:
         self.limit_bytes = limit_bytes
@@ -288,11 +288,11 @@ class BoundedCache(Generic[Value]):
         self.waited_seconds = 0.0
         self._size, self._num_threads = size, num_threads
         self._values: OrderedDict[Hashable, Value] = OrderedDict()
-        self._waiting: OrderedDict[Hashable, Callable[[], Value]] = OrderedDict()  # to be made ahead, in order
-        self._coming: dict[Hashable, Future[Value]] = {}
-        self._ahead: dict[Hashable, int] = {}  # sizes of values that wait for their reader
-        self._reads: Counter[Hashable] = Counter()  # that are still announced
-        self._largest_bytes = inf  # of those that were made ahead
+        self._waiting: OrderedDict[Hashable, Callable[[], Value]] = OrderedDict()  # prefetch jobs not started, in order
+        self._coming: dict[Hashable, Future[Value]] = {}  # prefetch jobs that run
+        self._ahead: dict[Hashable, int] = {}  # sizes in bytes of prefetched values that were not read yet
+        self._reads: Counter[Hashable] = Counter()  # number of expected calls of `get` by key
+        self._largest_bytes = inf  # size of the largest prefetched value
         self._lock = Lock()
         self._threads: ThreadPoolExecutor | None = None
 
@@ -317,7 +317,7 @@ class BoundedCache(Generic[Value]):
             coming, found = self._coming.get(key), self._values.get(key)
             is_missing = found is None and coming is None
             self.hits, self.misses = self.hits + (not is_missing), self.misses + is_missing
-            if is_missing and key in self._waiting:  # the reader passed over what comes before it in the order
+            if is_missing and key in self._waiting:  # the reader skipped the keys before this one: drop them
                 for each in [*self._ahead, *takewhile(lambda each: each != key, self._waiting)]:
                     self._ahead.pop(each, None)
                     self._waiting.pop(each, None)
@@ -348,8 +348,8 @@ class BoundedCache(Generic[Value]):
         return value
 
     def prefetch(self, jobs: Iterable[tuple[Hashable, Callable[[], Value]]]) -> None:
-        """Makes values in threads, ahead of the calls of `get` and in their order; `jobs` has a key once for each call.
-        The `get` of a key raises the error of its job, or makes the value again."""
+        """Makes values in threads, before the calls of `get` and in their order; `jobs` has a key once for each call.
+        After a failed job the `get` of its key raises the job's error, or makes the value again."""
         times: Counter[Hashable] = Counter()
         with self._lock:
             for key, make in jobs:
@@ -381,7 +381,7 @@ class BoundedCache(Generic[Value]):
                 self._top_up()
 
     def _top_up(self) -> None:
-        """Starts waiting jobs while there is memory for them."""
+        """Starts waiting prefetch jobs while there is memory for their values."""
         while self._waiting and (
             not (self._coming or self._ahead)
             or 2 * (sum(self._ahead.values()) + self._largest_bytes * (len(self._coming) + 1)) <= self.limit_bytes
@@ -403,7 +403,7 @@ class BoundedCache(Generic[Value]):
         self._top_up()
 
     def _hold(self, key: Hashable, value: Value) -> None:
-        """Caches a value, and drops the least recently used others, but none that still waits for its reader."""
+        """Caches a value, and drops the least recently used values, but no prefetched value that was not read yet."""
         if key not in self._values:
             self._values[key] = value
             self.held_bytes += self._size(value)
@@ -420,7 +420,7 @@ class BoundedCache(Generic[Value]):
 PREPARED: BoundedCache[Prepared] = BoundedCache(
     2**30, lambda prepared: sum(each.nbytes for each in prepared.values()), PREPARING_THREADS
 )
-_FROZEN: WeakKeyDictionary[nn.Module, tuple[Hashable, Hashable]] = WeakKeyDictionary()  # state, fingerprint
+_FROZEN: WeakKeyDictionary[nn.Module, tuple[Hashable, Hashable]] = WeakKeyDictionary()  # state and fingerprint
 _FEATURES: WeakKeyDictionary[nn.Module, tuple[Hashable, BoundedCache[Features]]] = WeakKeyDictionary()
 
 

@@ -21,7 +21,7 @@ TOGETHER = "processor_config.json"
 
 
 class ImageEncoder(Encoder):
-    """An encoder of images, and of videos frame by frame, based on an image processor of transformers."""
+    """The base class of encoders of images, and of videos frame by frame, which use transformers' image processor."""
 
     processor_name: ClassVar[str]  # of its processor's class, without the back end
 

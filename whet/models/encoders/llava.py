@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLaVA-OneVision. An image is read as a whole and in tiles without padding, with a token that ends each line. Frames
-of a video have half the resolution."""
+"""The encoder of LLaVA-OneVision. An image is read as a whole, and in tiles without padding, with a token at the end of
+each line. Frames of a video have half the resolution."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LlavaVision(ImageEncoder):
         return MediaTokens("<image>", (("<image>", count),), token_id, ((1, 1, count),), (height, width))
 
     def _unpadded(self, height: int, width: int) -> tuple[int, int]:
-        """Returns the rows and columns of patches that `pack_image_features` of the model keeps of an image's tiles."""
+        """Returns how many rows and columns of an image's patches the model's `pack_image_features` keeps."""
         best = select_best_resolution((height, width), self.config.image_grid_pinpoints)
         rows, columns = (length // self.side * self.across for length in best)
         if width / height > columns / rows:
@@ -74,7 +74,7 @@ class LlavaVision(ImageEncoder):
             for each in images(media)
         ]
         out = self.processor(shown, return_tensors="pt")
-        if media.kind == "video":  # of a square of a tile's size the first tile is the whole image
+        if media.kind == "video":  # a frame has the size of one tile; the processor's first tile is the whole frame
             return {"pixel_values_videos": out["pixel_values"][:, 0]}
         return {"pixel_values": out["pixel_values"][0], "image_sizes": out["image_sizes"]}
 

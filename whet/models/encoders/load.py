@@ -14,7 +14,7 @@ from whet.errors import ModelError
 from whet.models.encoders.base import Encoders, body_of
 from whet.registry import ENCODERS
 
-# Types of models that read media, in transformers, and load as no causal language model.
+# transformers' types of models that read media and cannot be loaded as a causal language model.
 UNREAD = {*auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
 UNREAD -= auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images of any size, patches merged to tokens, multimodal rotary positions."""
+"""Encoders of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images of any size, merged patches, multimodal rotary positions."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ NAMES = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_vi
 
 @register_encoder("qwen2_vl/image", aliases=("qwen2_vl/video", "qwen2_5_vl/image", "qwen2_5_vl/video"))
 class QwenVision(ImageEncoder):
-    """Qwen2-VL and Qwen2.5-VL: a video is one run of tokens. In Qwen2.5-VL its time positions follow the seconds."""
+    """Qwen2-VL, Qwen2.5-VL: a video is one run of tokens. In Qwen2.5-VL, time positions are proportional to seconds."""
 
     towers = ("visual",)
     processor_name = "Qwen2VLImageProcessor"
-    # of a video processor whose files give no limits, in pixels of a frame
+    # limits in pixels of a frame if the video processor's files give none
     frame_limits = (128 * 28 * 28, 768 * 28 * 28)
 
     def __init__(self, config: Any, processor: Any, files: Mapping[str, Any]) -> None:
@@ -130,7 +130,7 @@ class QwenVision(ImageEncoder):
 
 @register_encoder("qwen3_vl/image", aliases=("qwen3_vl/video", "qwen3_vl_moe/image", "qwen3_vl_moe/video"))
 class Qwen3Vision(QwenVision):
-    """Qwen3-VL: each time step of a video is a separate run of tokens, after a text with its second."""
+    """Qwen3-VL: each time step of a video is a separate run of tokens, after a text with its time in seconds."""
 
     frame_limits = (128 * 32 * 32, 768 * 32 * 32)  # of all frames together
 
@@ -158,7 +158,7 @@ class Qwen3Vision(QwenVision):
 
 
 def _within(limits: PixelLimits, own: tuple[int, int]) -> tuple[int, int]:
-    """Returns the limits in pixels. A missing limit is the processor's, from `own`, adjusted to fit a given one."""
+    """Returns limits in pixels. A missing limit is the processor's `own`, changed if it contradicts a given limit."""
     low, high = limits
     if low is None:
         low = own[0] if high is None else min(own[0], high)
@@ -188,15 +188,15 @@ def _resized_video(num_frames: int, size: Size, step: int, factor: int, fewest: 
 
 
 def _times(seconds: Sequence[float], step: int) -> list[float]:
-    """Returns the mean second of first and last frame in each `step` frames. The last frame is repeated to fill up."""
+    """Returns the mean of first and last second of each group of `step` frames. The last frame fills the last group."""
     filled = [*seconds, *[seconds[-1]] * (-len(seconds) % step)]
     return [(filled[at] + filled[at + step - 1]) / 2 for at in range(0, len(filled), step)]
 
 
 def _in_time(patches: torch.Tensor, num_frames: int, step: int) -> torch.Tensor:
-    """Groups frames: [F h w, 3 step p p], each frame repeated `step` times -> [T h w, 3 step p p], `step` frames each.
+    """Groups the patches of F frames into T = ceil(F / step) time steps: [F h w, 3 step p p] -> [T h w, 3 step p p].
 
-    T = ceil(F / step). The last frame is repeated to fill the last group."""
+    The input has each frame `step` times; a time step has `step` frames. The last frame fills the last time step."""
     frames = patches.view(num_frames, -1, 3, step, patches.shape[1] // (3 * step))[:, :, :, 0]  # [F, h w, 3, p p]
     frames = torch.cat([frames, frames[-1:].expand(-num_frames % step, -1, -1, -1)])
     together = frames.unflatten(0, (-1, step)).permute(0, 2, 3, 1, 4)  # [T, h w, 3, step, p p]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SmolVLM, InternVL and Gemma 3: square tiles, each a fixed number of tokens, and one-dimensional positions."""
+"""Encoders of SmolVLM, InternVL and Gemma 3: square tiles with a fixed number of tokens, one-dimensional positions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from whet.types import Media, MediaTokens
 
 
 class TiledVision(ImageEncoder):
-    """A family of models whose tower reads tiles [n, 3, side, side]. All its media share one token id."""
+    """The base class of encoders whose tower reads tiles [n, 3, side, side]. All media of a model have one token id."""
 
     streams = {"video": "image"}  # noqa: RUF012
     towers = ("vision_tower", "multi_modal_projector")
@@ -71,7 +71,7 @@ class SmolVision(TiledVision):
     processor_name = "SmolVLMImageProcessor"
     image, fence, whole = "<image>", "<fake_token_around_image>", "<global-img>"
     intro = "You are provided the following series of {count} frames from a {duration} [H:MM:SS] video.\n"
-    _tile_axis = 1  # after a batch of 1
+    _tile_axis = 1  # axis 0 is a batch of 1
 
     def __init__(self, config: Any, processor: Any, files: Mapping[str, Any]) -> None:
         super().__init__(config, processor, files)
@@ -93,7 +93,7 @@ class SmolVision(TiledVision):
         runs = sum(piece == self.image for piece, _ in text)
         grids = ((1, 1, self.per_tile),) * runs
         placeholder = "<video>" if kind == "video" else self.image
-        # A square of the longest edge: what else the size depends on is known from the image.
+        # The size is a square of the longest edge: `prepare` needs only this edge and the image.
         return MediaTokens(placeholder, tuple(text), self.config.image_token_id, grids, (longest, longest))
 
     def _cuts(self, size: Size, longest: int) -> tuple[int, int]:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of untrusted code. They run in a process beyond the code's reach, and import nothing of whet."""
+"""Runs tests of untrusted code inside a sandbox, in a process that the code cannot access; imports nothing of whet."""

@@ -3,11 +3,11 @@
 
     tester - nursery - candidate
 
-The tester reads the code, forks the nursery, and only then reads the tests, so that they are in no memory of a
-candidate. A candidate, forked by the nursery, runs the code and serves calls. Plain values (numbers, texts, containers
-of them) are copied, so the code cannot choose how they compare; other objects stay where they are, and are reached by
-`Remote`. Changes that a candidate makes to itself (replaced functions, exits, writes) do not reach the tester, which
-alone writes the verdict. Output of the candidate goes to the tester's standard output, where a test may capture it."""
+The tester reads the code, forks the nursery, and only then reads the tests, so that no candidate has the tests in its
+memory. A candidate, forked by the nursery, runs the code and serves calls. Plain values (numbers, texts, containers of
+them) are copied, so the code cannot choose how they compare; other objects stay in their process, and the other process
+has a `Remote`. Changes that a candidate makes to itself (replaced functions, exits, writes) do not reach the tester,
+which alone writes the verdict. A candidate's output goes to the tester's standard output, which a test may capture."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from collections.abc import Callable
 from typing import Any
 
 LENGTH = struct.Struct("!Q")
-SHOWN = 300  # characters of a message
-PRINTED = 1 << 16  # bytes that a call may print; more is lost
+SHOWN = 300  # longest error message, in characters
+PRINTED = 1 << 16  # bytes of output that a call may print; more output is lost
 MODULE = "solution"
 TESTS = "tests"
 NO_PYTEST = "pytest is not installed in the sandbox's interpreter"
@@ -41,7 +41,7 @@ PLAIN = {type(None), bool, int, float, complex, str, bytes, bytearray, list, tup
 CONTAINERS = {collections.OrderedDict, collections.deque, collections.Counter, decimal.Decimal, fractions.Fraction}
 DATES = {dt.date, dt.datetime, dt.time, dt.timedelta}
 COPIED = PLAIN | CONTAINERS | DATES
-# Values of types that are derived from one of these are copied as one of it.
+# A value of a subclass of one of these types is copied as a value of this type.
 BASES = (int, float, complex, str, bytes, bytearray, tuple, list, dict, frozenset, set)
 GLOBALS = {(kind.__module__, kind.__qualname__): kind for kind in COPIED}
 CHANGEABLE = {collections.Counter, fractions.Fraction}  # classes in Python, whose attributes can be set
@@ -49,7 +49,7 @@ MUTABLE = (list, dict, set, bytearray, collections.deque)
 
 
 class LostError(Exception):
-    """Raised when the candidate has ended, or is too late."""
+    """Raised if the candidate has ended, or does not reply before the deadline."""
 
 
 class Copier(pickle.Pickler):
@@ -97,7 +97,7 @@ class Reader(pickle.Unpickler):
         return (lambda *values: kind(*values)) if kind in CHANGEABLE else kind
 
     def persistent_load(self, pid: tuple[str, int]) -> object:
-        """Returns the object of a name: a `Remote` for the other process's object, or an own object."""
+        """Returns the object of a name: a `Remote` for an object of the other process, or an object of this process."""
         kind, number = pid
         return Remote(self.peer, number) if kind == "mine" else self.peer.objects[number]
 
@@ -121,7 +121,7 @@ class Printed(io.BytesIO):
 
 
 class Peer:
-    """An end of the connection between tester and candidate. `trusted` objects may be used without limits."""
+    """An end of the connection of tester and candidate. If `trusted`, the other end may use all of its objects."""
 
     def __init__(self, connection: socket.socket, *, trusted: bool) -> None:
         self.connection, self.trusted = connection, trusted
@@ -147,7 +147,7 @@ class Peer:
             return value
 
     def serve(self, name: str, values: tuple[Any, ...], more: dict[str, object]) -> None:
-        """Serves a request of the other process."""
+        """Serves a request of the other process: does the operation `name`, and sends its result or error."""
         try:
             before = [self.pack(each) if isinstance(each, MUTABLE) else None for each in values]
             value = self._do(name, values, more)
@@ -180,13 +180,13 @@ class Peer:
             raise LostError("it ended") from error
 
     def pack(self, value: object) -> bytes:
-        """Returns the bytes of a message."""
+        """Returns the bytes of a message, by `Copier`."""
         file = io.BytesIO()
         Copier(file, self).dump(value)
         return file.getvalue()
 
     def receive(self) -> Any:
-        """Waits for a message until the deadline."""
+        """Waits for a message, at most until the deadline, and returns it.  Raises: LostError."""
         return Reader(self._exactly(*LENGTH.unpack(self._exactly(LENGTH.size))), self).load()
 
     def _exactly(self, size: int) -> bytes:
@@ -240,7 +240,7 @@ class Remote:
         return hash(self._number)
 
     def __contains__(self, wanted: object) -> bool:
-        return any(wanted == each for each in iter(self._peer.ask("iter", self)))  # the code hears of no wanted value
+        return any(wanted == each for each in iter(self._peer.ask("iter", self)))  # compares here, hidden from the code
 
 
 def _forward(name: str) -> Callable[..., object]:
@@ -248,8 +248,8 @@ def _forward(name: str) -> Callable[..., object]:
 
 
 def _among_remotes(name: str) -> Callable[[Remote, object], object]:
-    """Builds an operation between two objects of the code. An operation with a value of the tests is refused: it would
-    show the code the expected result, and let it decide the comparison."""
+    """Builds the operation `name` between two objects of the code. An operation with a value of the tests is refused:
+    it would show the expected result to the code, and let the code decide the comparison."""
     return lambda self, other: self._peer.ask(name, self, other) if type(other) is Remote else NotImplemented
 
 
@@ -269,8 +269,8 @@ for _name in (*UNARY, *BINARY):
 
 
 def _is_offered(name: str, target: object, values: tuple[object, ...]) -> bool:
-    """Tells whether the candidate may use an object of the tests in this way: call it, iterate over it, or read public
-    names of an object whose class the tests define."""
+    """Tells whether the candidate may do the operation `name` with an object of the tests: call it, iterate over it, or
+    read public names of an object whose class the tests define."""
     if name in ("call", "iter", "next", "len", "bool", "getitem", "str", "repr"):
         return not isinstance(target, (types.ModuleType, type)) or target in COPIED
     return name == "getattr" and type(target).__module__ == TESTS and not str(values[1]).startswith("_")
@@ -281,7 +281,7 @@ def _is_numpy_number(obj: object) -> bool:
 
 
 def _fill(old: Any, new: Any) -> None:
-    """Copies into a container the changes that a call made to its copy."""
+    """Replaces the content of a container by the content `new`, after a call changed the container's copy."""
     old.clear()
     (old.update if isinstance(old, (dict, set)) else old.extend)(new)
 
@@ -290,7 +290,7 @@ def _fill(old: Any, new: Any) -> None:
 
 
 def nurse(code: list[str], control: socket.socket) -> None:
-    """Forks a candidate for each connection. A candidate is killed before the next one is forked."""
+    """Runs the nursery: forks a candidate for each connection. A candidate is killed before the next one is forked."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
         os.dup2(null, descriptor)

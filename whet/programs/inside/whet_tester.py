@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tests of untrusted code, which run in a process beyond the code's reach (whet_peer)."""
+"""Runs tests of untrusted code, in a process that the code cannot access (explained in whet_peer)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
     from whet_peer import MODULE, NO_PYTEST, SHOWN, TESTS, LostError, Peer, execute, is_near, nurse
 
-NOT_DUMPABLE = 4  # prctl: nobody else may read this process's memory or open its descriptors
+NOT_DUMPABLE = 4  # for prctl: no other process may read this process's memory or open its descriptors
 PYTEST = ["-q", "-x", "-c", os.devnull, "--rootdir=/", "--noconftest", "--import-mode=importlib", "--assert=plain"]
 PYTEST += ["-p", "no:cacheprovider"]
 
@@ -44,7 +44,7 @@ class Tester:
             self.peer = None
             raise LostError(error)
         peer.errors = {name: _error_class(name, bases) for name, bases in errors.items()}
-        # What a candidate tells may be made up: it keeps no `__builtins__` of its own.
+        # The candidate may have invented these names: its `__builtins__` and similar names are not used.
         self.names = {name: value for name, value in {**names, **peer.errors}.items() if not name.startswith("__")}
 
     def run(self) -> list[tuple[bool, str]]:
@@ -67,7 +67,7 @@ class Tester:
         return results
 
     def run_code(self, case: str) -> None:
-        """Runs statements with assertions, which see the names of the code; calls `check` if they define it."""
+        """Runs statements with assertions, which can use the names of the code; with an entry point calls `check`."""
         space = types.ModuleType(TESTS)
         vars(space).update({name: self.names[name] for name in self._offered()})
         execute(self.tests["setup"] + "\n" + case, space)
@@ -75,7 +75,7 @@ class Tester:
             vars(space)["check"](self._entry())
 
     def run_call(self, case: dict[str, Any]) -> None:
-        """Calls the entry point, and compares its value."""
+        """Calls the entry point, and compares the returned value with the expected one."""
         args, expected, tolerance = case["args"], case["expected"], self.tests["tolerance"]
         entry = self._entry()
         found = _listed(entry(**args) if isinstance(args, dict) else entry(*args))
@@ -111,7 +111,7 @@ class Tester:
                     passed.append(report.nodeid)
 
         written = os.dup(1)
-        os.dup2(2, 1)  # what pytest says is no verdict
+        os.dup2(2, 1)  # pytest's output must not be read as the verdict
         try:
             status = pytest.main([*PYTEST], [InMemory()])
         finally:
@@ -120,13 +120,13 @@ class Tester:
             raise AssertionError(f"pytest ended with {int(status)}, and {len(passed)} tests passed")
 
     def _offered(self) -> list[str]:
-        """Lists the names of the code that tests see without an import. Names that the tests use for builtins or their
-        own imports are left out; a name under test is always included."""
+        """Lists the names of the code that tests can use without an import. Leaves out names of builtins and of the
+        tests' own imports; the name under test is always included."""
         used = {*vars(builtins), *self.tests["imported"]} - {self.tests["tested"]}
         return [name for name in self.names if name not in used]
 
     def _entry(self) -> Any:
-        """Returns the function under test. `Solution.f` is Solution().f, and so is `f` if the code has no other `f`."""
+        """Returns the function under test. `Solution.f`, or `f` if the code has no function `f`, is Solution().f."""
         name, _, method = self.tests["entry"].partition(".")
         if name not in self.names and "Solution" in self.names and not method:
             name, method = "Solution", name
@@ -158,7 +158,7 @@ def _same(found: Any, expected: Any, tolerance: float) -> bool:
 
 
 def main() -> None:
-    """Reads the code, forks the nursery, reads the tests, and writes the verdict after the secret word with them."""
+    """Reads the code, forks the nursery, reads the tests, and writes the verdict after the secret word of the tests."""
     code = json.loads(_read_frame())
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
@@ -169,7 +169,7 @@ def main() -> None:
             os._exit(1)
     theirs.close()
     ctypes.CDLL(None).prctl(NOT_DUMPABLE, 0, 0, 0, 0)
-    sys.path[:] = [each for each in sys.path if os.path.realpath(each) not in (os.getcwd(), "/tmp")]  # the code's
+    sys.path[:] = [each for each in sys.path if os.path.realpath(each) not in (os.getcwd(), "/tmp")]  # not the code's
     sys.stdout = open(os.devnull, "w")
     tests = json.loads(_read_frame())
     results = Tester(ours, tests).run()
@@ -179,7 +179,7 @@ def main() -> None:
 
 
 def _read_frame() -> str:
-    """Reads a frame, and no byte of the next one."""
+    """Reads a text as `whet_peer.frame` encodes it, and no byte after it."""
     with open(0, "rb", buffering=0, closefd=False) as raw:
         data, size = b"", int(raw.readline())
         while len(data) < size:
