@@ -47,7 +47,7 @@ class Converted:
     speed: list[str] = field(default_factory=list)  # keys that concern speed, memory or logs alone
 
     def to_yaml(self) -> str:
-        """Returns the recipe as YAML, with the origin of each value, after comments on the other keys, by weight."""
+        """Returns the recipe as YAML, with each value's origin. Comments at the top list keys left out or to check."""
         tree: Values = {}
         for key, value in self.values.items():
             put(tree, key, value)
@@ -68,8 +68,8 @@ class Converted:
 
 
 def convert(written: Written, system: str) -> Converted:
-    """Converts the keys of a file or command of another framework into a recipe. `system` may name a trainer, or a
-    version after an @ (verl@0.3).  Raises: ConfigError."""
+    """Converts the keys of a file or command of another framework into a recipe. `system` is a framework, or a
+    framework with a trainer or version after an @ (verl@0.3).  Raises: ConfigError."""
     name, _, trainer = system.lower().partition("@")
     known = [f"{table.system.lower()}@{table.trainer}" for table in tables() if table.trainer]
     if name not in SYSTEMS or (trainer and system.lower() not in known):
@@ -95,7 +95,7 @@ def convert(written: Written, system: str) -> Converted:
 
 
 def _recipe(written: Written, result: Converted, values: Values) -> Values:
-    """Converts one loop iteration or one branch: returns its values as a recipe, without the names of runs."""
+    """Converts the `values` of one loop iteration or script branch. Leaves out keys that only name a run."""
     found = Conversion(replace(written, values=values), result.system).run().values
     return {key: value for key, value in found.items() if key not in NAMES_OF_RUNS}
 
@@ -106,7 +106,7 @@ def _differing(recipes: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def _check_branches(written: Written, result: Converted) -> None:
-    """Raises: ConfigError if the recipe depends on an undecided branch, with the values of each alternative."""
+    """Raises: ConfigError if the recipe depends on a branch of unknown condition; it lists all alternatives."""
     choices = list[str]()
     for name, ways in written.branches.items():
         recipes = {value: _recipe(written, result, values) for value, values in ways.items()}
@@ -124,7 +124,7 @@ def _check_branches(written: Written, result: Converted) -> None:
 
 
 class Conversion:
-    """Converts the keys of one file or command into a recipe, row by row of the tables of keys."""
+    """Converts the keys of one file or command into a recipe. Each row of the tables of keys is a rule."""
 
     def __init__(self, written: Written, system: str) -> None:
         of_system = [each for each in tables() if each.system == system and each.trainer in ("", written.trainer)]
@@ -156,7 +156,7 @@ class Conversion:
         }
 
     def run(self) -> Converted:
-        """Converts all rows; rows that read converted values come last. Then drops keys that whet would not read."""
+        """Applies all rows; rows that read converted values come last. Then drops keys that whet would not read."""
         for row in sorted(self.rows, key=lambda row: row.unit is not None):
             if row.join is not None:
                 self._join(row)
@@ -239,7 +239,7 @@ class Conversion:
         return calculated(re.sub(r"\{([\w.]+)(?:,([\w.]+))?\}", of_key, formula), {"value": value})
 
     def _copy(self, row: KeyRow, value: Any, ours: tuple[str, ...], origin: str) -> None:
-        """Writes a value after the row has translated it; the items of a list are translated one by one."""
+        """Writes a value to the keys `ours`, translated by the row's `values`; translates a list item by item."""
         if isinstance(value, list):
             value = [row.values.get(each, each) if isinstance(each, str) else each for each in value]
         elif isinstance(value, (str, int, float, bool)) and value in row.values:
@@ -329,8 +329,8 @@ class Conversion:
             values["algorithm.kl.where"], self.result.origins["algorithm.kl.where"] = "none", "no KL term"
 
     def _rewrite_equals(self) -> None:
-        """Rewrites values that whet refuses into equivalent ones, such as several greedy responses (one), a group
-        of one response (verl does not subtract its mean), and a ratio's lower bound below 0 (0)."""
+        """Replaces values that whet refuses with equivalent values: several greedy validation responses become one, a
+        ratio's lower bound below 0 becomes 0, and verl's groups of one response get no baseline, as in verl."""
         values, low = self.result.values, "algorithm.loss_options.clip_ratio_low"
         if not values.get("trainer.validation.temperature") and values.get("trainer.validation.n", 1) > 1:
             values["trainer.validation.n"] = 1
@@ -393,7 +393,7 @@ class Conversion:
         raise ConfigError(self.result.system, found, change="give other keys")
 
     def _count_defaults(self) -> None:
-        """Counts, instead of listing, keys that have their default value or are in a section that is switched off."""
+        """Counts, but does not list, keys with their default value, or in a section that is switched off."""
         off = tuple(
             f"{key.rpartition('.')[0]}." for key, value in self.given.items() if value is False and _SWITCH(key)
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts keys whose values need a calculation or other keys: `unit` in foreign_keys.yaml names the function.
 
-A function yields keys of whet with their values for one key of another framework. It raises ConfigError where a value
-has to be set by hand; the report shows the error. `place` completes processes and devices at the end."""
+A function yields keys of whet with their values for one key of another framework. It raises ConfigError if the user has
+to set the value by hand; the report shows the error. `place` completes processes and devices at the end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Key(NamedTuple):
 
 
 def _updates(of: Conversion, role: str) -> int:
-    """Returns the number of updates of a role (actor, critic) in a step; 1 for a run on examples."""
+    """Returns the number of updates of a role (actor, critic) in a step; 1 if the command is not `whet train`."""
     values, default = of.result.values, leaf_fields(TrainConfig)["data.train_batch_size"].default
     batch: int = values.get("data.train_batch_size") or default
     mini_batch: int = values.get(f"{role}.mini_batch_size") or batch
@@ -53,7 +53,7 @@ def _updates(of: Conversion, role: str) -> int:
 
 
 def updates(of: Conversion, key: Key) -> Unit:
-    """Converts steps of the loop to optimizer updates; a negative number counts as unset."""
+    """Converts a number of steps to a number of optimizer updates; a negative number counts as unset."""
     if key.value > 0:
         yield key.ours[0], key.value * _updates(of, key.ours[0].partition(".")[0])
 
@@ -84,8 +84,8 @@ def trackers(of: Conversion, key: Key) -> Unit:
 
 
 def ratio(of: Conversion, key: Key) -> Unit:
-    """Converts a fraction of all steps (in TRL: of all updates) to updates, if their number is known. A number from 1
-    up already counts updates."""
+    """Converts a fraction of all steps (in TRL: of all updates) to a number of updates, if the number of steps is
+    known. A value of at least 1 already is a number of updates."""
     steps = of.result.values.get("trainer.total_steps")
     if not key.value:
         return
@@ -100,7 +100,7 @@ def ratio(of: Conversion, key: Key) -> Unit:
 
 
 def one_word(of: Conversion, key: Key) -> Unit:
-    """Translates a value, alone or in a list of one, by the row's table of values."""
+    """Translates a value, or the only item of a list, by the row's `values`."""
     [word] = key.value if isinstance(key.value, list) else [key.value]
     yield key.ours[0], key.row.values[word]
 
@@ -155,7 +155,7 @@ def _bounds(of: Conversion, row: KeyRow, default: Any) -> tuple[float | None, fl
 
 
 def verl_rejection(of: Conversion, key: Key) -> Unit:
-    """Converts verl's rejection: its bounds of k1 bound the ratio, from 1 / upper by default; k2 and k3 have one."""
+    """Converts verl's rejection. k1 bounds the ratio on both sides (default: 1 / upper to upper), k2 and k3 above."""
     if key.name != key.row.theirs[0] or not key.value:
         return
     level, _, form = key.value.rpartition("_")
@@ -171,8 +171,8 @@ def verl_rejection(of: Conversion, key: Key) -> Unit:
 
 
 def trl_batches(of: Conversion, key: Key) -> Unit:
-    """Converts TRL's counts of responses to prompts of a step and of an update. A step is one batch of generation, or
-    one update if an update needs several such batches."""
+    """Converts TRL's batch sizes, which count responses, to the numbers of prompts in a step and in an update. A step
+    is one batch of generation, or one update if an update needs several such batches."""
     given, n = of.given, of.value("num_generations")
     processes, gathered = given.get("num_processes", 1), given.get("gradient_accumulation_steps", 1)
     if "num_processes" not in given:
@@ -187,7 +187,7 @@ def _has_environments(of: Conversion) -> bool:
 
 
 def roll_lengths(of: Conversion, key: Key) -> Unit:
-    """Converts the response length: sequence minus prompt, or max_new_tokens; with environments, of a turn."""
+    """Converts ROLL's response length: sequence - prompt, or max_new_tokens, which limits a turn with environments."""
     sequence, *of_turn = key.row.theirs
     if key.name == sequence:
         if key.value > (prompt := of.value("prompt_length")):
@@ -203,7 +203,7 @@ def roll_lengths(of: Conversion, key: Key) -> Unit:
 
 
 def _responses(of: Conversion) -> tuple[int, int]:
-    """Returns the number of responses of a step, and the number of responses to a prompt."""
+    """Returns the number of responses in a step, and the number of responses to a prompt."""
     if _has_environments(of):  # the batch size counts trajectories
         return of.value("rollout_batch_size"), of.given.get("train_env_manager.group_size", 1)
     n = of.value("num_return_sequences_in_group")
@@ -211,13 +211,13 @@ def _responses(of: Conversion) -> tuple[int, int]:
 
 
 def roll_step(of: Conversion, key: Key) -> Unit:
-    """Converts the number of prompts of a step."""
+    """Converts ROLL's rollout batch size to the number of prompts in a step."""
     step, n = _responses(of)
     yield from ((target, each) for target, each in _prompts(of, step, n, n) if target == key.ours[0])
 
 
 def roll_batches(of: Conversion, key: Key) -> Unit:
-    """Converts the size of an update: rows of a device times gradient accumulation times data-parallel ranks."""
+    """Converts ROLL's update size: rows of a device times gradient accumulation times data-parallel ranks."""
     given, role = of.given, key.name.partition(".")[0]
     ranks = len(devices_of(given.get(f"{role}.device_mapping", [0])) or [0])
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
@@ -260,7 +260,7 @@ def functions(of: Conversion, key: Key) -> Unit:
 
 
 def roll_environment(of: Conversion, key: Key) -> Unit:
-    """Converts the environment of the first training tag; the report asks the user to set its options."""
+    """Converts ROLL's environment of the first training tag; the report asks the user to set the options."""
     tags = of.given.get("train_env_manager.tags") or [""]
     used = list(dict.fromkeys(tags if isinstance(tags, list) else [tags]))
     below = f"{key.name}.{used[0]}."
@@ -318,7 +318,7 @@ def rewards(of: Conversion, key: Key) -> Unit:
 
 
 def trl_weight(of: Conversion, key: Key) -> Unit:
-    """Converts TRL's importance weights for vLLM by their mode, such as token_truncate; other keys have the bounds."""
+    """Converts TRL's importance weights for vLLM by their mode, such as token_truncate; other keys give the bounds."""
     mode, *uppers, lower = key.row.theirs
     if key.name == mode:
         level, _, how = key.value.partition("_")
@@ -328,7 +328,7 @@ def trl_weight(of: Conversion, key: Key) -> Unit:
 
 
 def trl_rewards(of: Conversion, key: Key) -> Unit:
-    """Converts reward functions: of trl.rewards, or MODULE.NAME. TRL's length penalty is a key of its own in whet."""
+    """Converts reward functions of trl.rewards, or MODULE.NAME. TRL's length penalty becomes `algorithm.overlong`."""
     names = [key.value] if isinstance(key.value, str) else [str(each) for each in key.value]
     weights, kept = of.result.values.get("reward.weights") or [1.0] * len(names), dict[str, Any]()
     for name, weight in zip(names, weights, strict=False):
@@ -352,8 +352,8 @@ def trl_rewards(of: Conversion, key: Key) -> Unit:
 
 
 def place(of: Conversion) -> None:
-    """Completes `cluster`: sets Ray and the pools' numbers of nodes for several nodes. Drops sizes that do not divide
-    the number of processes, and the sharding engine if there is one process."""
+    """Completes `cluster`: the numbers of nodes and GPUs, and Ray for several nodes. Drops mesh sizes that do not
+    divide the number of processes, and the sharding engine if there is one process."""
     values, origins = of.result.values, of.result.origins
     nodes, gpus = values.get("cluster.nnodes", 1), values.get("cluster.n_gpus_per_node", 1)
     if not isinstance(nodes, int) or not isinstance(gpus, int):
@@ -397,7 +397,7 @@ def place(of: Conversion) -> None:
 
 
 def _rows(of: Conversion) -> int:
-    """Returns the number of rows of a policy update; unlimited for examples."""
+    """Returns the number of rows in an update of the policy; 10**9 (no limit) if the command is not `whet train`."""
     values = of.result.values
     prompts = values.get("actor.mini_batch_size") or values.get("data.train_batch_size") or 32
     return max(1, prompts * values.get("rollout.n", 8)) if of.result.command == "train" else 10**9
@@ -415,7 +415,7 @@ def devices_of(value: Any) -> list[int] | None:
 
 
 def roll_devices(of: Conversion, key: Key) -> Unit:
-    """Converts device lists: roles share one pool, or sampling gets its own. The device count also sets the nodes."""
+    """Converts ROLL's device lists: roles share a pool, or sampling gets its own. Also sets the number of nodes."""
     if key.name != key.row.theirs[0]:
         return
     training, sampling = (devices_of(of.given.get(each, [])) for each in key.row.theirs[:2])

@@ -26,8 +26,8 @@ def serve_sandbox(
 ) -> None:
     """Serve a sandbox for untrusted programs.
 
-    It answers POST /run_code as SandboxFusion does. A run that uses it has
-    reward.kwargs.sandbox=http://HOST:PORT, and the key in WHET_SANDBOX_KEY."""
+    It answers POST /run_code as SandboxFusion does. A run uses it with reward.kwargs.sandbox=http://HOST:PORT, and with
+    the key in the environment variable WHET_SANDBOX_KEY."""
     import os
 
     from whet.programs.protocol import open_sandbox

@@ -26,8 +26,8 @@ INTERFACE = "a service with SandboxFusion's interface"
 
 
 class HttpSandbox:
-    """Runs programs in a service, which adds limits of its own. `languages` adds commands of this side, which only a
-    `whet serve-sandbox` service can run; SandboxFusion has only its own languages."""
+    """Runs programs in a service; the service's own limits hold too. `languages` adds languages with commands of the
+    client, which only a `whet serve-sandbox` service can run; SandboxFusion has only its fixed list of languages."""
 
     def __init__(self, address: str, languages: Mapping[str, Language] | None = None) -> None:
         self.address = address.rstrip("/").removesuffix("/run_code")
@@ -97,7 +97,7 @@ class HttpSandbox:
         return SandboxError(f"sandbox at {self.name}", f"answered {answer}", f"a result of {INTERFACE}", change)
 
     def _read(self, answer: dict[str, Any]) -> Ran:
-        """Converts a reply.  Raises: SandboxError if the service failed for a reason other than the program."""
+        """Converts a reply to a `Ran`.  Raises: SandboxError if the service failed not because of the program."""
         if answer.get("status") == "SandboxError":
             raise SandboxError(f"sandbox at {self.name}", f"failed: {answer.get('message')}", change="read its log")
         compiled, ran = answer.get("compile_result"), answer.get("run_result")

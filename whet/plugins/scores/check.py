@@ -3,8 +3,8 @@
 
 A row is a prompt with its ground truth. Probes derive wrong responses from it: empty, echoed, hedged, malformed, huge,
 hostile; if the row has tests, also programs that cheat. A wrong response counts as paid if its reward is at least the
-reward of a right response; a response without an answer, if it gets more than half of that. The function runs in a
-reward process, as in training."""
+reward of a right response; a response without an answer, if its reward is more than half of that. The function runs in
+a reward process, as in training."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FORMS: Mapping[str, str] = _TABLE["forms"]
 
 
 def _texts(group: str) -> dict[str, tuple[str, list[str]]]:
-    """Returns for each probe of a group its description and its responses."""
+    """Returns the description and the responses of each probe in a group, by the probe's name."""
     return {
         name: (what, [each if isinstance(each, str) else "".join(map(mul, each[::2], each[1::2])) for each in texts])
         for name, found in _TABLE[group].items()
@@ -74,7 +74,7 @@ class CheckedPrompt:
         return tuple(programs(self.truth, self.extra))
 
     def item(self, response: str) -> RewardItem:
-        """Returns the item to score for a response."""
+        """Returns the RewardItem that a score function gets for `response`."""
         ids = tuple(range(1, 2 + len(response.split())))
         extra = copy.deepcopy(dict(self.extra))
         return RewardItem(self.data_source, response, self.truth, extra, prompt_str=self.prompt, response_ids=ids)
@@ -150,8 +150,8 @@ class _RewardCheck:
         return outcomes
 
     def _right(self) -> list[str]:
-        """Measures the reward of a right response for each row. Returns the forms of the ground truth that earn it.
-        Drops rows whose right responses earn no more than a wrong one."""
+        """Measures the reward of a right response for each row. Returns the forms of the ground truth that earn this
+        reward. Drops rows whose right responses earn no more than a wrong response."""
         paid, suited = dict.fromkeys(FORMS, 0), []
         for row in self.rows:
             texts = [*([] if row.right is None else [row.right]), *_all_forms([row.answer]), WRONG]
@@ -208,8 +208,8 @@ class _RewardCheck:
                 self._find("order", "the reward of a response depends on the responses before it", response)
 
     def _hostile(self) -> None:
-        """Scores strange responses one at a time, so that none affects another. Programs always have separate
-        processes."""
+        """Scores strange responses one at a time, so that none affects another. Responses to a row with tests are
+        scored together, as each program has a process of its own."""
         for row in self.rows[:2]:
             told = [
                 (name, what, text)
@@ -248,7 +248,7 @@ class _RewardCheck:
 
 
 def shorten(text: str) -> str:
-    """Returns the beginning of a text on one line."""
+    """Returns the beginning of a text, escaped, on one line."""
     shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
     return shown.encode("unicode_escape").decode()
 

@@ -91,7 +91,7 @@ def compute_score(
 ) -> dict[str, float | str]:
     """Tests the last fenced code block: 1 if all pass (`binary`), the passed share, or its 4th power (`fraction4`).
 
-    Tests in the ground truth, or as JSON text: `{"inputs": [...], "outputs": [...]}`, with `fn_name` for calls of a
+    The ground truth has tests, also as JSON text: `{"inputs": [...], "outputs": [...]}`, with `fn_name` for calls of a
     function; `[{"input", "output", "testtype"}]` as in LiveCodeBench; `{"test", "entry_point"}` as in HumanEval; a list
     of assertions, or text with them; a pytest file. A response that completes the code in `prompt`, which defines
     `entry_point`, is appended to it; both are read from the ground truth or from `extra_info`. Each test has `seconds`
@@ -203,7 +203,7 @@ def read_tests(truth: Any, extra: Fields) -> Suite:
 
 
 def _is_null(value: object) -> bool:
-    """Tells whether a value is the null of arrow, pandas or JSON for an unused column: None, NaN, or text for these."""
+    """Tells whether a value is the null of arrow, pandas or JSON for an unused column: None, NaN, or these as text."""
     return not isinstance(value, list | dict) and str(value).strip().lower() in _NULLS
 
 
@@ -387,7 +387,8 @@ def _text(value: object) -> str:
 
 
 def _completed(source: str, tests: Suite) -> tuple[str, str]:
-    """Returns imports to put before the source, and the source, after the prompt's code if it completes that code."""
+    """Returns imports to run before the source, and the source, with the prompt's code before it if it completes
+    that."""
     prompt, name = tests.prompt, tests.defines
     imports = (IMPORTS if tests.kind == "call" else "") + tests.imports
     defined = rf"^(?:async )?(?:def|class) (?:{re.escape(name)}|Solution)\b|^{re.escape(name)}\s*="

@@ -61,7 +61,7 @@ def check_reward(
 
 
 def example_rows(entry: Entry) -> list[CheckedPrompt]:
-    """Returns an entry's examples with the highest reward, as rows with a right response."""
+    """Returns the examples of a reward function that have the highest reward, as rows with a right response."""
     from whet.plugins.scores.check import CheckedPrompt
 
     given = examples_of(entry)
