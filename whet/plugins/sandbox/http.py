@@ -97,7 +97,7 @@ class HttpSandbox:
         return SandboxError(f"sandbox at {self.name}", f"answered {answer}", f"a result of {INTERFACE}", change)
 
     def _read(self, answer: dict[str, Any]) -> Ran:
-        """Converts a reply to a `Ran`.  Raises: SandboxError if the service failed not because of the program."""
+        """Converts a reply to the result of a program.  Raises: SandboxError if the service itself failed."""
         if answer.get("status") == "SandboxError":
             raise SandboxError(f"sandbox at {self.name}", f"failed: {answer.get('message')}", change="read its log")
         compiled, ran = answer.get("compile_result"), answer.get("run_result")

@@ -387,8 +387,7 @@ def _text(value: object) -> str:
 
 
 def _completed(source: str, tests: Suite) -> tuple[str, str]:
-    """Returns imports to run before the source, and the source, with the prompt's code before it if it completes
-    that."""
+    """Returns imports to run before the source, and the source, appended to the prompt's code that it completes."""
     prompt, name = tests.prompt, tests.defines
     imports = (IMPORTS if tests.kind == "call" else "") + tests.imports
     defined = rf"^(?:async )?(?:def|class) (?:{re.escape(name)}|Solution)\b|^{re.escape(name)}\s*="

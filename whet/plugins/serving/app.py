@@ -88,7 +88,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """The options of `whet serve`, which has their defaults. A sample is one of the n responses to a prompt."""
+    """The options of `whet serve`; the command has their defaults. A sample is one of the n responses to a prompt."""
 
     model: str  # a Hugging Face folder or hub name, a checkpoint, or a run
     name: str | None  # of the model for clients; unset: the last part of its path
@@ -242,7 +242,7 @@ class App:
         return found
 
     async def _events(self, uid: str, asked: ClientRequest, late_at: float) -> Samples:
-        """Samples a request and yields events until all samples end; aborts them if the reader leaves early."""
+        """Samples a request and yields events until all samples end; aborts the samples if the reader leaves early."""
         queue: asyncio.Queue[Event | WhetError] = asyncio.Queue()
         requests = asked.requests(uid, self._settings.deadline_seconds)
         samples = {
@@ -280,7 +280,7 @@ class App:
             self._engine.abort([request.uid for request in requests])
 
     def _place(self, log_probs: Mapping[int, float]) -> Raw:
-        """Converts log-probs by token id, and adds the text of each token."""
+        """Converts the log-probs at one position to vLLM's form: by token id, with the text of each token."""
         decode = self._reader.tokenizer.decode
         return {str(token): {"logprob": each, "decoded_token": decode([token])} for token, each in log_probs.items()}
 
@@ -385,7 +385,7 @@ class ShortestFirst:
 
 
 class EventStream(StreamingResponse):
-    """Sends server-sent events. Ends the lines and samples if the client leaves, or reads too slowly."""
+    """Sends server-sent events. Ends the stream and its samples if the client leaves, or reads too slowly."""
 
     def __init__(self, lines: AsyncGenerator[str, None], samples: Samples, seconds: float) -> None:
         super().__init__(lines, media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -422,7 +422,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def in_own_words(error: WhetError) -> EngineError:
-    """Converts an engine's error: it names server options and request fields instead of config keys."""
+    """Converts an engine's error: the new error names server options and request fields instead of config keys."""
     own = {"rollout.engine.options.": "--option ", "data.max_response_length": "max_tokens"}
 
     def named(text: str) -> str:

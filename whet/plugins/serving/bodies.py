@@ -68,7 +68,7 @@ def refused(param: str, message: str, code: str | None = None) -> ApiError:
 
 
 def unsupported(param: str, value: object, why: str) -> ApiError:
-    """Returns an error for a parameter, or a value of it, that this server does not support."""
+    """Returns an error for a parameter, or for one of its values, that this server does not support."""
     return refused(param, f"{param}={value!r:.80} is not supported: {why}", "unsupported_value")
 
 
@@ -81,7 +81,7 @@ class StreamOptions(BaseModel):
 
 
 class WithoutEffect(BaseModel):
-    """Fields that are accepted but have no effect: names of the client, and settings of OpenAI's storage."""
+    """Fields that are accepted but have no effect: identifiers of the client, and settings of OpenAI's storage."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     user: str | None = None
@@ -184,7 +184,7 @@ class ClientRequest:
         return self.body.stream_options is not None and self.body.stream_options.include_usage
 
     def requests(self, uid: str, deadline_seconds: float) -> list[Request]:
-        """Returns the engine's requests, n for each prompt. Equal seeds give equal draws; sample j has its own."""
+        """Returns the engine's requests, n for each prompt. Equal seeds repeat the draws; each sample has its own."""
         n, seed = self.body.n, secrets.randbits(62) if self.body.seed is None else self.body.seed
         return [
             Request(
@@ -351,7 +351,7 @@ class BodyReader:
 
 @lru_cache(maxsize=4)
 def _names_read(template: str) -> frozenset[str]:
-    """Returns the names in a chat template's code, without attribute names after a dot."""
+    """Returns the names that a chat template's code reads, without attribute names after a dot."""
     tokens = [(kind, text) for _, kind, text in Environment().lex(template) if kind != "whitespace"]
     pairs = zip([("", ""), *tokens], tokens, strict=False)
     return frozenset(text for (_, before), (kind, text) in pairs if kind == "name" and before != ".")
@@ -407,7 +407,7 @@ def _opening(parser: str, names: Sequence[str], choice: object) -> str:
 
 
 def _message(index: int, raw: Raw) -> Message:
-    """Converts a message for the template: content as text, arguments of tool calls as objects, as most expect."""
+    """Converts a message for the template: content as text, tool calls' arguments as objects, as most templates do."""
     where = f"messages[{index}]"
     role, content, calls = raw.get("role"), raw.get("content"), raw.get("tool_calls")
     if not isinstance(role, str):

@@ -37,7 +37,7 @@ FORMS: dict[str, tuple[str, dict[str, object]]] = {  # name of the scores, and f
 
 
 class ScoreApp:
-    """An ASGI application for one reward model, as `asgi`."""
+    """The ASGI application of one reward model. A server runs its `asgi`."""
 
     def __init__(self, settings: ServeSettings, folder: str, dtype: Literal["float32", "bfloat16"]) -> None:
         """Loads the model.  Raises: ModelError."""
@@ -140,7 +140,7 @@ class ScoreApp:
         return list(await asyncio.gather(*(future for _, future in own)))
 
     async def _passes(self) -> None:
-        """Runs forward passes over waiting rows until there are none."""
+        """Runs forward passes over waiting rows until no row waits."""
         most = self._settings.max_running
         while self._waiting:
             taken, self._waiting = self._waiting[:most], self._waiting[most:]

@@ -210,7 +210,7 @@ def _source(settings: ServeSettings) -> str:
 
 
 def _identity(folder: Path) -> tuple[str, int]:
-    """Returns a checkpoint's name and completion time. The name is not enough: a resumed run may write it again."""
+    """Returns a checkpoint's name and completion time. A resumed run may write another checkpoint of the same name."""
     with suppress(OSError):  # removed meanwhile
         return folder.name, (folder / checkpoint.MANIFEST).stat().st_mtime_ns
     return folder.name, 0
@@ -241,7 +241,7 @@ def bound_to(host: str, port: int) -> Iterator[socket.socket]:
 
 @contextmanager
 def _signals_end_quietly() -> Iterator[None]:
-    """Catches the SIGINT and SIGTERM that uvicorn raises again after it has stopped."""
+    """Ignores the SIGINT and SIGTERM that uvicorn raises again after it has stopped."""
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

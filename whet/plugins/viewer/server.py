@@ -58,7 +58,7 @@ class Site:
         self._lock = threading.Lock()
 
     def runs(self, _: Mapping[str, str]) -> object:
-        """Lists the runs: name, steps, state, names of all and of the main metrics, and the steps of its files."""
+        """Lists the runs: name, state, last step, names of all and of the main metrics, and the steps with files."""
         found, known = [], set[str]()
         for name, path in find_runs(self.root).items():
             curves, records = self._opened(path)
@@ -138,7 +138,7 @@ class Site:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one request. It does not trust the values in it."""
+    """Answers one request. It does not trust the values of the request."""
 
     protocol_version = "HTTP/1.1"
     timeout = 60
@@ -302,16 +302,16 @@ class Curves:
         return sorted({name for file in self.files for name in list(file.curves)})
 
     def main(self) -> list[str]:
-        """Returns the metrics that `whet plot` draws by default, in its order."""
+        """Returns the metrics that `whet plot` draws by default, in the same order."""
         found = main_names(self.names(), lambda name: self._named([name]).get(name))
         return [name.lstrip("-~") for name in found]
 
     def points(self, names: Sequence[str], most: int) -> dict[str, object]:
-        """Returns steps and values of the metrics in `names` that the run has, each thinned to about `most` points."""
+        """Returns steps and values of metrics in `names` that the run has, each thinned to about `most` points."""
         return {name: thinned(*curve, most) for name, curve in self._named(names).items()}
 
     def seconds(self, names: Sequence[str], most: int) -> dict[str, object]:
-        """Returns the sums of metrics over ranges of `width` steps; there are at most `most` ranges."""
+        """Returns the sums of metrics over ranges of `width` steps, with a width for at most `most` ranges."""
         found = self._named(names)
         width = max(1, -(-max((steps[-1] + 1 for steps, _ in found.values()), default=1) // most))
         starts = sorted({step // width for steps, _ in found.values() for step in list(steps)})

@@ -46,7 +46,7 @@ def judge(
     """Asks a judge for a hint to each prompt.
     The judge is `model` at an OpenAI-compatible `endpoint` (with the client of `llm_judge`, its retries and its cache),
     or the function `complete` (`path/file.py:function`), which maps messages to text. A prompt gets no hint if its call
-    raises, or has no result within `timeout_seconds` for all prompts; both are logged."""
+    raises, or has no result `timeout_seconds` after the first call of all prompts; both are logged."""
     system = {"role": "system", "content": instruction}
     asked = [[system, *(message.to_dict() for message in group.prompt.messages)] for group in groups]
     if complete is not None:

@@ -2,8 +2,8 @@
 """The state machine of sessions, models and requests, without socket, clock or thread. Times are arguments, in seconds.
 
 A model runs its requests in the order of their `seq_id`. An early request is held until the earlier ones arrive; a
-repeated request counts once. Models take turns. Each object belongs to a session, and each session to the owner of a
-key; other owners cannot see it. A session without a heartbeat ends with all its objects."""
+repeated request counts once. Models take turns. Each object belongs to a session, and each session to the owner of an
+API key; other owners cannot see it. A session without a heartbeat ends with all its objects."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ class Desk:
     def check_room(
         self, owner: str, what: str, most: int, held: Callable[[ClientSession], int], number: int = 1
     ) -> None:
-        """Checks that an owner takes at most half of the room that others leave, so that some room is always free.
-        Raises: RefusedError."""
+        """Checks that an owner uses at most half of the capacity `most` that other owners leave, so that some is always
+        free.  Raises: RefusedError."""
         own = sum(held(each) for each in self.sessions.values() if each.owner == owner)
         others = sum(map(held, self.sessions.values())) - own
         if 2 * (own + number) > max(2, most - others + 1):
@@ -125,7 +125,7 @@ class Desk:
         raise RefusedError(404, f"there is no model or sampler {name}; its session has ended, or it is another key's")
 
     def add_model(self, owner: str, session: str, number: int, now: float) -> str:
-        """Adds a model, unless the session has one with this number. Returns its name.  Raises: RefusedError."""
+        """Adds a model, unless the session has a model with this number. Returns its name.  Raises: RefusedError."""
         own, name = self.session(owner, session, now), f"{session}{MODEL}{number}"
         if name not in own.models:
             self.check_room(owner, "models", self.bounds.models, lambda each: len(each.models))
@@ -134,13 +134,13 @@ class Desk:
         return name
 
     def add_sampler(self, session: ClientSession, number: int, path: str | None) -> str:
-        """Adds a sampler, unless the session has one with this number. Returns its name."""
+        """Adds a sampler, unless the session has a sampler with this number. Returns its name."""
         name = f"{session.name}{SAMPLER}{number}"
         session.samplers.setdefault(name, path)
         return name
 
     def enter(self, model: str, seq: int, digest: bytes, work: Work, size: int, now: float) -> DeskRequest:
-        """Enters a request of a model in order; returns the earlier one if it repeats.  Raises: RefusedError."""
+        """Queues a model's request in order; returns the earlier request that it repeats.  Raises: RefusedError."""
         own, name = self.models[model], f"{model}:{seq}"
         if (known := self._known(name, digest)) is not None:
             return known
@@ -156,7 +156,7 @@ class Desk:
         return request
 
     def note(self, name: str, session: ClientSession, digest: bytes) -> bool:
-        """Enters a request that needs no order.  Returns whether it is new.  Raises: RefusedError."""
+        """Adds a request that needs no order, such as sampling.  Returns whether it is new.  Raises: RefusedError."""
         if is_new := self._known(name, digest) is None:
             self._add(DeskRequest(name, session, digest, 0))
         return is_new
@@ -231,7 +231,7 @@ class Desk:
         return [(name, self.end(name)) for name in gone]
 
     def end(self, name: str) -> ClientSession:
-        """Ends a session and drops all its objects.  Returns it."""
+        """Ends a session and drops all its objects.  Returns the session."""
         session = self.sessions.pop(name)
         for model in session.models:
             del self.models[model]

@@ -41,7 +41,7 @@ class Models:
         engine: str = "single",
         ranks: Callable[..., Any] | None = None,
     ) -> None:
-        """Creates no model yet. `ranks` calls a method of `Training` in other processes; by default in this process."""
+        """Creates no model yet. `ranks` calls a method of `Training` in other processes; None: in this process."""
         self.base, self.name, self.store, self.context = base.module, name, store, context
         nn.Module.to(self.base, device)
         self.vocab_size: int = self.base.config.get_text_config().vocab_size

@@ -56,7 +56,7 @@ class Base:
 
 @dataclass(frozen=True)
 class SharedRole(RoleSettings):
-    """The settings of one of several models in a process. An adapter's module copies `base` but shares its weights."""
+    """The settings of one of several models in a process. An adapter's module copies `base` but shares the weights."""
 
     base: Base | None = None
 
@@ -120,8 +120,8 @@ class Training:
         yield write_loss_output(rows.outputs(seen), {"loss:sum": total})
 
     def _parts(self, engine: Engine, batch: Batch, is_picked: bool) -> Iterable[list[int]]:
-        """Returns this rank's rows for each of the forward passes, equally many on each rank: one row each if the loss
-        reads the whole vocabulary; all rows together if experts have an auxiliary loss, which is over all rows."""
+        """Returns this rank's rows for each forward pass; ranks have equally many passes. A pass has one row if the
+        loss reads the whole vocabulary, all rows if there are several ranks or experts with an auxiliary loss."""
         rows = [*range(engine.dp_rank, len(batch), engine.dp_size)]
         if is_picked:
             return (rows[at : at + 1] for at in range(-(-len(batch) // engine.dp_size)))
