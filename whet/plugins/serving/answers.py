@@ -172,7 +172,7 @@ class Piece:
 
 
 class ResponseChoice:
-    """One choice (sample) of a response; its tokens arrive in parts."""
+    """A choice (sample) of a response; its tokens arrive in parts."""
 
     def __init__(self, index: int, asked: ClientRequest, tokenizer: PreTrainedTokenizerBase) -> None:
         number, special = index // asked.body.n, special_tokens(tokenizer) if asked.tools else {}

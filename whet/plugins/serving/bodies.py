@@ -407,7 +407,7 @@ def _opening(parser: str, names: Sequence[str], choice: object) -> str:
 
 
 def _message(index: int, raw: Raw) -> Message:
-    """Converts a message for the template: content as text, tool calls' arguments as objects, as most templates do."""
+    """Converts a message to the form that most templates expect: content as text, calls' arguments as objects."""
     where = f"messages[{index}]"
     role, content, calls = raw.get("role"), raw.get("content"), raw.get("tool_calls")
     if not isinstance(role, str):
