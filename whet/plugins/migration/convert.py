@@ -25,7 +25,7 @@ from whet.plugins.migration.foreign_python import calculated
 from whet.plugins.migration.foreign_shell_language import OTHER
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
 
-MAX_DIFFERENCES = 12  # keys of a choice that are listed
+MAX_DIFFERENCES = 12  # listed keys of a choice between branches
 NAMES_OF_RUNS = {"trainer.experiment_name", "trainer.project_name", "trainer.run_dir"}
 _OF_PROCESSES = re.compile(r"cluster\.|rollout\.free_cache_engine|(\w+\.)?engine\.").match  # keys without numbers
 _SWITCH = re.compile(r"\.enabled?$").search
@@ -76,21 +76,21 @@ def convert(written: Written, system: str) -> Converted:
         raise ConfigError("--from", system, f"one of {', '.join([*SYSTEMS, *known])}", "correct the name")
     found, is_own = (trainer, True) if trainer else trainer_of(SYSTEMS[name], written.program, written.values)
     if not is_own:
-        written.unread.append(f"`{written.program[:200]}` is no program of {SYSTEMS[name]}: what it adds is not read")
+        written.unread.append(f"`{written.program[:200]}` is no program of {SYSTEMS[name]}: its own keys are not read")
     written = replace(written, trainer=found)
     result = Conversion(written, SYSTEMS[name]).run()
     _check_branches(written, result)
-    sweeps = dict[str, list[str]]()  # words of `-m` that give the turns of each loop
+    sweeps = dict[str, list[str]]()  # for each loop the words of `-m` that run its turns
     for loop, turns in written.loops.items():
         recipes = [_recipe(written, result, values) for values in (written.values, *turns)]
         for key in _differing(recipes):
             texts = (shlex.quote(str(recipe.get(key, "null"))) for recipe in recipes)
             sweeps.setdefault(loop, []).append(f"{key}={','.join(dict.fromkeys(texts))}")
-        told = " ".join(sorted(sweeps.get(loop, []))) or "nothing differs"
+        told = " ".join(sorted(sweeps.get(loop, []))) or "no key differs"
         told += ", which change together: run each pair of values by itself" if len(sweeps.get(loop, [])) > 1 else ""
-        result.check.append(f"`{loop}`: the recipe is that of the first turn; over all turns: {told}")
+        result.check.append(f"`{loop}`: the recipe has the first turn's values; over all turns: {told}")
     if words := [each[0] for each in sweeps.values() if len(each) == 1]:
-        result.check.append(f"the runs of the loops: whet {result.command} RECIPE -m {' '.join(words)}")
+        result.check.append(f"to run all turns of the loops: whet {result.command} RECIPE -m {' '.join(words)}")
     return result
 
 
@@ -150,7 +150,7 @@ class Conversion:
         for row in self.rows:
             key = row.theirs[0]
             if row.unit is not None and (below := {k: v for k, v in self.given.items() if k.startswith(f"{key}.")}):
-                self.given[key] = below  # a key of a mapping, as a whole
+                self.given[key] = below  # the row reads all keys of a mapping at once
         self.defaults = {
             key.partition("=")[0]: row.default for row in self.rows for key in row.theirs if row.default is not UNSET
         }
@@ -283,7 +283,7 @@ class Conversion:
         known = {key.partition("=")[0]: row for row in self.rows for key in row.theirs}
         if self.given and not any(key == each or key.startswith(f"{each}.") for key in self.given for each in known):
             found = f"{', '.join(list(self.given)[:3])}{', ...' if len(self.given) > 3 else ''}"
-            raise ConfigError(self.result.system, f"none of its keys is set, but {found}", change="name a file of it")
+            raise ConfigError(self.result.system, f"only unknown keys: {found}", change="name a file of this framework")
         for key, value in self.given.items():
             if key in known:
                 continue
@@ -346,7 +346,7 @@ class Conversion:
             values["algorithm.adv_estimator"], values["algorithm.adv_options.whiten"] = "reinforce_plus_plus", False
             self.result.origins["algorithm.adv_options.whiten"] = self.result.origins["algorithm.adv_estimator"]
             for key in ("algorithm.adv_options.std_norm", "algorithm.adv_options.eps"):
-                self._drop(key, "of a group of one")
+                self._drop(key, "no effect with one response")
 
     def _drop_unregistered(self) -> None:
         """Drops functions that whet does not have, with their options, and reports that the user has to set them."""
@@ -373,7 +373,7 @@ class Conversion:
     def _load(self) -> Section:
         """Builds the config from the recipe. Leaves out values that whet refuses, and names them in the report."""
         for key in [key for key in self.result.values if not is_known(self.schema, key)]:
-            self._drop(key, "no key")
+            self._drop(key, "no such key in whet")
         for _ in range(len(self.result.values) + 1):
             try:
                 loaded = load_config(self.schema, None, self.result.values, checked=False)
@@ -386,10 +386,10 @@ class Conversion:
                 if not refused:
                     raise
                 for key in refused:
-                    self._drop(key, "refused")
+                    self._drop(key, "whet refuses the value")
                 continue
             return loaded.config
-        found = f"nothing is left: {'; '.join(self.result.check[:9])}"
+        found = f"no key can be converted: {'; '.join(self.result.check[:9])}"
         raise ConfigError(self.result.system, found, change="give other keys")
 
     def _count_defaults(self) -> None:

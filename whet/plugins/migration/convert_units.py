@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 Unit = Iterator[tuple[str, Any]]
 _NUMBER = r"[\d.]+(?:[eE][-+]?\d+)?|inf"
-# Of rules: no model.
+# Keys of reward workers; a worker that scores by rules has no model.
 _OF_WORKERS = r"\.(data_args|model_args|strategy_args|world_size|infer_batch_size|device_mapping)\b"
-# The newest first.
+# Keys of the reward manager's name, the newest first.
 VERL_MANAGER = ("reward.reward_manager.name", "reward.reward_manager", "reward_model.reward_manager")
 GPUS_OF_A_NODE = 8
 _SAMPLE = "cluster.placement.sample"
@@ -116,9 +116,9 @@ def overlong(of: Conversion, key: Key) -> Unit:
 
 def response_length(of: Conversion, key: Key) -> Unit:
     """Checks that DAPO's length penalty and the response length use the same limit, as whet requires."""
-    default = leaf_fields(TrainConfig)[key.ours[0]].default  # here and there
+    default = leaf_fields(TrainConfig)[key.ours[0]].default  # the same in whet and verl
     if key.value != of.given.get(key.ours[0], default):
-        raise ConfigError(key.name, key.value, change="the penalty counts back from data.max_response_length here")
+        raise ConfigError(key.name, key.value, change="whet's penalty counts back from data.max_response_length")
     yield from ()
 
 
@@ -176,7 +176,7 @@ def trl_batches(of: Conversion, key: Key) -> Unit:
     given, n = of.given, of.value("num_generations")
     processes, gathered = given.get("num_processes", 1), given.get("gradient_accumulation_steps", 1)
     if "num_processes" not in given:
-        of.result.check.append("num_processes is not set: batch sizes are those of one process; multiply them by yours")
+        of.result.check.append("num_processes is not set: batch sizes are of one process; multiply by your processes")
     pass_size = given.get("per_device_train_batch_size", 8) * processes
     step = given.get("generation_batch_size") or pass_size * given.get("steps_per_generation", gathered)
     yield from _prompts(of, max(step, pass_size * gathered), pass_size * gathered, n)
@@ -233,7 +233,7 @@ def roll_batches(of: Conversion, key: Key) -> Unit:
 def _prompts(of: Conversion, step: int, update: int, n: int) -> Unit:
     if step % n or update % n or step % update:
         of.result.check.append(
-            f"a step has {step} and an update {update} responses, {n} a prompt: whole groups have no such sizes"
+            f"a step has {step} and an update {update} responses, {n} a prompt: the sizes are rounded to groups"
         )
         update = max(n, update - update % n)
         step = max(update, step - step % update)
@@ -333,7 +333,7 @@ def trl_rewards(of: Conversion, key: Key) -> Unit:
     weights, kept = of.result.values.get("reward.weights") or [1.0] * len(names), dict[str, Any]()
     for name, weight in zip(names, weights, strict=False):
         made, _, options = name.partition("(")
-        numbers = [int(number) for number in re.findall(r"\b\d+\b", options)] or [1280, 256]  # those of `trl grpo`
+        numbers = [int(number) for number in re.findall(r"\b\d+\b", options)] or [1280, 256]  # numbers of `trl grpo`
         if made == "get_soft_overlong_punishment" and numbers[:1] == [of.value("max_completion_length")]:
             yield "algorithm.overlong.penalty", weight
             yield "algorithm.overlong.buffer_length", numbers[-1]
@@ -368,7 +368,7 @@ def place(of: Conversion) -> None:
         gpus = total if total <= GPUS_OF_A_NODE else GPUS_OF_A_NODE if total % GPUS_OF_A_NODE == 0 else gpus
         nodes = -(-total // gpus)
     elif (rows := _rows(of)) < training:
-        of.result.parallel.append(f"{training} GPUs are more than the {rows} rows of an update; here {rows}")
+        of.result.parallel.append(f"{training} GPUs are more than the {rows} rows of an update; {rows} are used")
         training, gpus, nodes = rows, rows, 1
     if own or "cluster.n_gpus_per_node" in values:
         values |= {"cluster.nnodes": nodes, "cluster.n_gpus_per_node": gpus}
@@ -383,7 +383,7 @@ def place(of: Conversion) -> None:
         role, _, option = key.rpartition("engine.")
         context = values.get(f"{role}engine.options.mesh.context", 1)
         if option == "options.mesh.shard" and values[key] % context == 0:
-            values[key] //= context  # theirs counts the ranks that share tokens too
+            values[key] //= context  # the other framework's size counts the ranks that share tokens too
         if training == 1:
             left_out = "is for several processes, and there is one"
         elif option[8:] in _SIZES and training % values[key]:
@@ -435,7 +435,7 @@ def roll_devices(of: Conversion, key: Key) -> Unit:
         }.items()
         return
     if sampling and {*training} != {*sampling}:
-        told = f"{len(training)} train and {len(sampling)} sample, some of them both; here all {len(training)} do both"
+        told = f"{len(training)} train and {len(sampling)} sample, some do both; in whet all {len(training)} do both"
         of.result.parallel.append(f"{key.row.theirs[1]}={of.given[key.row.theirs[1]]}: {told}")
     gpus = max(1, min(len(training), of.value("num_gpus_per_node") or GPUS_OF_A_NODE))
     gpus = gpus if len(training) % gpus == 0 else len(training)

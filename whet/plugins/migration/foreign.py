@@ -63,10 +63,10 @@ class Table:
     system: str
     rows: tuple[KeyRow, ...]
     implied: Mapping[str, object] = field(default_factory=dict)
-    origin: str = "always in {system}"  # of what is implied
+    origin: str = "always in {system}"  # of the implied values
     trainer: str = ""  # the table is for this trainer alone, and its rows replace those of other tables
-    command: str = "train"  # of whet, which does what the trainer does
-    trainers: tuple[Mapping[str, Any], ...] = ()  # the trainer by its program or by keys, or why it is refused
+    command: str = "train"  # command of whet that does the same as the trainer
+    trainers: tuple[Mapping[str, Any], ...] = ()  # rules: the trainer of a program or of keys, or why whet refuses it
     renamed: Mapping[str, str] = field(default_factory=dict)  # keys that an older version has by another name
     notes: tuple[str, ...] = ()  # what has to be checked by hand
     files: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # published files of keys, by path

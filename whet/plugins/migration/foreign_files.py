@@ -51,10 +51,10 @@ class Written:
     values: Values = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
     loops: dict[str, list[Values]] = field(default_factory=dict)  # values of a loop's later turns
-    # By what a branch depends on: the values that it may have, and the values of the keys with each.
+    # By the name that a branch depends on: for each value that it may have, the values of the keys.
     branches: dict[str, dict[str, Values]] = field(default_factory=dict)
     program: str = field(default="", compare=False)  # the words before the arguments, or the classes of a Python script
-    trainer: str = field(default="", compare=False)  # the table that is for it
+    trainer: str = field(default="", compare=False)  # the trainer that the program or its keys select
 
     def every(self) -> list[Values]:
         """Returns all alternatives of the values: one for every loop iteration and every branch."""
@@ -80,7 +80,7 @@ def read(source: str, system: str, fixed: Mapping[str, str] | None = None) -> Wr
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise ConfigError(f"{shown}{place}", str(error.problem), "YAML", "correct that place") from error
+        raise ConfigError(f"{shown}{place}", str(error.problem), "YAML", "correct it there") from error
     except (TooMuch, TimeoutError, MemoryError) as error:
         instead = "give a shorter one, or the resolved config that the framework prints (`--cfg job`), as YAML"
         raise ConfigError(shown, f"cannot be read within limits: {cause(error)}", change=instead) from error
@@ -110,7 +110,7 @@ def _read(path: Path | None, source: str, system: str, fixed: Mapping[str, str])
     if bases[0]:
         _lay_over(written, bases[0], path or Path("command"), system)
     if set(bases) - {bases[0]}:
-        written.unread.append(f"a loop or a branch names several files of keys: all have the values of {bases[0]}")
+        written.unread.append(f"a loop or a branch names several base files: all get the values of {bases[0]}")
     return written
 
 
@@ -285,7 +285,7 @@ def _of_shell(text: str, system: str, fixed: Mapping[str, str], script: str | No
             written.loops[label] = [_arguments_of(words, system).values for words in turns]
     if loops := [f"`{each}`" for each in shell.loops]:
         written.unread.append(f"{', '.join(loops)}: not decided; all assignments in it were carried out, in order")
-    written.unread += [f"source {each}: what this file sets is not read" for each in shell.sources]
+    written.unread += [f"source {each}: variables that this file sets are not read" for each in shell.sources]
     if sum(map(len, open_branches.values())) > MAX_RUNS:
         raise TooMuch(_WAYS)
     for name, candidates in open_branches.items():
@@ -310,7 +310,7 @@ def _run(
             shell.carry_out(text)
         except Undecided as branch:
             if branch.name in tried:
-                raise TooMuch(f"what depends on {branch.name} cannot be decided") from branch
+                raise TooMuch(f"the branches on {branch.name} cannot be decided") from branch
             found[branch.name] = branch.candidates
             waiting += [tried | {branch.name: each} for each in reversed(branch.candidates)]
             continue

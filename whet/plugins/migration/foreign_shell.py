@@ -175,7 +175,7 @@ class Shell:
         choice between branches that change nothing is not needed.  Raises: Undecided."""
         then, otherwise = branches
         if status is not None:
-            return status and not _exits(then)  # what an argument is needed for comes after it
+            return status and not _exits(then)  # a script that exits without its arguments is read as if it had them
         if _exits(then) or _exits(otherwise) or not any(map(any, map(_programs, branches))):
             return not _exits(then) and not otherwise
         name, candidates = self._open or (shown, ("true", "false"))

@@ -53,7 +53,7 @@ def open_manager(
             change = "correct it, or set what it reads below reward.kwargs"
             raise RewardError(f"manager {cls.__qualname__}", describe(error), takes, change) from error
 
-    async def make_in_loop() -> Any:  # verl's keep the event loop that they are made in
+    async def make_in_loop() -> Any:  # verl's managers keep the event loop in which they are made
         return make()
 
     if methods[0] != "run_single":
@@ -84,7 +84,7 @@ def _arguments(cls: type[Any], kwargs: Mapping[str, Any], tokenizer: tuple[str, 
     if "tokenizer" not in named:
         return own
     if tokenizer is None:
-        raise RewardError("model.path", None, f"the model whose tokenizer {show(cls)} takes", "set it")
+        raise RewardError("model.path", None, f"the model whose tokenizer {show(cls)} takes", "set model.path")
     path, runs_code = tokenizer
     return {"tokenizer": load_tokenizer(path, trust_remote_code=runs_code), **own}
 
@@ -112,7 +112,7 @@ score_by_source = partial(score_shipped, "auto")  # in the place of verl's defau
 
 C = TypeVar("C", bound=type)
 
-# What each name stands for; loaded when it is imported, so that a file which needs no torch loads none.
+# The target of each name; it is loaded when a file imports the name, so that no torch is loaded without need.
 _LINES = Path(__file__).with_name("offered.txt").read_text(encoding="utf-8").splitlines()
 OFFERED = dict(line.split() for line in _LINES)
 

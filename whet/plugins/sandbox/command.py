@@ -20,8 +20,8 @@ def serve_sandbox(
         typer.Option(envvar="WHET_SANDBOX_KEY", help="key that clients must send; unset: none", metavar="KEY"),
     ] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="programs at a time; unset: one for each core")] = None,
-    sandbox: Annotated[str, typer.Option(help="bubblewrap, or unisolated: held by Landlock alone")] = "bubblewrap",
-    python: Annotated[str | None, typer.Option(help="Python interpreter of programs; unset: this one's")] = None,
+    sandbox: Annotated[str, typer.Option(help="bubblewrap, or unisolated: only Landlock confines it")] = "bubblewrap",
+    python: Annotated[str | None, typer.Option(help="Python interpreter of programs; unset: whet's own")] = None,
     path: Annotated[list[str] | None, typer.Option(help="folder that programs may read; may be repeated")] = None,
 ) -> None:
     """Serve a sandbox for untrusted programs.

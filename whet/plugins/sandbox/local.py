@@ -141,11 +141,11 @@ class LocalSandbox:
                 except TimeoutError as error:
                     self.close()
                     found = f"no answer {GRACE_SECONDS:g} s after the limit of its program"
-                    change = "run fewer programs at a time; it was ended, and the next program starts another"
+                    change = "run fewer programs at a time; the sandbox was ended, and the next program starts it again"
                     raise SandboxError(f"sandbox {self.name}", found, change=change) from error
                 except (OSError, EOFError) as error:
                     why = f"{error}"
-                    with suppress(subprocess.TimeoutExpired):  # it alone died, or the whole process did
+                    with suppress(subprocess.TimeoutExpired):  # the fork alone died, or the whole process did
                         self._process.wait(END_SECONDS)
         raise SandboxError(f"sandbox {self.name}", f"ended: {self._log() or why}", change=INSTALL)
 

@@ -41,7 +41,7 @@ class RunRequest(BaseModel):
     memory_limit_MB: int = -1  # noqa: N815 - the interface has this name
     files: dict[str, str | None] = {}
     fetch_files: list[str] = []
-    whet_language: Language | None = None  # in place of the sandbox's own
+    whet_language: Language | None = None  # replaces the sandbox's language of this name
 
 
 class SandboxApp:

@@ -27,9 +27,9 @@ from whet.types import Failure, Outcome, RewardItem, RewardResult
 
 SHOWN = 60  # characters of a response
 LONG = 20_000  # characters of the shorter of two long responses
-FACTOR = 8  # the longer one has so many times the characters
+FACTOR = 8  # the longer response has this many times the characters
 SLOW_SECONDS = 0.3  # a long response below this is not slow
-PART = 0.5  # of the reward of a right response: more is too much for a response without an answer
+PART = 0.5  # of a right response's reward; a response without an answer must not get more
 QUADRATIC = 3.0 * FACTOR  # times the seconds: more than linear, with room for noise
 
 _TABLE = shipped_yaml("plugins/scores/probes.yaml")
@@ -116,7 +116,7 @@ class _RewardCheck:
     def __init__(self, pool: RewardPool, rows: Sequence[CheckedPrompt]) -> None:
         self.pool, self.rows = pool, rows
         self.findings: dict[str, RewardFinding] = {}
-        self.full: dict[int, tuple[float, float]] = {}  # rewards of no answer and of a right one, by id of the row
+        self.full: dict[int, tuple[float, float]] = {}  # by id of the row: rewards of no answer and of a right one
         self.rewards: list[float] = []
         self.seconds: list[float] = []
         self.count = 0
@@ -170,7 +170,7 @@ class _RewardCheck:
                 self.full[id(row)] = 0.0, 1.0
         if suited:
             self.rows = suited
-        elif self.rewards:  # where every call failed, that is the finding
+        elif self.rewards:  # if every call failed, the failure is the finding
             self._find(
                 "no right response",
                 "it pays no usual form of the ground truth more than a wrong response; name rows that it can score "
@@ -189,7 +189,7 @@ class _RewardCheck:
             return
         low, full = self.full[id(row)]
         if name in UNRELATED and re.search(rf"(?<!\w){re.escape(row.answer)}(?!\w)", response, re.IGNORECASE):
-            return  # by chance it is the ground truth
+            return  # by chance the response contains the ground truth
         if outcome.reward >= full - 1e-9:
             self._find(name, f"it pays {what}", response)
         elif name in ANSWERLESS and outcome.reward - low > PART * (full - low) + 1e-9:
@@ -197,7 +197,7 @@ class _RewardCheck:
 
     def _repeatable(self) -> None:
         """Checks that responses get the same outcomes in another order and among other responses."""
-        rows = [row for row in self.rows if not row.programs] or self.rows[:1]  # each program takes its time
+        rows = [row for row in self.rows if not row.programs] or self.rows[:1]  # programs are slow to run
         pairs = [(row, text) for row in rows for text in _all_forms([row.answer])]
         pairs += [(row, text) for row in rows for text in ("", "It is 7.", row.prompt)]
         first, again, backwards = self.score(pairs), self.score(pairs), self.score(pairs[::-1])[::-1]
@@ -330,7 +330,7 @@ PROBES: Sequence[tuple[str, str, Probe]] = (
     *((name, what, partial(_right_and_wrong, texts)) for name, (what, texts) in RIGHT_AND_WRONG.items()),
     *((name, what, partial(_said, texts)) for name, (what, texts) in SAID.items()),
 )  # fmt: skip
-# Those that are not made of the row.
+# Probes that are not made from the row.
 UNRELATED = {*SAID, *HOSTILE}
 ANSWERLESS = {"empty", "far miss", *UNRELATED}  # not even nearly right, so that no graded rule pays for them
 UNITS = ("a", " ", "1", "\\boxed{", "<think>", "word ", "\n", "(", string.ascii_letters, "a, ", "= ", "$")

@@ -29,7 +29,7 @@ _FENCE = re.compile(
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _MODULES = "string re datetime collections heapq bisect copy math random statistics itertools functools operator io"
 _MODULES += " sys json"
-# What graders put before programs and functions that are called: as verl's prime_code, and LiveCodeBench's.
+# Imports that graders put before programs and called functions, as in verl's prime_code and LiveCodeBench.
 IMPORTS = "".join(f"from {name} import *\n" for name in (*_MODULES.split(), "builtins", "typing"))
 IMPORTS += f"import {', '.join(_MODULES.split())}\n"
 # The tests' side of a program; the local sandbox has it loaded, a service gets it along.

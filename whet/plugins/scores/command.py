@@ -26,14 +26,14 @@ WHOLE = {"ground_truth", "ground_truths", "reward_input", "reward_inputs", "data
 @register_command("check-reward")
 def check_reward(
     function: Annotated[str, typer.Argument(help="a name that `whet rewards` lists, or path/file.py:function")],
-    data: Annotated[Path | None, typer.Option(help="file with rows to make responses for; unset: whet's own")] = None,
-    rows: Annotated[int, typer.Option(min=1, help="rows of the file that are used")] = 8,
+    data: Annotated[Path | None, typer.Option(help="file with rows to make responses for; unset: rows of whet")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="number of rows to use from the file")] = 8,
     prompt_key: Annotated[str, typer.Option(help="field of the prompt in the file")] = "prompt",
     answer_key: Annotated[
         str | None, typer.Option(help="field of the ground truth; unset: reward_model.ground_truth, else answer")
     ] = None,
     option: KeyValues = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="seconds for one response")] = 30.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="time limit of one response, in seconds")] = 30.0,
     threshold: Annotated[float, typer.Option(help="lowest reward of a correct response")] = 1.0,
 ) -> None:
     """Look for wrong responses that a reward function pays.
@@ -101,7 +101,7 @@ def _print_report(report: Report, rows: int, reads_truth: bool) -> None:
     if report.findings:
         output.print()
     forms = ", ".join(report.forms) or "none of the usual ones"
-    told = f"paid forms of the ground truth: {forms}" if reads_truth else "no ground truth is read, so nothing is wrong"
+    told = f"paid forms of a ground truth: {forms}" if reads_truth else "no ground truth is read: no response is wrong"
     pairs = [
         ("responses", f"{report.responses}, for {rows} rows"),
         ("right", told),

@@ -30,12 +30,12 @@ from whet.registry import TOOL_PARSERS
 from whet.rollout.protocol import Request, SamplingParams
 from whet.types import Message
 
-ERROR_TYPES = {429: "rate_limit_error", 504: "timeout_error"}  # of statuses whose type is no other's
+ERROR_TYPES = {429: "rate_limit_error", 504: "timeout_error"}  # by status; other statuses share two types
 MAX_CHOICES = 128  # n
 MAX_STOPS, MAX_STOP = 64, 1024  # strings, characters of each: all are compared with every piece of a stream
 CHARACTERS_PER_TOKEN = 10  # of a context; more are refused before they are encoded
 MAX_TOP_K = 2**31 - 1  # engines hold it as int32
-MIN_TEMPERATURE = 1e-6  # above 0: the quotients of logits stay far inside of float32, and so with penalties
+MIN_TEMPERATURE = 1e-6  # above 0: logits / temperature, with penalties, stay far inside of float32
 DEFAULT_TEXT_TOKENS = 16  # max_tokens of /v1/completions, as in the API
 # Parameters of the API that the server cannot follow: the values that change nothing, and the reason.
 UNSUPPORTED: dict[str, tuple[list[Any], str]] = yaml.safe_load(Path(__file__).with_name("unsupported.yaml").read_text())

@@ -37,7 +37,7 @@ class EngineThread:
     def __init__(self, engine: RolloutEngine, on_death: Callable[[WhetError], None]) -> None:
         self.engine = engine
         self._on_death = on_death
-        # Runs a function in the thread of those who wait for events, an event loop's.
+        # Runs a function in the thread that waits for events, usually of an event loop.
         self.run_elsewhere: Callable[[Callable[[], None]], object] = lambda function: function()
         self._calls = Mailbox()
         self.death: WhetError | None = None
@@ -116,7 +116,7 @@ class EngineThread:
                 events = self.engine.poll(POLL_SECONDS if self._deliver else 0.0)
                 self._look()
                 self._pass_on(events)
-        except Exception as error:  # whatever it is, the engine is not to be used any more, and the clients must know
+        except Exception as error:  # the engine must not be used any more, and the clients must know
             self._die(named(error))
         else:
             self.engine.close()

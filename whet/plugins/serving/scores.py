@@ -70,7 +70,7 @@ class ScoreApp:
             except (ApiError, RefusedError, WhetError, TimeoutError) as error:
                 late = isinstance(error, TimeoutError)
                 status = 503 if late else error.status if isinstance(error, ApiError | RefusedError) else 400
-                told = ApiError(status, "the deadline passed" if late else str(error))
+                told = ApiError(status, "the deadline of the request passed" if late else str(error))
                 return JSONResponse(told.to_dict(), status, {"retry-after": "1"} if status == 429 else None)
 
         return Route(path, guarded, methods=[method])
@@ -131,7 +131,7 @@ class ScoreApp:
     async def _scored(self, rows: Sequence[list[int]]) -> list[float]:
         """Scores rows in forward passes that it shares with other requests.  Raises: ApiError."""
         if len(self._waiting) + len(rows) > self._settings.max_running + self._settings.max_waiting:
-            raise ApiError(429, f"{len(self._waiting)} texts wait already; try again later")
+            raise ApiError(429, f"{len(self._waiting)} texts wait; send the request again later")
         loop = asyncio.get_running_loop()
         own = [(row, loop.create_future()) for row in rows]
         self._waiting += own

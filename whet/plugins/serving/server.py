@@ -140,8 +140,8 @@ class _Server:
             last = found
             try:
                 await asyncio.to_thread(self._load, newest)
-            except Exception as error:  # such as too little memory for this one; the next may be loaded
-                log.warning("%s was not loaded: %s; the server goes on with %s", newest, describe(error), self._source)
+            except Exception as error:  # such as too little memory; the next checkpoint may be loaded
+                log.warning("%s was not loaded: %s; the server keeps serving %s", newest, describe(error), self._source)
             else:
                 self._source = str(newest)
                 log.info("serving %s from now on", newest)
@@ -182,7 +182,7 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuses new connections, and waits for requests to end."""
-        log.info("the server ends with its running requests; Ctrl-C again ends it at once")
+        log.info("the server stops when its running requests end; Ctrl-C again stops it at once")
         if self._engine is not None:
             asyncio.get_running_loop().call_later(self._settings.stop_seconds, self._engine.end_requests)
         await super().shutdown(sockets)

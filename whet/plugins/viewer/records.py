@@ -20,7 +20,7 @@ from whet.tracking.rollouts import place_of, task_of
 
 KINDS = ("step", "validation", "dropped")  # of files in rollouts/: KIND_STEP.jsonl
 SNIPPET = 160  # characters of a text in a list
-INDEX_SECONDS = 0.15  # of one request; a query over more files says how many it has read
+INDEX_SECONDS = 0.15  # that one request reads files; a longer query tells how many it has read
 KEPT_QUERIES = 8
 
 

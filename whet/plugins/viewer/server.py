@@ -27,7 +27,7 @@ from whet.tracking.runs import CONFIG, MAIN, STATE, State, is_locked, main_names
 
 MAX_POINTS, MAX_ROWS = 2000, 500  # of an answer
 INSIDE = {"checkpoints", "media", "profile", "rollouts", "tokens"}  # folders of a run, in which there is no other run
-MAX_STEP = 2**53  # beyond it a page cannot tell numbers apart
+MAX_STEP = 2**53  # the page's numbers are floats, exact up to here
 MAX_DEPTH = 5  # of a run below the folder
 LIVE_SECONDS = 90.0  # since the last line, of a run that has steps left
 Curve = tuple[list[int], list[float]]  # steps and values, in the order of steps
@@ -163,12 +163,12 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Sends the page, one of its files, numbers as JSON, or an image."""
         if not is_own(self.headers.get("Host", ""), self.own_host):
-            return self._send(HTTPStatus.FORBIDDEN, "text/plain", b"this server answers to its own address only")
+            return self._send(HTTPStatus.FORBIDDEN, "text/plain", b"this server answers only to its own address")
         try:
             url = urlsplit(self.path)
             kind, content = self._content(unquote(url.path), {k: v[-1] for k, v in parse_qs(url.query).items()})
         except (LookupError, ValueError, OSError, RecursionError):
-            return self._send(HTTPStatus.NOT_FOUND, "text/plain", b"there is no such thing here")
+            return self._send(HTTPStatus.NOT_FOUND, "text/plain", b"the server has no such page")
         return self._send(HTTPStatus.OK, kind, content)
 
     def _content(self, path: str, query: Mapping[str, str]) -> tuple[str, bytes]:
@@ -202,7 +202,7 @@ class ViewerServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, *arguments: Any) -> None:
-        self.reading: dict[socket.socket, float] = {}  # since when a connection's head is awaited
+        self.reading: dict[socket.socket, float] = {}  # by connection: since when the server waits for its headers
         super().__init__(*arguments)
 
     def service_actions(self) -> None:
@@ -319,7 +319,7 @@ class Curves:
         sums = {name: [0.0] * len(starts) for name in found}
         for name, (steps, values) in found.items():
             for step, value in zip(list(steps), list(values), strict=False):
-                if step // width in place:  # a line may come in between
+                if step // width in place:  # another thread may append a line meanwhile
                     sums[name][place[step // width]] += value
         return {"width": width, "steps": [start * width for start in starts], "sums": sums}
 

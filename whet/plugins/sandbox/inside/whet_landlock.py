@@ -17,7 +17,7 @@ from functools import partial
 LIBC = ctypes.CDLL(None, use_errno=True)
 CREATE, ADD, RESTRICT = 444, 445, 446  # system calls, on every architecture
 EXECUTE, WRITE, READ, LIST = 1, 2, 4, 8
-DEVICE_NODES = 1 << 6 | 1 << 11  # to make them
+DEVICE_NODES = 1 << 6 | 1 << 11  # the rights to make device nodes
 OF_FILES = EXECUTE | WRITE | READ | 1 << 14 | 1 << 15  # rights that a rule on a file may have
 RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}  # number of the rights, by the version since which there are that many
 TCP_SINCE, SIGNALS_SINCE = 4, 6
@@ -50,7 +50,7 @@ def leave_root(readable: Sequence[str]) -> None:
             _set_capabilities(0)
             return
         raise PermissionError(
-            f"this user is root, the kernel has no Landlock, and another user cannot be taken ({error.strerror}), so a "
+            f"this user is root, the kernel has no Landlock, and changing the user fails ({error.strerror}), so a "
             "program could change the whole machine; start whet as another user"
         ) from error
     is_hidden = partial(filter, lambda path: not os.access(path, os.F_OK, effective_ids=True))

@@ -147,14 +147,14 @@ class RunningProgram:
         message, descriptors, _, _ = socket.recv_fds(ours, 600, 1)
         if not descriptors:
             self.close()
-            raise SetupError(message[1:].decode() or "it ended while it was prepared")
+            raise SetupError(message[1:].decode() or "the program ended while it was prepared")
         self.scratch = descriptors[0]
         self.end_descriptor = os.pidfd_open(self.pid)
 
     def _map_user(self) -> None:
         """Maps one user into the program's user namespace: the user nobody if this user is root, else this user."""
         if self.state.recv(1) != b"u":
-            raise SetupError("no namespace of users; is it allowed here (user.max_user_namespaces)?")
+            raise SetupError("no user namespace; does user.max_user_namespaces allow one?")
         user, group = (NOBODY, NOBODY) if os.getuid() == 0 else (os.getuid(), os.getgid())
         settings = {"setgroups": "deny", "uid_map": f"{NOBODY} {user} 1", "gid_map": f"{NOBODY} {group} 1"}
         for name, text in settings.items():
@@ -169,7 +169,7 @@ class RunningProgram:
         for descriptor in (*self.readers, self.end_descriptor):
             os.set_blocking(descriptor, False)
             poller.register(descriptor, select.POLLIN)
-        poller.register(channel, select.POLLHUP | select.POLLRDHUP)  # whoever asked has gone
+        poller.register(channel, select.POLLHUP | select.POLLRDHUP)  # the other end has closed the connection
         os.set_blocking(self.input, False)
         if left:
             poller.register(self.input, select.POLLOUT)
@@ -190,7 +190,7 @@ class RunningProgram:
                     poller.unregister(descriptor)
             reason = reason or self._over()
         seconds = time.monotonic() - self.started
-        if is_over and reason is None:  # a last look, at what it left behind as well
+        if is_over and reason is None:  # a last check, also of the files that it left behind
             self.next_look = now
             reason = self._over()
             while [each for each in self.readers if self._read(each)]:  # all who could write are gone

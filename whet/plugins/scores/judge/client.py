@@ -26,7 +26,7 @@ Messages = Sequence[Mapping[str, Any]]
 MOST_TOKENS = 10**8  # of a reply, as the server counts them
 CHARACTERS_PER_TOKEN = 3.0  # for the estimate before a request; its reply corrects it
 SHOWN_CHARACTERS = 200
-COUNTED_ANEW = 50  # texts that a process writes between two counts of what all wrote
+COUNTED_ANEW = 50  # texts that a process writes before it counts the texts of all processes again
 
 
 @dataclass(frozen=True)

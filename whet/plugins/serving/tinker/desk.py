@@ -28,8 +28,8 @@ class Bounds:
     body_bytes: int = 2**30  # of all requests that wait
     unread_bytes: int = 2**28  # of a session's results that nobody has read
     session_seconds: float = 120.0  # without a heartbeat
-    gap_seconds: float = 120.0  # for a request before one that is held
-    kept_seconds: float = 120.0  # of a result that was read
+    gap_seconds: float = 120.0  # for the request before a held request to arrive
+    kept_seconds: float = 120.0  # that a result stays after it was read
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class DeskRequest:
 
     id: str
     session: ClientSession
-    digest: bytes  # of what was asked
+    digest: bytes  # of the request's content
     size: int  # of the request, then of its result
     work: Work | None = None
     result: Result | None = None
@@ -105,14 +105,14 @@ class Desk:
         own = sum(held(each) for each in self.sessions.values() if each.owner == owner)
         others = sum(map(held, self.sessions.values())) - own
         if 2 * (own + number) > max(2, most - others + 1):
-            found = f"{own + others} of {most} {what} are there, {own} of them with your key"
-            raise RefusedError(429, f"{found}; end some, or come again later")
+            found = f"{own + others} of {most} {what} are in use, {own} of them with your key"
+            raise RefusedError(429, f"{found}; end some, or try again later")
 
     def session(self, owner: str, name: str, now: float | None = None) -> ClientSession:
         """Returns an owner's session. `now`, if given, counts as a heartbeat.  Raises: RefusedError."""
         found = self.sessions.get(name)
         if found is None or found.owner != owner:
-            raise RefusedError(410, f"there is no session {name}; it has ended, or is that of another key")
+            raise RefusedError(410, f"there is no session {name}; it has ended, or belongs to another key")
         found.seen_at = found.seen_at if now is None else now
         return found
 
@@ -122,7 +122,7 @@ class Desk:
             session = self.sessions.get(name.rpartition(part)[0])
             if session is not None and session.owner == owner and name in {*session.models, *session.samplers}:
                 return session
-        raise RefusedError(404, f"there is no model or sampler {name}; its session has ended, or it is another key's")
+        raise RefusedError(404, f"there is no model or sampler {name}; it has ended, or belongs to another key")
 
     def add_model(self, owner: str, session: str, number: int, now: float) -> str:
         """Adds a model, unless the session has a model with this number. Returns its name.  Raises: RefusedError."""
@@ -145,7 +145,7 @@ class Desk:
         if (known := self._known(name, digest)) is not None:
             return known
         if seq < own.next:
-            raise RefusedError(422, f"seq_id={seq} of {model} is past; the next one is {own.next}")
+            raise RefusedError(422, f"seq_id={seq} of {model} is too low; the next one is {own.next}")
         full = len(own.held) + len(own.ready) >= self.bounds.waiting or self._bytes + size > self.bounds.body_bytes
         if full and seq != own.next:
             raise RefusedError(429, f"too many requests wait for {model}; send it again later")
@@ -222,7 +222,7 @@ class Desk:
                 late, model.next = list(model.held.values()), max(model.held) + 1
                 model.held.clear()
                 for request in late:
-                    found = f"a request before it did not come within {self.bounds.gap_seconds:g} s"
+                    found = f"an earlier request did not arrive within {self.bounds.gap_seconds:g} s"
                     self.finish(request.id, RequestFailure(found, "user"))
         for name, request in list(self.requests.items()):
             if request.read_at is not None and now - request.read_at > self.bounds.kept_seconds:
@@ -238,5 +238,5 @@ class Desk:
         for request in [each for each in self.requests.values() if each.session is session]:
             self._bytes -= request.size if request.result is None else 0
             del self.requests[request.id]
-            self._finished(request.id)  # whoever waits for it hears that it is gone
+            self._finished(request.id)  # wakes the call that waits for the result
         return session

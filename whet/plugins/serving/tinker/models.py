@@ -52,7 +52,7 @@ class Models:
         self._train = ranks or (lambda method, *arguments: getattr(self.here, method)(*arguments))
         self._kinds: dict[str, ModelKind] = {}
         self._sampled: OrderedDict[str, PreTrainedModel] = OrderedDict()  # by path
-        if dtype == "bfloat16":  # an adapter casts the layers below it, which others have too
+        if dtype == "bfloat16":  # an adapter casts the layers below it, which all models share
             self._module(ModelKind(name, 1))
 
     def create(self, model_id: str, kind: ModelKind) -> None:

@@ -54,8 +54,8 @@ class Samplers:
         self._running: set[str] = set()
         self._lost: list[Event] = []
         self._switches = 0
-        self.lost: WhetError | None = None  # the error after which models can be trained no more
-        self.spent = 0.0  # seconds of the last call beside sampling, which has as long afterwards
+        self.lost: WhetError | None = None  # the error of lost training ranks: no model can be trained any more
+        self.spent = 0.0  # seconds of the last call on a model; sampling then gets as many
 
     def submit(self, request: SampleRequest) -> bool:
         """Queues a request."""

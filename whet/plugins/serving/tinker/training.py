@@ -33,7 +33,7 @@ from whet.registry import ENGINES
 
 # Numbers of the SDK's AdamParams.
 ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
-RANKS_SECONDS = 86400.0  # of a call of the ranks: one that trains on a request takes as long as it takes
+RANKS_SECONDS = 86400.0  # limit of a call of the ranks, since training on a request may take long
 Engine = Any  # whet.engines.engine.Engine, which a file of this layer does not import
 
 
