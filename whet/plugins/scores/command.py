@@ -101,7 +101,7 @@ def _print_report(report: Report, rows: int, reads_truth: bool) -> None:
     if report.findings:
         output.print()
     forms = ", ".join(report.forms) or "none of the usual ones"
-    told = f"paid forms of a ground truth: {forms}" if reads_truth else "no ground truth is read: no response is wrong"
+    told = f"paid forms of the ground truth: {forms}" if reads_truth else "no ground truth is read, so nothing is wrong"
     pairs = [
         ("responses", f"{report.responses}, for {rows} rows"),
         ("right", told),
