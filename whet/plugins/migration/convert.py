@@ -106,7 +106,7 @@ def _differing(recipes: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def _check_branches(written: Written, result: Converted) -> None:
-    """Raises: ConfigError if the recipe depends on a branch of unknown condition; it lists all alternatives."""
+    """Raises: ConfigError if the recipe depends on a branch of unknown condition. The error lists the alternatives."""
     choices = list[str]()
     for name, ways in written.branches.items():
         recipes = {value: _recipe(written, result, values) for value, values in ways.items()}

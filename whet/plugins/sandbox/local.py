@@ -186,8 +186,8 @@ class LocalSandbox:
         wrapper = self._wrapper() if self._isolated else []
         if not self._isolated and not whet_landlock.version():
             log.warning(
-                "Landlock (Linux 5.13) is missing in this kernel: programs may read and write what this user may, or "
-                "nobody in root's place; install bubblewrap, or use a service (sandbox=http://HOST:PORT)"
+                "Landlock (Linux 5.13) is missing in this kernel: programs have the rights of this user, or "
+                "of nobody if this user is root; install bubblewrap, or use a service (sandbox=http://HOST:PORT)"
             )
         command += ["isolated"] if self._isolated else ["unisolated", *self._readable()]
         with theirs, tempfile.TemporaryFile() as said:

@@ -154,7 +154,7 @@ def _without(language: str, box: Sandbox) -> DataError:
 def extract_code(text: str, language: str | None, known: Container[str]) -> tuple[str, str]:
     """Returns (language, source) of the last fenced block in `language`, or in any known language; without one, of the
     last block that names no language. It reads only the text after `</think>`. A text without fences is the source
-    itself. Lines of a fence in a list lose the fence's indentation, as in CommonMark."""
+    itself. Code of a fence in a list loses the fence's indentation, as in CommonMark."""
     text = text.rpartition("</think>")[2]
     found = [
         (FENCED_AS.get(tag.lower(), tag.lower()), re.sub(rf"^[ \t]{{0,{len(space)}}}", "", block, flags=re.MULTILINE))
@@ -215,8 +215,8 @@ def _given(fields: Any) -> Any:
 
 
 def _asserts(tests: Suite) -> bool:
-    """Tells whether Python tests can fail on purpose: executed code asserts something about a name, raises, or calls a
-    function that does. Functions that are never called do not count. Unparsable tests count, as they fail anyway."""
+    """Tells whether Python tests can fail on purpose: code that runs asserts something not constant, raises, or calls a
+    function such as assertEqual. Functions that are never called do not count. Unparsable tests count: they fail."""
     tree = parsed("\n".join([tests.setup, *tests.cases]))
     if tree is None:
         return True
@@ -301,8 +301,8 @@ def _run_peer(box: Sandbox, source: str, tests: Suite, limits: Limits, tolerance
 
 
 def _names(tests: Suite) -> tuple[list[str], list[str], str]:
-    """Returns the names that Python tests import; the modules that they use, imported or not; and the one builtin that
-    the code may replace, because it is under test.
+    """Returns the names that Python tests import; the modules that they use, imported or not; and the builtin under
+    test, which alone the code may replace.
 
     `assert str(sum(1, 2)) == str(5)` tests `sum`, the innermost call on the left, as there is no other name; `assert
     abs(f(2)) < 1` does not test `abs`."""
@@ -387,7 +387,7 @@ def _text(value: object) -> str:
 
 
 def _completed(source: str, tests: Suite) -> tuple[str, str]:
-    """Returns imports to run before the source, and the source, appended to the prompt's code that it completes."""
+    """Returns imports and the source to run. The prompt's code stands before a source that only completes it."""
     prompt, name = tests.prompt, tests.defines
     imports = (IMPORTS if tests.kind == "call" else "") + tests.imports
     defined = rf"^(?:async )?(?:def|class) (?:{re.escape(name)}|Solution)\b|^{re.escape(name)}\s*="

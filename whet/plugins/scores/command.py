@@ -77,7 +77,7 @@ def example_rows(entry: Entry) -> list[CheckedPrompt]:
 
 
 def _rows_of(file: Path, count: int, prompt_key: str, answer_key: str | None) -> list[CheckedPrompt]:
-    """Reads rows of a file.  Raises: DataError."""
+    """Reads up to `count` rows of a file as prompts to check.  Raises: DataError."""
     from whet.data.prompts import find_field, ground_truth, read_messages
     from whet.data.sources import read_rows
     from whet.plugins.scores.check import CheckedPrompt

@@ -58,7 +58,7 @@ HEALTH, CHAT, TEXT = "/health", "/v1/chat/completions", "/v1/completions"
 
 
 class Counters:
-    """Counts the server's requests and tokens since its start, for Prometheus, with numbers of its engine."""
+    """Counts the server's requests and tokens since its start, and shows the engine's state, for Prometheus."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # one more series for each, with the time of its making
@@ -312,7 +312,7 @@ class App:
     async def _chunks(
         self, first: tuple[ResponseChoice, Event], events: Samples, answer: ClientResponse, path: str, started: float
     ) -> AsyncGenerator[str, None]:
-        """Yields the lines of a stream."""
+        """Yields the lines of a stream of server-sent events."""
         samples, status = dict[int, ResponseChoice](), 499
         found: tuple[ResponseChoice, Event] | None = first
         try:
