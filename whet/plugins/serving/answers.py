@@ -165,7 +165,7 @@ class Piece:
     likeliest: Sequence[Likeliest] = ()  # in the place of each token, where they are asked for
 
     def for_stream(self) -> list[Piece]:
-        """Splits off the finish reason after calls: OpenAI's client completes calls when the reason follows them."""
+        """Splits a piece with calls and a finish reason: OpenAI's client completes calls when the reason follows."""
         if not self.calls or self.finish_reason is None:
             return [self]
         return [replace(self, finish_reason=None), Piece("", (), (), (), (), self.finish_reason)]

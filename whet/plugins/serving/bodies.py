@@ -184,7 +184,7 @@ class ClientRequest:
         return self.body.stream_options is not None and self.body.stream_options.include_usage
 
     def requests(self, uid: str, deadline_seconds: float) -> list[Request]:
-        """Returns the engine's requests, n for each prompt. Equal seeds repeat the draws; each sample has its own."""
+        """Returns the engine's requests, n for each prompt. Samples draw differently; equal seeds repeat the draws."""
         n, seed = self.body.n, secrets.randbits(62) if self.body.seed is None else self.body.seed
         return [
             Request(

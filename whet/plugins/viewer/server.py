@@ -100,7 +100,7 @@ class Site:
         return records.trajectory(query["kind"], int(query["step"]), int(query["line"]))
 
     def beside(self, query: Mapping[str, str]) -> object:
-        """Returns the trajectory of run `other` for the same step and prompt as one of `run`; null without one."""
+        """Returns the trajectory of run `other` for the step and prompt of a trajectory of `run`; null without one."""
         kind, step = query["kind"], int(query["step"])
         record = self._run(query)[1].trajectory(kind, step, int(query["line"]))["record"]
         other = self._run({"run": query["other"]})[1]
@@ -311,7 +311,7 @@ class Curves:
         return {name: thinned(*curve, most) for name, curve in self._named(names).items()}
 
     def seconds(self, names: Sequence[str], most: int) -> dict[str, object]:
-        """Returns the sums of metrics over ranges of `width` steps, with a width for at most `most` ranges."""
+        """Returns the sums of metrics over ranges of steps; the result's `width` gives at most `most` ranges."""
         found = self._named(names)
         width = max(1, -(-max((steps[-1] + 1 for steps, _ in found.values()), default=1) // most))
         starts = sorted({step // width for steps, _ in found.values() for step in list(steps)})

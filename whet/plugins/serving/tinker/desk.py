@@ -100,8 +100,8 @@ class Desk:
     def check_room(
         self, owner: str, what: str, most: int, held: Callable[[ClientSession], int], number: int = 1
     ) -> None:
-        """Checks that an owner uses at most half of the capacity `most` that other owners leave, so that some is always
-        free.  Raises: RefusedError."""
+        """Checks that an owner uses at most half of the capacity `most` that others leave, so that some capacity is
+        always free.  Raises: RefusedError."""
         own = sum(held(each) for each in self.sessions.values() if each.owner == owner)
         others = sum(map(held, self.sessions.values())) - own
         if 2 * (own + number) > max(2, most - others + 1):
@@ -140,7 +140,7 @@ class Desk:
         return name
 
     def enter(self, model: str, seq: int, digest: bytes, work: Work, size: int, now: float) -> DeskRequest:
-        """Queues a model's request in order; returns the earlier request that it repeats.  Raises: RefusedError."""
+        """Queues a model's request by `seq`; returns the earlier request if it repeats one.  Raises: RefusedError."""
         own, name = self.models[model], f"{model}:{seq}"
         if (known := self._known(name, digest)) is not None:
             return known

@@ -115,7 +115,7 @@ class DatumRows:
     @classmethod
     def of(cls, data: Sequence[Datum], loss: str, vocab_size: int, context: int) -> DatumRows:
         """Arranges `data` as a batch. For the loss `cross_entropy` the prompt of a row is its first token, as in `whet
-        sft`. For a policy loss it is all tokens before the first trained one; rows share it.  Raises: DataError."""
+        sft`. For a policy loss it is all tokens before the first trained one; rows can share it.  Raises: DataError."""
         masks = [trained(datum, number, loss, vocab_size, context) for number, datum in enumerate(data)]
         targets = [datum.inputs[TARGETS] for datum in data]
         if len({target.shape[1:] for target in targets}) > 1:

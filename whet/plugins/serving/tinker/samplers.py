@@ -43,7 +43,7 @@ class SampleRequest(Request):
 
 class Samplers:
     """A rollout engine for several weights: each request names its weights. When idle, it switches to the weights of
-    the oldest waiting request. While requests for other weights wait, it starts no more for the current weights."""
+    the oldest waiting request. While requests for other weights wait, it starts none for the current weights."""
 
     def __init__(self, engine: Shared, module: Callable[[str, str | None], PreTrainedModel]) -> None:
         """Wraps an engine. `module` returns the module with given weights; it may raise WhetError or RefusedError."""
