@@ -197,10 +197,10 @@ def test_a_loop_around_a_command_is_read_in_its_first_turn_and_the_others_apart(
     assert line.startswith("trainer.experiment_name: DATE ") and "`$(date +%m%d)`" in line
     told = [line for line in convert(found, "verl").check if "turn" in line or " -m " in line]
     assert told == [
-        "`for lr in 1e-6 5e-7`: the recipe is that of the first turn; over all turns: actor.optim.lr=1e-06,5e-07",
-        "`for size in 1.5B 7B`: the recipe is that of the first turn; "
+        "`for lr in 1e-6 5e-7`: the recipe has the first turn's values; over all turns: actor.optim.lr=1e-06,5e-07",
+        "`for size in 1.5B 7B`: the recipe has the first turn's values; "
         "over all turns: model.path=Qwen/Qwen2.5-1.5B,Qwen/Qwen2.5-7B",
-        "the runs of the loops: whet train RECIPE "
+        "to run all turns of the loops: whet train RECIPE "
         "-m actor.optim.lr=1e-06,5e-07 model.path=Qwen/Qwen2.5-1.5B,Qwen/Qwen2.5-7B",
     ]
 
@@ -212,7 +212,7 @@ def test_keys_that_a_loop_changes_together_are_no_sweep() -> None:
     )
     told = [line for line in convert(read(script, "trl"), "trl").check if "turn" in line or " -m " in line]
     assert told == [
-        "`for m in Q-1B Q-7B`: the recipe is that of the first turn; over all turns: "
+        "`for m in Q-1B Q-7B`: the recipe has the first turn's values; over all turns: "
         "actor.optim.lr=5e-06,1e-06 model.path=Q-1B,Q-7B, which change together: run each pair of values by itself"
     ]
 

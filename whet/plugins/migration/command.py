@@ -16,7 +16,7 @@ from whet.registry import register_command
 
 @register_command("config convert")
 def write_recipe(words: list[str], system: str | None, output: Path | None, variables: list[str]) -> None:
-    """Writes the recipe for a file or command of another framework; with `output`, also prints its comments."""
+    """Converts a file or command to a recipe and prints it; with `output`, writes it and prints only its comments."""
     if len(words) != 1 or system is None:
         found = "--from is missing" if system is None else f"there are {len(words)} words before --from"
         expected = "one file, or one command in quotes, and the framework that it is of"

@@ -25,7 +25,7 @@ from whet.plugins.migration.foreign_python import calculated
 from whet.plugins.migration.foreign_shell_language import OTHER
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
 
-MAX_DIFFERENCES = 12  # keys of a choice that are listed
+MAX_DIFFERENCES = 12  # listed keys of a choice between branches
 NAMES_OF_RUNS = {"trainer.experiment_name", "trainer.project_name", "trainer.run_dir"}
 _OF_PROCESSES = re.compile(r"cluster\.|rollout\.free_cache_engine|(\w+\.)?engine\.").match  # keys without numbers
 _SWITCH = re.compile(r"\.enabled?$").search
@@ -47,7 +47,7 @@ class Converted:
     speed: list[str] = field(default_factory=list)  # keys that concern speed, memory or logs alone
 
     def to_yaml(self) -> str:
-        """Returns the recipe as YAML, with the origin of each value, after comments on the other keys, by weight."""
+        """Returns the recipe as YAML, with each value's origin. Comments at the top list keys left out or to check."""
         tree: Values = {}
         for key, value in self.values.items():
             put(tree, key, value)
@@ -68,34 +68,34 @@ class Converted:
 
 
 def convert(written: Written, system: str) -> Converted:
-    """Converts the keys of a file or command of another framework into a recipe. `system` may name a trainer, or a
-    version after an @ (verl@0.3).  Raises: ConfigError."""
+    """Converts the keys of a file or command of another framework into a recipe. `system` is a framework, or a
+    framework with a trainer or version after an @ (verl@0.3).  Raises: ConfigError."""
     name, _, trainer = system.lower().partition("@")
     known = [f"{table.system.lower()}@{table.trainer}" for table in tables() if table.trainer]
     if name not in SYSTEMS or (trainer and system.lower() not in known):
         raise ConfigError("--from", system, f"one of {', '.join([*SYSTEMS, *known])}", "correct the name")
     found, is_own = (trainer, True) if trainer else trainer_of(SYSTEMS[name], written.program, written.values)
     if not is_own:
-        written.unread.append(f"`{written.program[:200]}` is no program of {SYSTEMS[name]}: what it adds is not read")
+        written.unread.append(f"`{written.program[:200]}` is no program of {SYSTEMS[name]}: its own keys are not read")
     written = replace(written, trainer=found)
     result = Conversion(written, SYSTEMS[name]).run()
     _check_branches(written, result)
-    sweeps = dict[str, list[str]]()  # words of `-m` that give the turns of each loop
+    sweeps = dict[str, list[str]]()  # for each loop the words of `-m` that run its turns
     for loop, turns in written.loops.items():
         recipes = [_recipe(written, result, values) for values in (written.values, *turns)]
         for key in _differing(recipes):
             texts = (shlex.quote(str(recipe.get(key, "null"))) for recipe in recipes)
             sweeps.setdefault(loop, []).append(f"{key}={','.join(dict.fromkeys(texts))}")
-        told = " ".join(sorted(sweeps.get(loop, []))) or "nothing differs"
+        told = " ".join(sorted(sweeps.get(loop, []))) or "no key differs"
         told += ", which change together: run each pair of values by itself" if len(sweeps.get(loop, [])) > 1 else ""
-        result.check.append(f"`{loop}`: the recipe is that of the first turn; over all turns: {told}")
+        result.check.append(f"`{loop}`: the recipe has the first turn's values; over all turns: {told}")
     if words := [each[0] for each in sweeps.values() if len(each) == 1]:
-        result.check.append(f"the runs of the loops: whet {result.command} RECIPE -m {' '.join(words)}")
+        result.check.append(f"to run all turns of the loops: whet {result.command} RECIPE -m {' '.join(words)}")
     return result
 
 
 def _recipe(written: Written, result: Converted, values: Values) -> Values:
-    """Converts one loop iteration or one branch: returns its values as a recipe, without the names of runs."""
+    """Converts the `values` of one loop iteration or script branch. Leaves out keys that only name a run."""
     found = Conversion(replace(written, values=values), result.system).run().values
     return {key: value for key, value in found.items() if key not in NAMES_OF_RUNS}
 
@@ -106,7 +106,7 @@ def _differing(recipes: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def _check_branches(written: Written, result: Converted) -> None:
-    """Raises: ConfigError if the recipe depends on an undecided branch, with the values of each alternative."""
+    """Raises: ConfigError if the recipe depends on a branch of unknown condition. The error lists the alternatives."""
     choices = list[str]()
     for name, ways in written.branches.items():
         recipes = {value: _recipe(written, result, values) for value, values in ways.items()}
@@ -124,7 +124,7 @@ def _check_branches(written: Written, result: Converted) -> None:
 
 
 class Conversion:
-    """Converts the keys of one file or command into a recipe, row by row of the tables of keys."""
+    """Converts the keys of one file or command into a recipe. Each row of the tables of keys is a rule."""
 
     def __init__(self, written: Written, system: str) -> None:
         of_system = [each for each in tables() if each.system == system and each.trainer in ("", written.trainer)]
@@ -150,13 +150,13 @@ class Conversion:
         for row in self.rows:
             key = row.theirs[0]
             if row.unit is not None and (below := {k: v for k, v in self.given.items() if k.startswith(f"{key}.")}):
-                self.given[key] = below  # a key of a mapping, as a whole
+                self.given[key] = below  # the row reads all keys of a mapping at once
         self.defaults = {
             key.partition("=")[0]: row.default for row in self.rows for key in row.theirs if row.default is not UNSET
         }
 
     def run(self) -> Converted:
-        """Converts all rows; rows that read converted values come last. Then drops keys that whet would not read."""
+        """Applies all rows; rows that read converted values come last. Then drops keys that whet would not read."""
         for row in sorted(self.rows, key=lambda row: row.unit is not None):
             if row.join is not None:
                 self._join(row)
@@ -239,7 +239,7 @@ class Conversion:
         return calculated(re.sub(r"\{([\w.]+)(?:,([\w.]+))?\}", of_key, formula), {"value": value})
 
     def _copy(self, row: KeyRow, value: Any, ours: tuple[str, ...], origin: str) -> None:
-        """Writes a value after the row has translated it; the items of a list are translated one by one."""
+        """Writes a value to the keys `ours`, translated by the row's `values`; translates a list item by item."""
         if isinstance(value, list):
             value = [row.values.get(each, each) if isinstance(each, str) else each for each in value]
         elif isinstance(value, (str, int, float, bool)) and value in row.values:
@@ -283,7 +283,7 @@ class Conversion:
         known = {key.partition("=")[0]: row for row in self.rows for key in row.theirs}
         if self.given and not any(key == each or key.startswith(f"{each}.") for key in self.given for each in known):
             found = f"{', '.join(list(self.given)[:3])}{', ...' if len(self.given) > 3 else ''}"
-            raise ConfigError(self.result.system, f"none of its keys is set, but {found}", change="name a file of it")
+            raise ConfigError(self.result.system, f"only unknown keys: {found}", change="name a file of this framework")
         for key, value in self.given.items():
             if key in known:
                 continue
@@ -329,8 +329,8 @@ class Conversion:
             values["algorithm.kl.where"], self.result.origins["algorithm.kl.where"] = "none", "no KL term"
 
     def _rewrite_equals(self) -> None:
-        """Rewrites values that whet refuses into equivalent ones, such as several greedy responses (one), a group
-        of one response (verl does not subtract its mean), and a ratio's lower bound below 0 (0)."""
+        """Replaces values that whet refuses with equivalent values: several greedy validation responses become one, a
+        ratio's lower bound below 0 becomes 0, and verl's groups of one response get no baseline, as in verl."""
         values, low = self.result.values, "algorithm.loss_options.clip_ratio_low"
         if not values.get("trainer.validation.temperature") and values.get("trainer.validation.n", 1) > 1:
             values["trainer.validation.n"] = 1
@@ -346,7 +346,7 @@ class Conversion:
             values["algorithm.adv_estimator"], values["algorithm.adv_options.whiten"] = "reinforce_plus_plus", False
             self.result.origins["algorithm.adv_options.whiten"] = self.result.origins["algorithm.adv_estimator"]
             for key in ("algorithm.adv_options.std_norm", "algorithm.adv_options.eps"):
-                self._drop(key, "of a group of one")
+                self._drop(key, "no effect with one response")
 
     def _drop_unregistered(self) -> None:
         """Drops functions that whet does not have, with their options, and reports that the user has to set them."""
@@ -373,7 +373,7 @@ class Conversion:
     def _load(self) -> Section:
         """Builds the config from the recipe. Leaves out values that whet refuses, and names them in the report."""
         for key in [key for key in self.result.values if not is_known(self.schema, key)]:
-            self._drop(key, "no key")
+            self._drop(key, "no such key in whet")
         for _ in range(len(self.result.values) + 1):
             try:
                 loaded = load_config(self.schema, None, self.result.values, checked=False)
@@ -386,14 +386,14 @@ class Conversion:
                 if not refused:
                     raise
                 for key in refused:
-                    self._drop(key, "refused")
+                    self._drop(key, "whet refuses the value")
                 continue
             return loaded.config
-        found = f"nothing is left: {'; '.join(self.result.check[:9])}"
+        found = f"no key can be converted: {'; '.join(self.result.check[:9])}"
         raise ConfigError(self.result.system, found, change="give other keys")
 
     def _count_defaults(self) -> None:
-        """Counts, instead of listing, keys that have their default value or are in a section that is switched off."""
+        """Counts, but does not list, keys with their default value, or in a section that is switched off."""
         off = tuple(
             f"{key.rpartition('.')[0]}." for key, value in self.given.items() if value is False and _SWITCH(key)
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts keys whose values need a calculation or other keys: `unit` in foreign_keys.yaml names the function.
 
-A function yields keys of whet with their values for one key of another framework. It raises ConfigError where a value
-has to be set by hand; the report shows the error. `place` completes processes and devices at the end."""
+A function yields keys of whet with their values for one key of another framework. It raises ConfigError if the user has
+to set the value by hand; the report shows the error. `place` completes processes and devices at the end."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 Unit = Iterator[tuple[str, Any]]
 _NUMBER = r"[\d.]+(?:[eE][-+]?\d+)?|inf"
-# Of rules: no model.
+# Keys of reward workers; a worker that scores by rules has no model.
 _OF_WORKERS = r"\.(data_args|model_args|strategy_args|world_size|infer_batch_size|device_mapping)\b"
-# The newest first.
+# Keys of the reward manager's name, the newest first.
 VERL_MANAGER = ("reward.reward_manager.name", "reward.reward_manager", "reward_model.reward_manager")
 GPUS_OF_A_NODE = 8
 _SAMPLE = "cluster.placement.sample"
@@ -44,7 +44,7 @@ class Key(NamedTuple):
 
 
 def _updates(of: Conversion, role: str) -> int:
-    """Returns the number of updates of a role (actor, critic) in a step; 1 for a run on examples."""
+    """Returns the number of updates of a role (actor, critic) in a step; 1 if the command is not `whet train`."""
     values, default = of.result.values, leaf_fields(TrainConfig)["data.train_batch_size"].default
     batch: int = values.get("data.train_batch_size") or default
     mini_batch: int = values.get(f"{role}.mini_batch_size") or batch
@@ -53,7 +53,7 @@ def _updates(of: Conversion, role: str) -> int:
 
 
 def updates(of: Conversion, key: Key) -> Unit:
-    """Converts steps of the loop to optimizer updates; a negative number counts as unset."""
+    """Converts a number of steps to a number of optimizer updates; a negative number counts as unset."""
     if key.value > 0:
         yield key.ours[0], key.value * _updates(of, key.ours[0].partition(".")[0])
 
@@ -84,8 +84,8 @@ def trackers(of: Conversion, key: Key) -> Unit:
 
 
 def ratio(of: Conversion, key: Key) -> Unit:
-    """Converts a fraction of all steps (in TRL: of all updates) to updates, if their number is known. A number from 1
-    up already counts updates."""
+    """Converts a fraction of all steps (in TRL: of all updates) to a number of updates, if the number of steps is
+    known. A value of at least 1 already is a number of updates."""
     steps = of.result.values.get("trainer.total_steps")
     if not key.value:
         return
@@ -100,7 +100,7 @@ def ratio(of: Conversion, key: Key) -> Unit:
 
 
 def one_word(of: Conversion, key: Key) -> Unit:
-    """Translates a value, alone or in a list of one, by the row's table of values."""
+    """Translates a value, or the only item of a list, by the row's `values`."""
     [word] = key.value if isinstance(key.value, list) else [key.value]
     yield key.ours[0], key.row.values[word]
 
@@ -116,9 +116,9 @@ def overlong(of: Conversion, key: Key) -> Unit:
 
 def response_length(of: Conversion, key: Key) -> Unit:
     """Checks that DAPO's length penalty and the response length use the same limit, as whet requires."""
-    default = leaf_fields(TrainConfig)[key.ours[0]].default  # here and there
+    default = leaf_fields(TrainConfig)[key.ours[0]].default  # the same in whet and verl
     if key.value != of.given.get(key.ours[0], default):
-        raise ConfigError(key.name, key.value, change="the penalty counts back from data.max_response_length here")
+        raise ConfigError(key.name, key.value, change="whet's penalty counts back from data.max_response_length")
     yield from ()
 
 
@@ -155,7 +155,7 @@ def _bounds(of: Conversion, row: KeyRow, default: Any) -> tuple[float | None, fl
 
 
 def verl_rejection(of: Conversion, key: Key) -> Unit:
-    """Converts verl's rejection: its bounds of k1 bound the ratio, from 1 / upper by default; k2 and k3 have one."""
+    """Converts verl's rejection. k1 bounds the ratio on both sides (default: 1 / upper to upper), k2 and k3 above."""
     if key.name != key.row.theirs[0] or not key.value:
         return
     level, _, form = key.value.rpartition("_")
@@ -171,12 +171,12 @@ def verl_rejection(of: Conversion, key: Key) -> Unit:
 
 
 def trl_batches(of: Conversion, key: Key) -> Unit:
-    """Converts TRL's counts of responses to prompts of a step and of an update. A step is one batch of generation, or
-    one update if an update needs several such batches."""
+    """Converts TRL's batch sizes, which count responses, to the numbers of prompts in a step and in an update. A step
+    is one batch of generation, or one update if an update needs several such batches."""
     given, n = of.given, of.value("num_generations")
     processes, gathered = given.get("num_processes", 1), given.get("gradient_accumulation_steps", 1)
     if "num_processes" not in given:
-        of.result.check.append("num_processes is not set: batch sizes are those of one process; multiply them by yours")
+        of.result.check.append("num_processes is not set: batch sizes are of one process; multiply by your processes")
     pass_size = given.get("per_device_train_batch_size", 8) * processes
     step = given.get("generation_batch_size") or pass_size * given.get("steps_per_generation", gathered)
     yield from _prompts(of, max(step, pass_size * gathered), pass_size * gathered, n)
@@ -187,7 +187,7 @@ def _has_environments(of: Conversion) -> bool:
 
 
 def roll_lengths(of: Conversion, key: Key) -> Unit:
-    """Converts the response length: sequence minus prompt, or max_new_tokens; with environments, of a turn."""
+    """Converts ROLL's response length: sequence - prompt, or max_new_tokens, which limits a turn with environments."""
     sequence, *of_turn = key.row.theirs
     if key.name == sequence:
         if key.value > (prompt := of.value("prompt_length")):
@@ -203,7 +203,7 @@ def roll_lengths(of: Conversion, key: Key) -> Unit:
 
 
 def _responses(of: Conversion) -> tuple[int, int]:
-    """Returns the number of responses of a step, and the number of responses to a prompt."""
+    """Returns the number of responses in a step, and the number of responses to a prompt."""
     if _has_environments(of):  # the batch size counts trajectories
         return of.value("rollout_batch_size"), of.given.get("train_env_manager.group_size", 1)
     n = of.value("num_return_sequences_in_group")
@@ -211,13 +211,13 @@ def _responses(of: Conversion) -> tuple[int, int]:
 
 
 def roll_step(of: Conversion, key: Key) -> Unit:
-    """Converts the number of prompts of a step."""
+    """Converts ROLL's rollout batch size to the number of prompts in a step."""
     step, n = _responses(of)
     yield from ((target, each) for target, each in _prompts(of, step, n, n) if target == key.ours[0])
 
 
 def roll_batches(of: Conversion, key: Key) -> Unit:
-    """Converts the size of an update: rows of a device times gradient accumulation times data-parallel ranks."""
+    """Converts ROLL's update size: rows of a device times gradient accumulation times data-parallel ranks."""
     given, role = of.given, key.name.partition(".")[0]
     ranks = len(devices_of(given.get(f"{role}.device_mapping", [0])) or [0])
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
@@ -233,7 +233,7 @@ def roll_batches(of: Conversion, key: Key) -> Unit:
 def _prompts(of: Conversion, step: int, update: int, n: int) -> Unit:
     if step % n or update % n or step % update:
         of.result.check.append(
-            f"a step has {step} and an update {update} responses, {n} a prompt: whole groups have no such sizes"
+            f"a step has {step} and an update {update} responses, {n} a prompt: the sizes are rounded to groups"
         )
         update = max(n, update - update % n)
         step = max(update, step - step % update)
@@ -260,7 +260,7 @@ def functions(of: Conversion, key: Key) -> Unit:
 
 
 def roll_environment(of: Conversion, key: Key) -> Unit:
-    """Converts the environment of the first training tag; the report asks the user to set its options."""
+    """Converts ROLL's environment of the first training tag; the report asks the user to set the options."""
     tags = of.given.get("train_env_manager.tags") or [""]
     used = list(dict.fromkeys(tags if isinstance(tags, list) else [tags]))
     below = f"{key.name}.{used[0]}."
@@ -318,7 +318,7 @@ def rewards(of: Conversion, key: Key) -> Unit:
 
 
 def trl_weight(of: Conversion, key: Key) -> Unit:
-    """Converts TRL's importance weights for vLLM by their mode, such as token_truncate; other keys have the bounds."""
+    """Converts TRL's importance weights for vLLM by their mode, such as token_truncate; other keys give the bounds."""
     mode, *uppers, lower = key.row.theirs
     if key.name == mode:
         level, _, how = key.value.partition("_")
@@ -328,12 +328,12 @@ def trl_weight(of: Conversion, key: Key) -> Unit:
 
 
 def trl_rewards(of: Conversion, key: Key) -> Unit:
-    """Converts reward functions: of trl.rewards, or MODULE.NAME. TRL's length penalty is a key of its own in whet."""
+    """Converts reward functions of trl.rewards, or MODULE.NAME. TRL's length penalty becomes `algorithm.overlong`."""
     names = [key.value] if isinstance(key.value, str) else [str(each) for each in key.value]
     weights, kept = of.result.values.get("reward.weights") or [1.0] * len(names), dict[str, Any]()
     for name, weight in zip(names, weights, strict=False):
         made, _, options = name.partition("(")
-        numbers = [int(number) for number in re.findall(r"\b\d+\b", options)] or [1280, 256]  # those of `trl grpo`
+        numbers = [int(number) for number in re.findall(r"\b\d+\b", options)] or [1280, 256]  # numbers of `trl grpo`
         if made == "get_soft_overlong_punishment" and numbers[:1] == [of.value("max_completion_length")]:
             yield "algorithm.overlong.penalty", weight
             yield "algorithm.overlong.buffer_length", numbers[-1]
@@ -352,8 +352,8 @@ def trl_rewards(of: Conversion, key: Key) -> Unit:
 
 
 def place(of: Conversion) -> None:
-    """Completes `cluster`: sets Ray and the pools' numbers of nodes for several nodes. Drops sizes that do not divide
-    the number of processes, and the sharding engine if there is one process."""
+    """Completes `cluster`: the numbers of nodes and GPUs, and Ray for several nodes. Drops mesh sizes that do not
+    divide the number of processes, and the sharding engine if there is one process."""
     values, origins = of.result.values, of.result.origins
     nodes, gpus = values.get("cluster.nnodes", 1), values.get("cluster.n_gpus_per_node", 1)
     if not isinstance(nodes, int) or not isinstance(gpus, int):
@@ -368,7 +368,7 @@ def place(of: Conversion) -> None:
         gpus = total if total <= GPUS_OF_A_NODE else GPUS_OF_A_NODE if total % GPUS_OF_A_NODE == 0 else gpus
         nodes = -(-total // gpus)
     elif (rows := _rows(of)) < training:
-        of.result.parallel.append(f"{training} GPUs are more than the {rows} rows of an update; here {rows}")
+        of.result.parallel.append(f"{training} GPUs are more than the {rows} rows of an update; {rows} are used")
         training, gpus, nodes = rows, rows, 1
     if own or "cluster.n_gpus_per_node" in values:
         values |= {"cluster.nnodes": nodes, "cluster.n_gpus_per_node": gpus}
@@ -383,7 +383,7 @@ def place(of: Conversion) -> None:
         role, _, option = key.rpartition("engine.")
         context = values.get(f"{role}engine.options.mesh.context", 1)
         if option == "options.mesh.shard" and values[key] % context == 0:
-            values[key] //= context  # theirs counts the ranks that share tokens too
+            values[key] //= context  # the other framework's size counts the ranks that share tokens too
         if training == 1:
             left_out = "is for several processes, and there is one"
         elif option[8:] in _SIZES and training % values[key]:
@@ -397,7 +397,7 @@ def place(of: Conversion) -> None:
 
 
 def _rows(of: Conversion) -> int:
-    """Returns the number of rows of a policy update; unlimited for examples."""
+    """Returns the number of rows in an update of the policy; 10**9 (no limit) if the command is not `whet train`."""
     values = of.result.values
     prompts = values.get("actor.mini_batch_size") or values.get("data.train_batch_size") or 32
     return max(1, prompts * values.get("rollout.n", 8)) if of.result.command == "train" else 10**9
@@ -415,7 +415,7 @@ def devices_of(value: Any) -> list[int] | None:
 
 
 def roll_devices(of: Conversion, key: Key) -> Unit:
-    """Converts device lists: roles share one pool, or sampling gets its own. The device count also sets the nodes."""
+    """Converts ROLL's device lists: roles share a pool, or sampling gets its own. Also sets the number of nodes."""
     if key.name != key.row.theirs[0]:
         return
     training, sampling = (devices_of(of.given.get(each, [])) for each in key.row.theirs[:2])
@@ -435,7 +435,7 @@ def roll_devices(of: Conversion, key: Key) -> Unit:
         }.items()
         return
     if sampling and {*training} != {*sampling}:
-        told = f"{len(training)} train and {len(sampling)} sample, some of them both; here all {len(training)} do both"
+        told = f"{len(training)} train and {len(sampling)} sample, some do both; in whet all {len(training)} do both"
         of.result.parallel.append(f"{key.row.theirs[1]}={of.given[key.row.theirs[1]]}: {told}")
     gpus = max(1, min(len(training), of.value("num_gpus_per_node") or GPUS_OF_A_NODE))
     gpus = gpus if len(training) % gpus == 0 else len(training)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Score functions in DataProto form: their items become a batch, and their result becomes rows."""
+"""Score functions that take a DataProto: all items of a call become one batch, and the result is split into rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCORE_COLUMNS = ("token_level_scores", "rm_scores")
 
 @register_part("data_proto")
 def data_proto_form() -> tuple[Callable[[Sequence[RewardItem]], RewardBatch], Callable[[object, int], list[object]]]:
-    """Returns `make_batch`, which makes a call's argument, and `split_batch_rows`, which splits its result."""
+    """Returns `make_batch`, which makes a call's argument, and `split_batch_rows`, which splits the call's result."""
     return make_batch, split_batch_rows
 
 
@@ -75,8 +75,8 @@ def make_batch(items: Sequence[RewardItem]) -> RewardBatch:
 
 def split_batch_rows(raw: object, count: int) -> list[object]:
     """Splits a result into rows, as `split_rows` does. Also reads a DataProto (scores in the column
-    `token_level_scores`, else `rm_scores`), and a manager's dict with `reward_tensor` and `reward_extra_info`, or pair
-    of these.  Raises: RewardError."""
+    `token_level_scores`, else `rm_scores`), and a manager's dict with `reward_tensor` and `reward_extra_info`, or the
+    pair of the two.  Raises: RewardError."""
     if isinstance(raw, tuple) and len(raw) == 2 and isinstance(raw[1], Mapping):
         raw = {"reward_tensor": raw[0], "reward_extra_info": raw[1]}
     if isinstance(raw, Mapping) and "reward_tensor" in raw:

@@ -38,7 +38,7 @@ class KeyRow:
     join: str | None = None
 
     def without(self, keys: Collection[str]) -> list[KeyRow]:
-        """Returns the row without `keys` in a list, which is empty if no key is left, or if the row needs all."""
+        """Returns the row without `keys`, in a list; an empty list if no key is left, or if the row needs all."""
         left = [(key, ours) for key, ours in self.pairs() if key not in keys]
         if len(left) == len(self.theirs):
             return [self]
@@ -57,16 +57,16 @@ class KeyRow:
 
 @dataclass(frozen=True)
 class Table:
-    """The rows for one framework, or for its older versions."""
+    """The rows for one framework, or for one trainer or older version of a framework."""
 
     title: str
     system: str
     rows: tuple[KeyRow, ...]
     implied: Mapping[str, object] = field(default_factory=dict)
-    origin: str = "always in {system}"  # of what is implied
+    origin: str = "always in {system}"  # of the implied values
     trainer: str = ""  # the table is for this trainer alone, and its rows replace those of other tables
-    command: str = "train"  # of whet, which does what the trainer does
-    trainers: tuple[Mapping[str, Any], ...] = ()  # the trainer by its program or by keys, or why it is refused
+    command: str = "train"  # command of whet that does the same as the trainer
+    trainers: tuple[Mapping[str, Any], ...] = ()  # rules: the trainer of a program or of keys, or why whet refuses it
     renamed: Mapping[str, str] = field(default_factory=dict)  # keys that an older version has by another name
     notes: tuple[str, ...] = ()  # what has to be checked by hand
     files: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # published files of keys, by path
@@ -76,7 +76,7 @@ class Table:
     defaults: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # by pattern of a section and by name
 
     def is_default(self, key: str, value: object) -> bool:
-        """Tells whether the report may leave out a key, as it has its default value or does not concern training."""
+        """Tells whether the report may leave out a key: it has its default, or does not concern training."""
         section, _, name = key.rpartition(".")
         given = (each.get(name, UNSET) for pattern, each in self.defaults.items() if fnmatchcase(section, pattern))
         return any(fnmatchcase(key, pattern) for pattern in self.quiet) or value in given
@@ -96,7 +96,7 @@ def _row(row: Mapping[str, Any]) -> KeyRow:
 
 
 def trainer_of(system: str, program: str, keys: Mapping[str, object]) -> tuple[str, bool]:
-    """Returns the trainer that a program or its keys select, and whether the program belongs to the framework.
+    """Returns the trainer that a program or the keys select, and whether the program belongs to the framework.
 
     Raises: ConfigError for a trainer that whet cannot convert."""
     rules = [rule for table in tables() if table.system == system for rule in table.trainers]
@@ -136,7 +136,7 @@ def foreign_config(name: str) -> str | None:
 
 @register_part("foreign_key")
 def foreign_key(schema: type[Section], key: str) -> str | None:
-    """Returns advice for another framework's `key`: whet's keys for it or for a key above it; None if it is unknown."""
+    """Returns advice for another framework's `key`: whet's keys for it, or for a key above it; None if unknown."""
     found = [
         (len(theirs), system, ours, f" ({remark})" if remark else "")
         for system, theirs, ours, remark in foreign_keys()

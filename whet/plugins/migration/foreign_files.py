@@ -46,24 +46,24 @@ _ACCELERATE = re.compile(r"--config_file[ =](\S+)")
 
 @dataclass
 class Written:
-    """The values that a file or command sets, by dotted key, and the parts that could not be read."""
+    """The values that a file or command sets, by dotted key, and notes about parts that could not be read."""
 
     values: Values = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
     loops: dict[str, list[Values]] = field(default_factory=dict)  # values of a loop's later turns
-    # By what a branch depends on: the values that it may have, and the values of the keys with each.
+    # By the name that a branch depends on: for each value that it may have, the values of the keys.
     branches: dict[str, dict[str, Values]] = field(default_factory=dict)
     program: str = field(default="", compare=False)  # the words before the arguments, or the classes of a Python script
-    trainer: str = field(default="", compare=False)  # the table that is for it
+    trainer: str = field(default="", compare=False)  # the trainer that the program or its keys select
 
     def every(self) -> list[Values]:
-        """Returns all alternatives for the values: for every loop iteration and every branch."""
+        """Returns all alternatives of the values: one for every loop iteration and every branch."""
         found = [*chain(*self.loops.values()), *chain(*(ways.values() for ways in self.branches.values()))]
         return [self.values, *(each for each in found if each is not self.values)]
 
 
 def read(source: str, system: str, fixed: Mapping[str, str] | None = None) -> Written:
-    """Reads a file, or a command given as one text. `fixed` sets variables of a script, which cannot change them.
+    """Reads a file, or a command given as one text. `fixed` sets variables of a script; the script cannot change them.
 
     Raises: ConfigError if `source` is neither, sets no key, or exceeds a limit."""
     # isfile never raises, for a text that is too long for a name either
@@ -80,7 +80,7 @@ def read(source: str, system: str, fixed: Mapping[str, str] | None = None) -> Wr
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise ConfigError(f"{shown}{place}", str(error.problem), "YAML", "correct that place") from error
+        raise ConfigError(f"{shown}{place}", str(error.problem), "YAML", "correct it there") from error
     except (TooMuch, TimeoutError, MemoryError) as error:
         instead = "give a shorter one, or the resolved config that the framework prints (`--cfg job`), as YAML"
         raise ConfigError(shown, f"cannot be read within limits: {cause(error)}", change=instead) from error
@@ -110,7 +110,7 @@ def _read(path: Path | None, source: str, system: str, fixed: Mapping[str, str])
     if bases[0]:
         _lay_over(written, bases[0], path or Path("command"), system)
     if set(bases) - {bases[0]}:
-        written.unread.append(f"a loop or a branch names several files of keys: all have the values of {bases[0]}")
+        written.unread.append(f"a loop or a branch names several base files: all get the values of {bases[0]}")
     return written
 
 
@@ -144,7 +144,7 @@ def _base(values: Values) -> str | None:
 
 
 def _lay_over(written: Written, base: str, script: Path, system: str) -> None:
-    """Adds the keys of a base file that a command names, found here, in the script's folder or above, or published."""
+    """Adds the keys of the file `base`, from the working folder, the script's folder or above, or as published."""
     for folder in (Path(), *script.absolute().parents):
         if os.path.isfile(folder / base):  # noqa: PTH113
             below = _of_yaml(folder / base)
@@ -178,7 +178,7 @@ def _text_of(file: Path) -> str:
 
 
 def _of_yaml(file: Path, depth: int = 0) -> Written:
-    """Reads a YAML file, and the files in its `defaults`, which are beside it or below its folder."""
+    """Reads a YAML file, and the files that its `defaults` name, which are beside the file or below its folder."""
     text = _text_of(file)
     check_document(text, str(file))
     found = yaml.safe_load(text)
@@ -244,7 +244,7 @@ def _resolved(value: object, values: Mapping[str, object], key: str, budget: Bud
 
 def _of_python(text: str, system: str, path: str = "") -> Written:
     """Reads the arguments of ...Config and ...Trainer calls; without such calls, the first command in the docstring.
-    Assignments to attributes of configs override both."""
+    Assignments to attributes of configs override the arguments."""
     tree = ast.parse(re.sub(r"(?m)^[ \t]*[!%].*$", "", text))  # commands of a notebook
     values, unread, program = arguments_of_calls(tree, path)
     written = Written(_renamed(values), unread)
@@ -263,8 +263,8 @@ def _renamed(values: Mapping[str, object]) -> Values:
 
 
 def _of_shell(text: str, system: str, fixed: Mapping[str, str], script: str | None = None) -> Written:
-    """Reads the arguments of the command with the most arguments: also in later iterations of loops around it, and in
-    each alternative of an undecided branch."""
+    """Reads the arguments of the script's command with the most arguments. Also reads them in later iterations of loops
+    around the command, and in each alternative of a branch whose condition is unknown."""
     first = _run(text, script, fixed, {})
     if first is None:
         return Written()
@@ -285,7 +285,7 @@ def _of_shell(text: str, system: str, fixed: Mapping[str, str], script: str | No
             written.loops[label] = [_arguments_of(words, system).values for words in turns]
     if loops := [f"`{each}`" for each in shell.loops]:
         written.unread.append(f"{', '.join(loops)}: not decided; all assignments in it were carried out, in order")
-    written.unread += [f"source {each}: what this file sets is not read" for each in shell.sources]
+    written.unread += [f"source {each}: variables that this file sets are not read" for each in shell.sources]
     if sum(map(len, open_branches.values())) > MAX_RUNS:
         raise TooMuch(_WAYS)
     for name, candidates in open_branches.items():
@@ -298,8 +298,8 @@ def _of_shell(text: str, system: str, fixed: Mapping[str, str], script: str | No
 def _run(
     text: str, script: str | None, fixed: Mapping[str, str], assumed: Mapping[str, str]
 ) -> tuple[Shell, dict[str, str], dict[str, tuple[str, ...]], Launch] | None:
-    """Interprets a script with candidates for unknown values, until it starts a program. Returns the script, the
-    candidates used, all candidates, and the program with the most arguments."""
+    """Interprets a script, with candidates for unknown values, until a program starts; None if no program does. Returns
+    the script's state, the candidates used, all candidates, and the program with the most arguments."""
     waiting, found = [dict(assumed)], dict[str, tuple[str, ...]]()
     for _ in range(MAX_RUNS):
         if not waiting:
@@ -310,7 +310,7 @@ def _run(
             shell.carry_out(text)
         except Undecided as branch:
             if branch.name in tried:
-                raise TooMuch(f"what depends on {branch.name} cannot be decided") from branch
+                raise TooMuch(f"the branches on {branch.name} cannot be decided") from branch
             found[branch.name] = branch.candidates
             waiting += [tried | {branch.name: each} for each in reversed(branch.candidates)]
             continue
@@ -322,7 +322,7 @@ def _run(
 
 
 def _arguments_of(words: list[str], system: str) -> Written:
-    """Reads the arguments of a program, and the number of processes of TRL's launcher."""
+    """Reads the arguments of a program, and the number of processes that its launcher starts."""
     start = start_of(words)
     written = _arguments(words[start:], system)
     launcher = written.program = " ".join(words[:start])

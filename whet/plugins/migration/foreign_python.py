@@ -73,7 +73,7 @@ def attributes_of_configs(tree: ast.Module) -> tuple[Values, list[str]]:
 
 
 def _value(name: str | None, node: ast.expr, names: Mapping[str, ast.expr], unread: list[str]) -> Values:
-    """Returns the value of an argument, or the values of a mapping after **; notes an unknown one in `unread`."""
+    """Returns the value of an argument, or all values of a mapping after **; notes an unknown value in `unread`."""
     try:
         return {name: literal(node, names)} if name else {**literal(node, names)}
     except (ValueError, TypeError):
@@ -90,7 +90,7 @@ def _targets(node: Assignment) -> list[ast.expr]:
 
 
 def _configs(tree: ast.Module) -> set[str]:
-    """Returns names of configs: a trainer's `args`, results of ...Config(...), or parsed from the command line."""
+    """Returns variables with configs: a trainer's `args`, results of ...Config(...), and parsed command lines."""
     trainers = [call for call in _nodes(tree, ast.Call) if ast.unparse(call.func).endswith("Trainer")]
     found = {ast.unparse(each.value) for call in trainers for each in call.keywords if each.arg == "args"}
     assignments: Iterator[Assignment] = _nodes(tree, ast.Assign, ast.AnnAssign)
@@ -124,7 +124,7 @@ class Budget:
 
 
 class TooMuch(Exception):  # noqa: N818
-    """Raised for a script that exceeds a limit; the reader adds its name."""
+    """Raised for a script that exceeds a limit; `foreign_files.read` adds the script's name to the error."""
 
 
 def calculated(text: str, values: Mapping[str, Any] | None = None, budget: Budget | None = None) -> Any:
@@ -205,8 +205,8 @@ def _combined(function: Operator, left: Any, right: Any, budget: Budget) -> obje
 
 
 def constants(tree: ast.Module) -> dict[str, ast.expr]:
-    """Returns the values of names that are assigned once and never changed. The defaults of flags declared by
-    `parser.add_argument` are in it as `args.NAME`."""
+    """Returns the values of names that are assigned once and never changed, and the default of each flag that
+    `parser.add_argument` declares, as `args.NAME`."""
     stored, found = Counter[str](), dict[str, ast.expr]()
     for node in ast.walk(tree):
         match node:
@@ -228,7 +228,7 @@ def constants(tree: ast.Module) -> dict[str, ast.expr]:
 
 
 def _functions(node: ast.expr, names: Mapping[str, ast.expr]) -> list[str]:
-    """Returns the functions as source text: a name, or the call that makes a function."""
+    """Returns the functions in `node` as source text: a name, or the call that makes a function."""
     node = names.get(ast.unparse(node), node)
     calls = {name: value for name, value in names.items() if isinstance(value, ast.Call)}
     listed = [ast.unparse(each) for each in (node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node])]

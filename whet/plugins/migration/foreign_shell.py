@@ -2,8 +2,8 @@
 """Interprets shell scripts without running programs: variables, branches, loops, functions, and the output of programs
 that only transform text (basename, dirname, realpath, seq, echo).
 
-A branch on an unknown value stops the reading with `Undecided`. The reader then starts again with each value that the
-script compares it with."""
+A branch on an unknown value ends the reading with `Undecided`. The reader then starts again with each value to which
+the script compares the unknown value."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _programs(nodes: Iterable[ShellNode]) -> Iterator[tuple[str, ...]]:
 
 
 def _shown(nodes: Iterable[ShellNode]) -> str:
-    """Returns the text of a condition, the name under which its outcome is chosen."""
+    """Returns the text of a condition. `--set TEXT=true` or `--set TEXT=false` decides this condition."""
     inner = (node.words if node.kind == "simple" else [_shown(part) for part in node.parts if part] for node in nodes)
     return " ".join(word for words in inner for word in words)
 
@@ -171,11 +171,11 @@ class Shell:
         return self._run(then if holds else otherwise)
 
     def _holds(self, status: bool | None, branches: tuple[Sequence[ShellNode], ...], shown: str) -> bool:
-        """Tells whether a condition holds. If it is unknown, a branch that only ends the script is not taken, and
-        branches that change nothing are equivalent.  Raises: Undecided."""
+        """Tells whether a condition holds. If it is unknown, a branch that only ends the script is not taken, and a
+        choice between branches that change nothing is not needed.  Raises: Undecided."""
         then, otherwise = branches
         if status is not None:
-            return status and not _exits(then)  # what an argument is needed for comes after it
+            return status and not _exits(then)  # a script that exits without its arguments is read as if it had them
         if _exits(then) or _exits(otherwise) or not any(map(any, map(_programs, branches))):
             return not _exits(then) and not otherwise
         name, candidates = self._open or (shown, ("true", "false"))
@@ -201,7 +201,7 @@ class Shell:
         return True
 
     def _value(self, word: str) -> tuple[str, str]:
-        """Returns the name under which the value of a word can be set, and the value; if unknown, the assumed one."""
+        """Returns the name for which `--set` gives the word's value, and the value; if unknown, the assumed value."""
         text = self._words.text(word)
         unknown, variable = UNKNOWN.fullmatch(text), re.fullmatch(r"\"?\$\{?(\w+)(?::?-[^}]*)?\}?\"?", word)
         name = variable[1] if variable else ((unset_variables(text) or [unknown[1]])[0] if unknown else word)
@@ -397,7 +397,7 @@ class Shell:
 
 
 def _unset(text: str) -> list[str]:
-    """Returns the first candidate of an unset variable, the empty text; none for a text without such a variable."""
+    """Returns the first candidate of an unset variable (the empty text) as a list, empty if no variable is unset."""
     return [""] if unset_variables(text) else []
 
 
@@ -407,7 +407,7 @@ def _example(pattern: str) -> str:
 
 
 def _candidates(sign: str, text: str) -> tuple[str, ...]:
-    """Returns a value that makes a comparison true, and one that makes it false."""
+    """Returns a value for which the comparison with `text` is true, and a value for which it is false."""
     if sign[0] != "-":
         return _example(text), OTHER
     number, above = int(text) if re.fullmatch(r"-?\d{1,9}", text) else 0, sign in ("-le", "-eq", "-ne")

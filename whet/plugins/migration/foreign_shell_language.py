@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The language of shell scripts: `parse` reads a text into a tree of commands; `Words` holds variables and expands
-words. It runs no program. An unknown part stays as written, between two marks, and OTHER is any value that the script
-does not name."""
+words. It runs no program. An unknown part stays as written, between the characters U+E000 and U+E001; OTHER stands for
+any value that the script does not name."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ Token = tuple[Literal["word", "op"], str]
 
 
 class ShellNode(NamedTuple):
-    """A command, with its words and parts:
+    """A command. For each kind, its words; and its parts, each a list of commands:
 
-    simple    the words, of an array `NAME=(`, its words and `)`
-    chain     && or || before each part, "" before the first; a command
-    pipe      `!` where it is negated; a command
-    if        none; the condition, what follows it, and an `else`, empty without one; an `elif` is an `if` in it
-    case      the word, and the patterns of each branch, joined by line breaks; a branch
-    for       the name and the words; the body
-    while     while or until; the condition, the body
+    simple    the words, of an array `NAME=(`, its words and `)`; no parts
+    chain     && or || before each part, "" before the first; a part for each command
+    pipe      `!` if the pipe is negated; a part for each command
+    if        no words; the condition, the `then` branch, the `else` branch (may be empty; an `elif` is an `if` in it)
+    case      the word, and the patterns of each branch, joined by line breaks; a part for each branch
+    for       the name of the variable and the words; the body
+    while     `while` or `until`; the condition, the body
     function  the name; the body
-    group     none; the body"""
+    group     no words; the body"""
 
     kind: Literal["simple", "chain", "pipe", "if", "case", "for", "while", "function", "group"]
     words: tuple[str, ...] = ()
@@ -244,8 +244,8 @@ def unset_variables(text: str) -> list[str] | None:
 
 
 class Words:
-    """The variables of a script. Variables in `fixed` cannot change; variables in `assumed` replace unknown values.
-    `run` returns the output of a command, or None if it is unknown."""
+    """The variables of a script. Variables in `fixed` cannot change; variables in `assumed` have values for unknown
+    ones. `run` returns the output of a command, or None if the output is unknown."""
 
     def __init__(self, fixed: Mapping[str, str], assumed: Mapping[str, str], run: Callable[[str], str | None]) -> None:
         self.given, self._fixed, self._run, self.budget = {**assumed, **fixed}, fixed, run, Budget()

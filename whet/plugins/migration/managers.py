@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward managers of other systems: classes that are constructed with a tokenizer and score a DataProto.
+"""Reward managers of other frameworks: classes that are constructed with a tokenizer and score a DataProto.
 
 verl's managers have `__call__(data, return_dict)`, its newer ones `async run_single(data)` for a batch of one row,
-EasyR1's `compute_reward(data)`. Their methods decide, not the class name. This file has stand-ins for modules that such
-files import: while one is loaded without verl, the names in `OFFERED` can be imported."""
+EasyR1's `compute_reward(data)`. The method decides the form, not the class name. This file replaces modules that such
+files import: while a file of managers is loaded without verl, the names in `OFFERED` can be imported."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ EASYR1_CONFIG = {"skip_special_tokens": True}
 def open_manager(
     cls: type[Any], kwargs: Mapping[str, Any], tokenizer: tuple[str, bool] | None
 ) -> tuple[Callable[..., Any], asyncio.Runner | None]:
-    """Creates a manager. Returns its scoring method, and for an async method the runner of the event loop it belongs
-    to.
+    """Creates a manager. Returns its scoring method, and the runner of its event loop if the method is async, else
+    None.
 
-    `kwargs` are the constructor's arguments, with mappings readable as attributes: `config` of EasyR1's form, and
-    `compute_score`, a name or path (default `auto`). `tokenizer` is a path, and whether it may run code.
-    Raises: RewardError."""
+    `kwargs` are arguments of the constructor; mappings become objects with attributes. `config` has EasyR1's form;
+    `compute_score` is the name or path of a score function (default `auto`). `tokenizer` has the tokenizer's path, and
+    whether its code may run.  Raises: RewardError."""
     methods = [name for name in METHODS if any(name in vars(base) for base in cls.__mro__)]
     if not methods:
         raise RewardError(f"class {cls.__qualname__}", f"no method {', '.join(METHODS)}", ONE_OF_THESE)
@@ -53,7 +53,7 @@ def open_manager(
             change = "correct it, or set what it reads below reward.kwargs"
             raise RewardError(f"manager {cls.__qualname__}", describe(error), takes, change) from error
 
-    async def make_in_loop() -> Any:  # verl's keep the event loop that they are made in
+    async def make_in_loop() -> Any:  # verl's managers keep the event loop in which they are made
         return make()
 
     if methods[0] != "run_single":
@@ -84,7 +84,7 @@ def _arguments(cls: type[Any], kwargs: Mapping[str, Any], tokenizer: tuple[str, 
     if "tokenizer" not in named:
         return own
     if tokenizer is None:
-        raise RewardError("model.path", None, f"the model whose tokenizer {show(cls)} takes", "set it")
+        raise RewardError("model.path", None, f"the model whose tokenizer {show(cls)} takes", "set model.path")
     path, runs_code = tokenizer
     return {"tokenizer": load_tokenizer(path, trust_remote_code=runs_code), **own}
 
@@ -92,7 +92,7 @@ def _arguments(cls: type[Any], kwargs: Mapping[str, Any], tokenizer: tuple[str, 
 def score_shipped(
     name: str, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **_: Any
 ) -> float:
-    """Scores a row by a shipped function, and returns one number, which all managers can read.  Raises: RewardError."""
+    """Scores a row by a shipped function. Returns one number, which all managers can read.  Raises: RewardError."""
     fields = {
         "data_source": data_source,
         "solution_str": solution_str,
@@ -112,7 +112,7 @@ score_by_source = partial(score_shipped, "auto")  # in the place of verl's defau
 
 C = TypeVar("C", bound=type)
 
-# What each name stands for; loaded when it is imported, so that a file which needs no torch loads none.
+# The target of each name; it is loaded when a file imports the name, so that no torch is loaded without need.
 _LINES = Path(__file__).with_name("offered.txt").read_text(encoding="utf-8").splitlines()
 OFFERED = dict(line.split() for line in _LINES)
 
@@ -142,19 +142,19 @@ def stand_ins() -> Iterator[None]:
 
 
 def register(name: str) -> Callable[[C], C]:
-    """Stands in for verl's decorator of managers. It returns the class unchanged: a run names a manager by path."""
+    """Replaces verl's decorator for managers. It returns the class unchanged: a run names a manager by its path."""
     return lambda cls: cls
 
 
 class AbstractRewardManager:
-    """The base of verl's managers."""
+    """Replaces the base class of verl's managers that have `__call__`."""
 
     def _extract_reward_from_rm_scores(self, data: object, return_dict: bool = False) -> None:
         return None  # scores of a reward model are no column of the batch that a manager gets
 
 
 class RewardManagerBase:
-    """The base of verl's managers with `run_single`. They keep the event loop in which they are created."""
+    """Replaces the base class of verl's managers with `run_single`. Keeps the event loop in which it is created."""
 
     _class_initialized = False
 
@@ -165,12 +165,12 @@ class RewardManagerBase:
 
     @classmethod
     def init_class(cls, config: object, tokenizer: object) -> None:
-        """Runs for each instance; a class that prepares data only once checks `_class_initialized`."""
+        """Runs for each instance. A subclass that prepares data only once checks `_class_initialized` first."""
         cls._class_initialized = True
 
 
 class FunctionRewardManager(ABC):
-    """The base of EasyR1's managers: `reward_fn` is the function named in the config."""
+    """Replaces the base class of EasyR1's managers: `reward_fn` is the function that the config names."""
 
     def __init__(self, config: Any, tokenizer: object) -> None:
         self.config, self.tokenizer = config, tokenizer
@@ -180,4 +180,4 @@ class FunctionRewardManager(ABC):
 
     @abstractmethod
     def compute_reward(self, data: object) -> object:
-        """Returns scores [B, R], on the last token of each response, and a dict with the other numbers of each."""
+        """Returns scores [B, R], with each score on a response's last token, and a dict of other numbers by name."""

@@ -38,7 +38,7 @@ class DataProto(Batch):
     """A batch with verl's names and methods. `union`, `rename`, `reorder` and `pop` do not change it: use their result.
 
     `batch` has the tensor columns as a TensorDict, None without any; writes to it change the batch. A DataProto without
-    columns has no rows, and can be united with any other."""
+    columns has no rows, and can be united with any other batch."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class DataProto(Batch):
 
     def to_tensordict(self) -> TensorDict:
         """Returns the batch as a TensorDict with batch size [B]. Object columns become stacks of B objects; the values
-        of `meta_info` become objects of the whole batch. `from_tensordict` reads it back."""
+        of `meta_info` become objects of the whole batch. `from_tensordict` converts it back."""
         if both := sorted(self.meta_info.keys() & set(self.keys())):
             raise DataError("meta_info", f"{both} are columns too", "names of its own", "rename one of each")
         from tensordict import NonTensorData, NonTensorStack
@@ -158,7 +158,7 @@ class DataProto(Batch):
         non_tensor_batch_keys: Names | None = None,
         meta_info_keys: Names | None = None,
     ) -> tuple[Self, Self]:
-        """Splits into two batches: the named columns and keys, and all others. None names none of that kind."""
+        """Splits into two batches: the named columns and keys, and all others. None names no column or key."""
         taken = (batch_keys, non_tensor_batch_keys, meta_info_keys)
         batch, objects, meta_info = (() if keys is None else keys for keys in taken)
         popped = self.select(batch, objects, meta_info)

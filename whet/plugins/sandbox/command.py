@@ -20,14 +20,14 @@ def serve_sandbox(
         typer.Option(envvar="WHET_SANDBOX_KEY", help="key that clients must send; unset: none", metavar="KEY"),
     ] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="programs at a time; unset: one for each core")] = None,
-    sandbox: Annotated[str, typer.Option(help="bubblewrap, or unisolated: held by Landlock alone")] = "bubblewrap",
-    python: Annotated[str | None, typer.Option(help="Python interpreter of programs; unset: this one's")] = None,
+    sandbox: Annotated[str, typer.Option(help="bubblewrap, or unisolated: only Landlock confines it")] = "bubblewrap",
+    python: Annotated[str | None, typer.Option(help="Python interpreter of programs; unset: whet's own")] = None,
     path: Annotated[list[str] | None, typer.Option(help="folder that programs may read; may be repeated")] = None,
 ) -> None:
     """Serve a sandbox for untrusted programs.
 
-    It answers POST /run_code as SandboxFusion does. A run that uses it has
-    reward.kwargs.sandbox=http://HOST:PORT, and the key in WHET_SANDBOX_KEY."""
+    It answers POST /run_code as SandboxFusion does. A run uses it with reward.kwargs.sandbox=http://HOST:PORT, and with
+    the key in the environment variable WHET_SANDBOX_KEY."""
     import os
 
     from whet.programs.protocol import open_sandbox

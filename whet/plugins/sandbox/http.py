@@ -16,18 +16,18 @@ from whet.limits import read_json
 from whet.programs.protocol import End, Language, Program, Ran, until_late
 from whet.registry import register_sandbox
 
-ATTEMPTS = 4  # of a request that found the service busy or gone
+ATTEMPTS = 4  # of a request, while the service is busy or does not answer
 GRACE_SECONDS = 30.0  # for the service to answer with all attempts, beyond the limits of the program
 SERVED = {name: name for name in ("python", "cpp", "bash", "java", "go", "rust")} | {"javascript": "nodejs"}
-TOLD = "whet: "  # before the end of a program in `message`, from a service of `whet serve-sandbox`
+TOLD = "whet: "  # prefix of `message` from `whet serve-sandbox`; behind it how the program ended
 KEY = "WHET_SANDBOX_KEY"  # environment variable of the API key of a service
 MOST_BYTES = 256 * 2**20  # of an answer
 INTERFACE = "a service with SandboxFusion's interface"
 
 
 class HttpSandbox:
-    """Runs programs in a service, which adds limits of its own. `languages` adds commands of this side, which only a
-    `whet serve-sandbox` service can run; SandboxFusion has only its own languages."""
+    """Runs programs in a service; the service's own limits hold too. `languages` adds languages with commands of the
+    client, which only a `whet serve-sandbox` service can run; SandboxFusion has only its fixed list of languages."""
 
     def __init__(self, address: str, languages: Mapping[str, Language] | None = None) -> None:
         self.address = address.rstrip("/").removesuffix("/run_code")
@@ -43,7 +43,7 @@ class HttpSandbox:
         list.  Raises: SandboxError."""
         told = self._ask("/v1/languages", None, GRACE_SECONDS)
         if told is None and self._own:
-            found = f"{', '.join(self._own)}, and the service at {self.name} takes no languages of its clients"
+            found = f"{', '.join(self._own)}, and the service at {self.name} accepts no languages from its clients"
             expected = "a service of `whet serve-sandbox`, or no languages"
             raise SandboxError("languages", found, expected, "unset reward.kwargs.languages")
         return SERVED if told is None else {**{name: name for name in told["languages"]}, **self._own}
@@ -97,7 +97,7 @@ class HttpSandbox:
         return SandboxError(f"sandbox at {self.name}", f"answered {answer}", f"a result of {INTERFACE}", change)
 
     def _read(self, answer: dict[str, Any]) -> Ran:
-        """Converts a reply.  Raises: SandboxError if the service failed for a reason other than the program."""
+        """Converts a reply to the result of a program.  Raises: SandboxError if the service itself failed."""
         if answer.get("status") == "SandboxError":
             raise SandboxError(f"sandbox at {self.name}", f"failed: {answer.get('message')}", change="read its log")
         compiled, ran = answer.get("compile_result"), answer.get("run_result")

@@ -60,13 +60,13 @@ INSTALL = (
 
 
 class LocalSandbox:
-    """Runs programs on this machine. The first job starts the process that forks them; it ends with this object and
-    with this process.
+    """Runs programs on this machine. The first job starts a zygote process, which forks the programs, and which ends
+    with this object or with this process.
 
     Isolated programs see the system's libraries and compilers (/usr), the Python interpreter `python`, the folders
     `paths`, and an empty scratch folder; no network, no other process. With `isolated=False` they run as nobody if this
     user is root, and with Landlock they read only these files and write only the scratch folder. Commands are also
-    found in each of `paths` and in its `bin`.  Raises: SandboxError for a path that is not a folder."""
+    found in each folder of `paths` and in its `bin`.  Raises: SandboxError for a path that is not a folder."""
 
     def __init__(
         self,
@@ -141,16 +141,16 @@ class LocalSandbox:
                 except TimeoutError as error:
                     self.close()
                     found = f"no answer {GRACE_SECONDS:g} s after the limit of its program"
-                    change = "run fewer programs at a time; it was ended, and the next program starts another"
+                    change = "run fewer programs at a time; the sandbox was ended, and the next program starts it again"
                     raise SandboxError(f"sandbox {self.name}", found, change=change) from error
                 except (OSError, EOFError) as error:
                     why = f"{error}"
-                    with suppress(subprocess.TimeoutExpired):  # it alone died, or the whole process did
+                    with suppress(subprocess.TimeoutExpired):  # the fork alone died, or the whole process did
                         self._process.wait(END_SECONDS)
         raise SandboxError(f"sandbox {self.name}", f"ended: {self._log() or why}", change=INSTALL)
 
     def close(self) -> None:
-        """Ends the process and its programs."""
+        """Ends the zygote process and its programs."""
         with self._lock:
             if self._end is not None:
                 self._end()
@@ -186,8 +186,8 @@ class LocalSandbox:
         wrapper = self._wrapper() if self._isolated else []
         if not self._isolated and not whet_landlock.version():
             log.warning(
-                "Landlock (Linux 5.13) is missing in this kernel: programs may read and write what this user may, or "
-                "nobody in root's place; install bubblewrap, or use a service (sandbox=http://HOST:PORT)"
+                "Landlock (Linux 5.13) is missing in this kernel: programs have the rights of this user, or "
+                "of nobody if this user is root; install bubblewrap, or use a service (sandbox=http://HOST:PORT)"
             )
         command += ["isolated"] if self._isolated else ["unisolated", *self._readable()]
         with theirs, tempfile.TemporaryFile() as said:
@@ -282,7 +282,7 @@ def _prefixes(python: str) -> list[str]:
 
 
 def _end(process: subprocess.Popen[bytes], control: socket.socket, log: int) -> None:
-    """Closes the socket, upon which the process ends itself and all programs, and waits for its end."""
+    """Closes the socket, so that the zygote ends itself and all programs, and waits for its end; kills it if late."""
     control.close()
     with suppress(subprocess.TimeoutExpired):
         process.wait(END_SECONDS)

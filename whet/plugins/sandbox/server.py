@@ -41,12 +41,12 @@ class RunRequest(BaseModel):
     memory_limit_MB: int = -1  # noqa: N815 - the interface has this name
     files: dict[str, str | None] = {}
     fetch_files: list[str] = []
-    whet_language: Language | None = None  # in place of the sandbox's own
+    whet_language: Language | None = None  # replaces the sandbox's language of this name
 
 
 class SandboxApp:
-    """The ASGI application, as `asgi`. It runs up to `concurrency` programs at a time. Without an API key it answers
-    only requests that address it as `host`, its own name."""
+    """The server's application; `asgi` runs it. It runs up to `concurrency` programs at a time. Without an API key it
+    answers only requests to `host`, localhost, this machine's name or an IP address."""
 
     def __init__(self, sandbox: Sandbox, concurrency: int, host: str = "127.0.0.1", api_key: str | None = None) -> None:
         self._host, self._api_key = host, api_key
@@ -113,7 +113,7 @@ def serve(sandbox: Sandbox, host: str, port: int, concurrency: int, api_key: str
 
 
 def _told(ran: Ran, *, is_compiled: bool) -> dict[str, object]:
-    """Converts a program's result to SandboxFusion's form. `message` has whet's own name for the kind of end."""
+    """Converts a program's result to SandboxFusion's form. `message` tells how the program ended (`Ran.end`)."""
     late = ran.end == "timeout"
     result = {
         "status": "TimeLimitExceeded" if late else "Finished",

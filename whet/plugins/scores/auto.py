@@ -37,7 +37,7 @@ def compute_score(
 
 
 def check_row(truth: Any, extra_info: Mapping[str, Any], data_source: str) -> None:
-    """Raises: RewardError for an unknown data source, and the errors of its function for the ground truth."""
+    """Raises: RewardError for an unknown data source; the errors of the source's function for the ground truth."""
     find(data_source)[0].check_row(truth, extra_info, data_source)
 
 
@@ -68,10 +68,10 @@ def score_math_or_code(
     *,
     sandbox: str = "bubblewrap",
 ) -> Any:
-    """Scores a response by `code` or `math`. `ability`, or else `data_source`, contains one of these words; otherwise
-    tests in the ground truth select `code`. For rows of Skywork-OR1, which use the manager `yr`.
+    """Scores a response by `code` or `math`, for rows of Skywork-OR1, which use the manager `yr`.
 
-    Raises: the errors of `code`."""
+    The word `code` or `math` in `ability`, or else in `data_source`, selects the function; without such a word, tests
+    in the ground truth select `code`.  Raises: the errors of `code`."""
     kind = str(extra_info.get("ability") or data_source).lower()
     named = [name for name in ("code", "math") if name in kind]
     if (named or ["code" if _has_tests(ground_truth, extra_info) else "math"])[0] == "math":

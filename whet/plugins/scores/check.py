@@ -3,8 +3,8 @@
 
 A row is a prompt with its ground truth. Probes derive wrong responses from it: empty, echoed, hedged, malformed, huge,
 hostile; if the row has tests, also programs that cheat. A wrong response counts as paid if its reward is at least the
-reward of a right response; a response without an answer, if it gets more than half of that. The function runs in a
-reward process, as in training."""
+reward of a right response; a response without an answer, if its reward is more than half of that. The function runs in
+a reward process, as in training."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from whet.types import Failure, Outcome, RewardItem, RewardResult
 
 SHOWN = 60  # characters of a response
 LONG = 20_000  # characters of the shorter of two long responses
-FACTOR = 8  # the longer one has so many times the characters
+FACTOR = 8  # the longer response has this many times the characters
 SLOW_SECONDS = 0.3  # a long response below this is not slow
-PART = 0.5  # of the reward of a right response: more is too much for a response without an answer
+PART = 0.5  # of a right response's reward; a response without an answer must not get more
 QUADRATIC = 3.0 * FACTOR  # times the seconds: more than linear, with room for noise
 
 _TABLE = shipped_yaml("plugins/scores/probes.yaml")
@@ -37,7 +37,7 @@ FORMS: Mapping[str, str] = _TABLE["forms"]
 
 
 def _texts(group: str) -> dict[str, tuple[str, list[str]]]:
-    """Returns for each probe of a group its description and its responses."""
+    """Returns the description and the responses of each probe in a group, by the probe's name."""
     return {
         name: (what, [each if isinstance(each, str) else "".join(map(mul, each[::2], each[1::2])) for each in texts])
         for name, found in _TABLE[group].items()
@@ -74,7 +74,7 @@ class CheckedPrompt:
         return tuple(programs(self.truth, self.extra))
 
     def item(self, response: str) -> RewardItem:
-        """Returns the item to score for a response."""
+        """Returns the RewardItem that a score function gets for `response`."""
         ids = tuple(range(1, 2 + len(response.split())))
         extra = copy.deepcopy(dict(self.extra))
         return RewardItem(self.data_source, response, self.truth, extra, prompt_str=self.prompt, response_ids=ids)
@@ -116,7 +116,7 @@ class _RewardCheck:
     def __init__(self, pool: RewardPool, rows: Sequence[CheckedPrompt]) -> None:
         self.pool, self.rows = pool, rows
         self.findings: dict[str, RewardFinding] = {}
-        self.full: dict[int, tuple[float, float]] = {}  # rewards of no answer and of a right one, by id of the row
+        self.full: dict[int, tuple[float, float]] = {}  # by id of the row: rewards of no answer and of a right one
         self.rewards: list[float] = []
         self.seconds: list[float] = []
         self.count = 0
@@ -150,8 +150,8 @@ class _RewardCheck:
         return outcomes
 
     def _right(self) -> list[str]:
-        """Measures the reward of a right response for each row. Returns the forms of the ground truth that earn it.
-        Drops rows whose right responses earn no more than a wrong one."""
+        """Measures the reward of a right response for each row. Returns the forms of the ground truth that earn this
+        reward. Drops rows whose right responses earn no more than a wrong response."""
         paid, suited = dict.fromkeys(FORMS, 0), []
         for row in self.rows:
             texts = [*([] if row.right is None else [row.right]), *_all_forms([row.answer]), WRONG]
@@ -170,7 +170,7 @@ class _RewardCheck:
                 self.full[id(row)] = 0.0, 1.0
         if suited:
             self.rows = suited
-        elif self.rewards:  # where every call failed, that is the finding
+        elif self.rewards:  # if every call failed, the failure is the finding
             self._find(
                 "no right response",
                 "it pays no usual form of the ground truth more than a wrong response; name rows that it can score "
@@ -189,7 +189,7 @@ class _RewardCheck:
             return
         low, full = self.full[id(row)]
         if name in UNRELATED and re.search(rf"(?<!\w){re.escape(row.answer)}(?!\w)", response, re.IGNORECASE):
-            return  # by chance it is the ground truth
+            return  # by chance the response contains the ground truth
         if outcome.reward >= full - 1e-9:
             self._find(name, f"it pays {what}", response)
         elif name in ANSWERLESS and outcome.reward - low > PART * (full - low) + 1e-9:
@@ -197,7 +197,7 @@ class _RewardCheck:
 
     def _repeatable(self) -> None:
         """Checks that responses get the same outcomes in another order and among other responses."""
-        rows = [row for row in self.rows if not row.programs] or self.rows[:1]  # each program takes its time
+        rows = [row for row in self.rows if not row.programs] or self.rows[:1]  # programs are slow to run
         pairs = [(row, text) for row in rows for text in _all_forms([row.answer])]
         pairs += [(row, text) for row in rows for text in ("", "It is 7.", row.prompt)]
         first, again, backwards = self.score(pairs), self.score(pairs), self.score(pairs[::-1])[::-1]
@@ -208,8 +208,8 @@ class _RewardCheck:
                 self._find("order", "the reward of a response depends on the responses before it", response)
 
     def _hostile(self) -> None:
-        """Scores strange responses one at a time, so that none affects another. Programs always have separate
-        processes."""
+        """Scores strange responses one at a time, so that none affects another. Responses to a row with tests are
+        scored together, as each program has a process of its own."""
         for row in self.rows[:2]:
             told = [
                 (name, what, text)
@@ -248,7 +248,7 @@ class _RewardCheck:
 
 
 def shorten(text: str) -> str:
-    """Returns the beginning of a text on one line."""
+    """Returns the beginning of a text, escaped, on one line."""
     shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
     return shown.encode("unicode_escape").decode()
 
@@ -330,7 +330,7 @@ PROBES: Sequence[tuple[str, str, Probe]] = (
     *((name, what, partial(_right_and_wrong, texts)) for name, (what, texts) in RIGHT_AND_WRONG.items()),
     *((name, what, partial(_said, texts)) for name, (what, texts) in SAID.items()),
 )  # fmt: skip
-# Those that are not made of the row.
+# Probes that are not made from the row.
 UNRELATED = {*SAID, *HOSTILE}
 ANSWERLESS = {"empty", "far miss", *UNRELATED}  # not even nearly right, so that no graded rule pays for them
 UNITS = ("a", " ", "1", "\\boxed{", "<think>", "word ", "\n", "(", string.ascii_letters, "a, ", "= ", "$")

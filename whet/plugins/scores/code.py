@@ -29,7 +29,7 @@ _FENCE = re.compile(
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _MODULES = "string re datetime collections heapq bisect copy math random statistics itertools functools operator io"
 _MODULES += " sys json"
-# What graders put before programs and functions that are called: as verl's prime_code, and LiveCodeBench's.
+# Imports that graders put before programs and called functions, as in verl's prime_code and LiveCodeBench.
 IMPORTS = "".join(f"from {name} import *\n" for name in (*_MODULES.split(), "builtins", "typing"))
 IMPORTS += f"import {', '.join(_MODULES.split())}\n"
 # The tests' side of a program; the local sandbox has it loaded, a service gets it along.
@@ -91,7 +91,7 @@ def compute_score(
 ) -> dict[str, float | str]:
     """Tests the last fenced code block: 1 if all pass (`binary`), the passed share, or its 4th power (`fraction4`).
 
-    Tests in the ground truth, or as JSON text: `{"inputs": [...], "outputs": [...]}`, with `fn_name` for calls of a
+    The ground truth has tests, also as JSON text: `{"inputs": [...], "outputs": [...]}`, with `fn_name` for calls of a
     function; `[{"input", "output", "testtype"}]` as in LiveCodeBench; `{"test", "entry_point"}` as in HumanEval; a list
     of assertions, or text with them; a pytest file. A response that completes the code in `prompt`, which defines
     `entry_point`, is appended to it; both are read from the ground truth or from `extra_info`. Each test has `seconds`
@@ -154,7 +154,7 @@ def _without(language: str, box: Sandbox) -> DataError:
 def extract_code(text: str, language: str | None, known: Container[str]) -> tuple[str, str]:
     """Returns (language, source) of the last fenced block in `language`, or in any known language; without one, of the
     last block that names no language. It reads only the text after `</think>`. A text without fences is the source
-    itself. Lines of a fence in a list lose the fence's indentation, as in CommonMark."""
+    itself. Code of a fence in a list loses the fence's indentation, as in CommonMark."""
     text = text.rpartition("</think>")[2]
     found = [
         (FENCED_AS.get(tag.lower(), tag.lower()), re.sub(rf"^[ \t]{{0,{len(space)}}}", "", block, flags=re.MULTILINE))
@@ -203,7 +203,7 @@ def read_tests(truth: Any, extra: Fields) -> Suite:
 
 
 def _is_null(value: object) -> bool:
-    """Tells whether a value is the null of arrow, pandas or JSON for an unused column: None, NaN, or text for these."""
+    """Tells whether a value is the null of arrow, pandas or JSON for an unused column: None, NaN, or these as text."""
     return not isinstance(value, list | dict) and str(value).strip().lower() in _NULLS
 
 
@@ -215,8 +215,8 @@ def _given(fields: Any) -> Any:
 
 
 def _asserts(tests: Suite) -> bool:
-    """Tells whether Python tests can fail on purpose: executed code asserts something about a name, raises, or calls a
-    function that does. Functions that are never called do not count. Unparsable tests count, as they fail anyway."""
+    """Tells whether Python tests can fail on purpose: code that runs asserts something not constant, raises, or calls a
+    function such as assertEqual. Functions that are never called do not count. Unparsable tests count: they fail."""
     tree = parsed("\n".join([tests.setup, *tests.cases]))
     if tree is None:
         return True
@@ -301,8 +301,8 @@ def _run_peer(box: Sandbox, source: str, tests: Suite, limits: Limits, tolerance
 
 
 def _names(tests: Suite) -> tuple[list[str], list[str], str]:
-    """Returns the names that Python tests import; the modules that they use, imported or not; and the one builtin that
-    the code may replace, because it is under test.
+    """Returns the names that Python tests import; the modules that they use, imported or not; and the builtin under
+    test, which alone the code may replace.
 
     `assert str(sum(1, 2)) == str(5)` tests `sum`, the innermost call on the left, as there is no other name; `assert
     abs(f(2)) < 1` does not test `abs`."""
@@ -387,7 +387,7 @@ def _text(value: object) -> str:
 
 
 def _completed(source: str, tests: Suite) -> tuple[str, str]:
-    """Returns imports to put before the source, and the source, after the prompt's code if it completes that code."""
+    """Returns imports and the source to run. The prompt's code stands before a source that only completes it."""
     prompt, name = tests.prompt, tests.defines
     imports = (IMPORTS if tests.kind == "call" else "") + tests.imports
     defined = rf"^(?:async )?(?:def|class) (?:{re.escape(name)}|Solution)\b|^{re.escape(name)}\s*="

@@ -26,14 +26,14 @@ WHOLE = {"ground_truth", "ground_truths", "reward_input", "reward_inputs", "data
 @register_command("check-reward")
 def check_reward(
     function: Annotated[str, typer.Argument(help="a name that `whet rewards` lists, or path/file.py:function")],
-    data: Annotated[Path | None, typer.Option(help="file with rows to make responses for; unset: whet's own")] = None,
-    rows: Annotated[int, typer.Option(min=1, help="rows of the file that are used")] = 8,
+    data: Annotated[Path | None, typer.Option(help="file with rows to make responses for; unset: rows of whet")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="number of rows to use from the file")] = 8,
     prompt_key: Annotated[str, typer.Option(help="field of the prompt in the file")] = "prompt",
     answer_key: Annotated[
         str | None, typer.Option(help="field of the ground truth; unset: reward_model.ground_truth, else answer")
     ] = None,
     option: KeyValues = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="seconds for one response")] = 30.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="time limit of one response, in seconds")] = 30.0,
     threshold: Annotated[float, typer.Option(help="lowest reward of a correct response")] = 1.0,
 ) -> None:
     """Look for wrong responses that a reward function pays.
@@ -61,7 +61,7 @@ def check_reward(
 
 
 def example_rows(entry: Entry) -> list[CheckedPrompt]:
-    """Returns an entry's examples with the highest reward, as rows with a right response."""
+    """Returns the examples of a reward function that have the highest reward, as rows with a right response."""
     from whet.plugins.scores.check import CheckedPrompt
 
     given = examples_of(entry)
@@ -77,7 +77,7 @@ def example_rows(entry: Entry) -> list[CheckedPrompt]:
 
 
 def _rows_of(file: Path, count: int, prompt_key: str, answer_key: str | None) -> list[CheckedPrompt]:
-    """Reads rows of a file.  Raises: DataError."""
+    """Reads up to `count` rows of a file as prompts to check.  Raises: DataError."""
     from whet.data.prompts import find_field, ground_truth, read_messages
     from whet.data.sources import read_rows
     from whet.plugins.scores.check import CheckedPrompt

@@ -15,7 +15,7 @@ PROGRAMS = shipped_yaml("plugins/scores/probes.yaml")["programs"]
 
 
 def _tests(truth: object, extra: Mapping[str, object]) -> Suite | None:
-    """Returns the tests in a ground truth; None if it has another form."""
+    """Returns the tests in a ground truth; None if the ground truth has no tests."""
     try:
         tests = read_tests(truth, extra)
     except (AttributeError, TypeError, ValueError):
@@ -25,8 +25,8 @@ def _tests(truth: object, extra: Mapping[str, object]) -> Suite | None:
 
 
 def programs(truth: object, extra: Mapping[str, object]) -> Iterator[str]:
-    """Yields wrong responses for a ground truth with tests. Their programs exit before the tests, equal every value,
-    replace builtins, replace or read the tests, or write nearly the expected output."""
+    """Yields wrong responses for a ground truth with tests. Their programs exit before the tests, return an object that
+    equals every value, replace builtins, replace or read the tests, or write nearly the expected output."""
     tests = _tests(truth, extra)
     if tests is None:
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores answers about images and video: labelled boxes, text that was read, captions, numbers."""
+"""Scores answers about images and video: labelled boxes, recognised text, captions, numbers."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def read_boxes(ground_truth: Any, *_: object) -> list[Box]:
 def grounding(
     solution_str: str, ground_truth: Any, *, metric: Literal["iou", "accuracy"] = "iou", threshold: Share = 0.5
 ) -> dict[str, float]:
-    """Scores the last box of a response by its IoU with the true box; 0 without a box. `detection` takes several.
+    """Scores the last box of a response by its IoU with the true box; 0 without a box. `detection` reads several.
 
-    A box is four numbers x1, y1, x2, y2 in brackets, in the text after the last `</think>`. `accuracy` pays 1 if the
-    IoU is at least `threshold`, else 0. The ground truth is a list of numbers, or a text with them.  Raises: ValueError
-    for a ground truth without a box."""
+    A box is four numbers x1, y1, x2, y2 in brackets, in the text after the last `</think>`. With `metric=accuracy` the
+    score is 1 if the IoU is at least `threshold`, else 0. The ground truth is a list of numbers, or a text with them.
+    Raises: ValueError for a ground truth without a box."""
     truths, found = (_CORNERS.findall(text) for text in (str(ground_truth), after_thought(solution_str)))
     if not truths:
         raise truth_error(ground_truth, "a box as [x1, y1, x2, y2]")
@@ -83,10 +83,9 @@ def grounding(
 def ocr(solution_str: str, ground_truth: str, *, unit: Literal["word", "character"] = "word") -> dict[str, float]:
     """1 - WER, at least 0: the word error rate is the number of word edits divided by the words of the ground truth.
 
-    With `unit=character` it is the character error rate, and the part is `cer`; a run of white space is one space. The
-    answer is the content of the last `<answer>`, else the text after the last `</think>`.
-    Raises: ValueError for a ground truth without words.
-    """
+    The part `wer` is the rate. With `unit=character` it is the character error rate, and the part is `cer`; a run of
+    white space is one space. The answer is the content of the last `<answer>`, else the text after the last `</think>`.
+    Raises: ValueError for a ground truth without words."""
     truth, answer = _words_of(ground_truth), (extract_answer(solution_str, needs_tag=False) or "").split()
     if unit == "character":
         truth, answer = list(" ".join(truth)), list(" ".join(answer))
@@ -213,8 +212,8 @@ def _match(boxes: Sequence[Box], truths: Sequence[Box]) -> list[float]:
 
 
 def _average_precision(boxes: Sequence[Box], truths: Sequence[Box], threshold: float) -> float:
-    """Returns the mean over labels of the area under the precision-recall curve. Each precision is the largest at its
-    recall or above. A label that is not in the ground truth counts 0."""
+    """Returns the mean over labels of the area under the precision-recall curve. Precision at a recall is the largest
+    precision at that recall or above. A label that is not in the ground truth counts 0."""
     labels = {box[0] for box in (*boxes, *truths)}
     return sum(_area(label, boxes, truths, threshold) for label in labels) / len(labels)
 

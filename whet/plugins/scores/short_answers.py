@@ -28,11 +28,11 @@ def search_qa(
 ) -> dict[str, float | str | None]:
     """1 if the content of the last `<answer>` equals a ground truth, else 0; with `metric=f1` the token F1.
 
-    Both are normalised as in SQuAD: lower case, no punctuation (but signs and decimal points of numbers stay), no
-    articles, single spaces. The best of a list of ground truths counts; a dict with the list under `target` is
-    Search-R1's form. Without `needs_tag`, a response without the tag is its own answer. The parts `exact` and `f1` are
-    always reported; the accuracy is `exact`. `pred` is the answer.  Raises: ValueError for a ground truth without text.
-    """
+    Answer and ground truth are normalised as in SQuAD: lower case, no punctuation (but signs and decimal points of
+    numbers stay), no articles, single spaces. Of a list of ground truths the best match counts; a dict with the list
+    under `target` is Search-R1's form. Without `needs_tag`, a response without the tag is its own answer. The parts
+    `exact` and `f1` are always reported; the accuracy is `exact`. `pred` is the answer.  Raises: ValueError for a
+    ground truth without text."""
     truths = read_truths(ground_truth)
     answer = extract_answer(solution_str, needs_tag=needs_tag)
     normalised = normalise(answer or "")
@@ -118,9 +118,9 @@ def crossthinkqa(
 ) -> dict[str, float | str | None]:
     """Scores the correctness of the letter, and a `\\boxed{}` around it (Nemotron-CrossThink, arXiv:2504.13941).
 
-    For right and boxed, right, wrong and boxed, wrong: `loose` gives 1, 1, -1, -1; `soft` 1, 0.5, -0.5, -1; `strict` 1,
-    -1, -1, -1. `longest` multiplies a positive reward by 1 - length_weight * min(1, words / longest). The letter is
-    found as in `multiple_choice`. The part `boxed` is 1 if the letter is in a box."""
+    The rewards of right and boxed, right, wrong and boxed, wrong are 1, 1, -1, -1 (`loose`), 1, 0.5, -0.5, -1 (`soft`),
+    or 1, -1, -1, -1 (`strict`). `longest` multiplies a positive reward by 1 - length_weight * min(1, words / longest).
+    The letter is found as in `multiple_choice`. The part `boxed` is 1 if the letter is in a box."""
     letter, boxed = extract_letter(solution_str)
     right = letter == read_letter(ground_truth)
     reward = TABLES[table][(0 if right else 2) + (not boxed)]
@@ -130,7 +130,7 @@ def crossthinkqa(
 
 
 def extract_letter(text: str, *, lone: bool = False) -> tuple[str | None, bool]:
-    """Returns the capital letter that a response chooses, or None, and whether it is in a box."""
+    """Returns the capital letter that a response chooses (None without one), and whether the letter is in a box."""
     text = after_thought(text)
     tagged = extract_answer(text, needs_tag=True) or ""
     written = [_WRITTEN.fullmatch(content) for content in (*_BOX.findall(text)[-1:], tagged)]

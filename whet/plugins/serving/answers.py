@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses in the form of the OpenAI API, whole or in chunks, made from sampled tokens: text in whole characters, cut
-before stop strings. Registered tool parsers find calls of tools in it."""
+"""Responses in the form of the OpenAI API, whole or in chunks, made from sampled tokens. Their text has whole
+characters and ends before a stop string. Registered tool parsers find tool calls in it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TokenText(NamedTuple):
 
 
 class TokenTexts:
-    """Text and bytes of single tokens; the bytes of consecutive tokens join to the bytes of their text."""
+    """The text and bytes of single tokens; the bytes of consecutive tokens join to the bytes of their text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -94,7 +94,7 @@ class TextStream:
 
 
 class StopCut:
-    """The text before the first stop string; a possible beginning of one is held back until it is decided."""
+    """Cuts text that arrives in parts before the first stop string. Holds back text that may begin a stop string."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings, self._held, self._is_over = strings, "", False
@@ -112,7 +112,7 @@ class StopCut:
 
 
 class MarkedText:
-    """The text of a response before the first stop string, with special tokens that are marks."""
+    """The text of a response before the first stop string, and its marks: special tokens that tool parsers may read."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], marks: Mapping[int, str]) -> None:
         self._text, self._cut, self._marks = TextStream(tokenizer), StopCut(stop), marks
@@ -120,7 +120,7 @@ class MarkedText:
         self._num_read = self._num_given = 0  # characters, without those of marks
 
     def add(self, token_ids: Sequence[int], *, is_last: bool = False) -> list[tuple[str, bool]]:
-        """Returns the text and marks (True) that these tokens decide, in order."""
+        """Returns the parts that are certain after these tokens, in order: (text, False) or (mark, True)."""
         read = ""
         for is_mark, run in groupby(token_ids, self._marks.__contains__):
             if is_mark:
@@ -146,7 +146,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 
 
 def num_begun(text: str, strings: Iterable[str]) -> int:
-    """The number of characters at the end of `text` that may begin one of the strings."""
+    """Returns the number of characters at the end of `text` with which one of the strings may begin."""
     sizes = ((string, size) for string in strings for size in range(1, min(len(string), len(text) + 1)))
     begun = (size for string, size in sizes if text.endswith(string[:size]))
     return max(begun, default=0)
@@ -165,14 +165,14 @@ class Piece:
     likeliest: Sequence[Likeliest] = ()  # in the place of each token, where they are asked for
 
     def for_stream(self) -> list[Piece]:
-        """Splits the piece: the official client counts calls as done when the finish reason follows them."""
+        """Splits a piece with calls and a finish reason: OpenAI's client completes calls when the reason follows."""
         if not self.calls or self.finish_reason is None:
             return [self]
         return [replace(self, finish_reason=None), Piece("", (), (), (), (), self.finish_reason)]
 
 
 class ResponseChoice:
-    """A choice of a response, whose tokens arrive in parts."""
+    """A choice (sample) of a response; its tokens arrive in parts."""
 
     def __init__(self, index: int, asked: ClientRequest, tokenizer: PreTrainedTokenizerBase) -> None:
         number, special = index // asked.body.n, special_tokens(tokenizer) if asked.tools else {}
@@ -208,7 +208,7 @@ class ResponseChoice:
 
 
 class ClientResponse:
-    """A response to one request: `whole` for complete samples, or a `chunk` for each piece and an `end`."""
+    """The response to a request: `whole` for complete samples, or a `chunk` for each piece and an `end`."""
 
     kind, chunk_kind, prefix = "", "", ""
 
@@ -218,13 +218,13 @@ class ClientResponse:
         self._version = -1
 
     def whole(self, samples: Sequence[tuple[ResponseChoice, Piece]]) -> Raw:
-        """The complete response."""
+        """Returns the complete response."""
         choices = [self._full(self._choice(sample, piece), sample, piece) for sample, piece in samples]
         usage = self._usage([sample for sample, _ in samples])
         return {**self._frame(self.kind, [piece for _, piece in samples]), "choices": choices, "usage": usage}
 
     def chunk(self, sample: ResponseChoice, piece: Piece) -> Raw | None:
-        """The chunk with a piece; None for a piece without anything for the client."""
+        """Returns the chunk for a piece; None if the piece has nothing for the client."""
         shows_tokens = piece.token_ids and (self.asked.body.likeliest is not None or self.asked.body.return_token_ids)
         if not (piece.text or piece.calls or piece.finish_reason or shows_tokens):
             return None
@@ -233,7 +233,7 @@ class ClientResponse:
         return {**frame, "usage": None} if self.asked.include_usage else frame
 
     def end(self, samples: Sequence[ResponseChoice]) -> Raw | None:
-        """The chunk with the usage; None if it was not requested."""
+        """Returns the last chunk, with the token usage; None if the client did not request it."""
         if not self.asked.include_usage:
             return None
         return {**self._frame(self.chunk_kind, []), "choices": [], "usage": self._usage(samples)}
@@ -253,7 +253,7 @@ class ClientResponse:
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _full(self, choice: Raw, sample: ResponseChoice, piece: Piece) -> Raw:
-        """A choice, with the fields that both kinds of responses share."""
+        """Returns `choice` with the fields that responses of both endpoints have."""
         choice |= {"index": sample.index, "finish_reason": piece.finish_reason, "logprobs": None}
         if self.asked.body.likeliest is not None:
             choice["logprobs"] = self._log_probs(sample, piece)
@@ -352,10 +352,10 @@ class ToolCall:
 
 
 class ToolText:
-    """Splits text that comes in parts into calls and the text around them, as the parser splits the whole text.
+    """Splits text that arrives in parts into tool calls and the text around them, as the parser splits the whole text.
 
-    Text is returned up to the place where a call may begin, a call at the end of its format, all else with the last
-    part. An invalid call stays text, with its marks except ends of turns; other text has no marks. White space around
+    Text is returned up to where a call may begin, a call at its end, all other text with the last part. An invalid call
+    stays text, and keeps its marks (special tokens) except ends of turns; other text has no marks. White space around
     calls is left out."""
 
     def __init__(self, asked: ToolsAsked, *, is_thinking: bool = False) -> None:
@@ -372,7 +372,7 @@ class ToolText:
         self._space, self._is_after_call = "", False
 
     def add(self, parts: Sequence[tuple[str, bool]], *, is_last: bool = False) -> tuple[str, list[ToolCall]]:
-        """Returns text and calls that are decided; a part is text, or (True) a mark.  Raises: ApiError."""
+        """Returns the text and calls that are certain. A part is (text, False) or (mark, True).  Raises: ApiError."""
         for text, is_mark in parts:
             self._text += text
             self._is_shown += bytes([not is_mark]) * len(text)
@@ -388,7 +388,7 @@ class ToolText:
         return self._split(found, is_last=is_last)
 
     def _known(self) -> int:
-        """The end of the text in which no call can begin."""
+        """Returns the position up to which no call can begin."""
         begin, start = self._begin.search(self._text, self._num_given), self._num_given
         end = begin.start() if begin else len(self._text) - num_begun(self._text[start:], self._begins)
         return start + len(self._text[start:end].rstrip())  # a call may begin with the white space before it
@@ -413,7 +413,7 @@ class ToolText:
         self._num_given = end
 
     def _groups(self, end: int) -> list[tuple[int, int, list[Call]]]:
-        """The parts before `end`: the beginning and end of each, and its calls, of which several may share a text."""
+        """Returns the parts of the text before `end`: beginning, end and calls. Several calls may share one part."""
         groups, position = list[tuple[int, int, list[Call]]](), 0
         try:
             for part in parts_of(self._asked.parser, self._text[:end], self._asked.schemas, is_whole=False):
@@ -430,11 +430,11 @@ class ToolText:
         return groups
 
     def _shown(self, start: int, stop: int) -> str:
-        """Text without its marks."""
+        """Returns the text from `start` to `stop`, without its marks (special tokens)."""
         return "".join(compress(self._text[start:stop], self._is_shown[start:stop]))
 
     def _split(self, found: Sequence[str | ToolCall], *, is_last: bool) -> tuple[str, list[ToolCall]]:
-        """Splits into text and calls, without white space around calls, and without calls beyond the limit."""
+        """Returns the text and the calls in `found`, without white space around calls, and with `most_calls` calls."""
         texts, calls = list[str](), list[ToolCall]()
         for each in found:
             if isinstance(each, ToolCall):
@@ -452,7 +452,7 @@ class ToolText:
 
 
 def _written(call: Call) -> ToolCall | None:
-    """The call in the form of the API; None for a call with an error, or with arguments that are not JSON."""
+    """Returns the call in the form of the API; None if it has an error, or arguments that are not JSON."""
     try:
         arguments = json.dumps(dict(call.arguments), ensure_ascii=False, allow_nan=False)
         (call.name + arguments).encode()  # half of a surrogate pair has no encoding

@@ -48,17 +48,17 @@ T = TypeVar("T")
 Samples = AsyncGenerator[tuple[ResponseChoice, Event], None]
 BODY_SECONDS = 30.0  # for a client to send a body
 ANSWER_SECONDS = 30.0  # over the deadline of a request, for a client to read the end of a response
-SLACK_SECONDS = 1.0  # over the deadline of a request, for the engine to end it, which knows how far it came
-BUSY_SECONDS = 2.0  # without a word from the engine's thread, which /health tells
+SLACK_SECONDS = 1.0  # over the deadline of a request, for the engine to end it and report its tokens
+BUSY_SECONDS = 2.0  # without an answer of the engine's thread; /health then says busy
 READING_THREADS = max(2, min(8, os.cpu_count() or 1))
-LONG_BYTES = 2**16  # a body over this may take seconds to render and encode; such ones leave one thread to the others
+LONG_BYTES = 2**16  # a larger body may take seconds to render and encode; large bodies leave one thread free
 REFUSED = {401: "invalid_api_key", 403: "foreign_host", 413: "body_too_large"}  # codes, by status
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)  # seconds
 HEALTH, CHAT, TEXT = "/health", "/v1/chat/completions", "/v1/completions"
 
 
 class Counters:
-    """Counts the server's requests and tokens since its start, for Prometheus, with numbers of its engine."""
+    """Counts the server's requests and tokens since its start, and shows the engine's state, for Prometheus."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # one more series for each, with the time of its making
@@ -88,7 +88,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """The options of `whet serve`, which has their defaults. A sample is one of the n responses to a prompt."""
+    """The options of `whet serve`; the command has their defaults. A sample is one of the n responses to a prompt."""
 
     model: str  # a Hugging Face folder or hub name, a checkpoint, or a run
     name: str | None  # of the model for clients; unset: the last part of its path
@@ -242,7 +242,7 @@ class App:
         return found
 
     async def _events(self, uid: str, asked: ClientRequest, late_at: float) -> Samples:
-        """Samples a request and yields events until all samples end; aborts them if the reader leaves early."""
+        """Samples a request and yields events until all samples end; aborts the samples if the reader leaves early."""
         queue: asyncio.Queue[Event | WhetError] = asyncio.Queue()
         requests = asked.requests(uid, self._settings.deadline_seconds)
         samples = {
@@ -280,7 +280,7 @@ class App:
             self._engine.abort([request.uid for request in requests])
 
     def _place(self, log_probs: Mapping[int, float]) -> Raw:
-        """Converts log-probs by token id, and adds the text of each token."""
+        """Converts the log-probs at one position to vLLM's form: by token id, with the text of each token."""
         decode = self._reader.tokenizer.decode
         return {str(token): {"logprob": each, "decoded_token": decode([token])} for token, each in log_probs.items()}
 
@@ -312,7 +312,7 @@ class App:
     async def _chunks(
         self, first: tuple[ResponseChoice, Event], events: Samples, answer: ClientResponse, path: str, started: float
     ) -> AsyncGenerator[str, None]:
-        """Yields the lines of a stream."""
+        """Yields the lines of a stream of server-sent events."""
         samples, status = dict[int, ResponseChoice](), 499
         found: tuple[ResponseChoice, Event] | None = first
         try:
@@ -385,7 +385,7 @@ class ShortestFirst:
 
 
 class EventStream(StreamingResponse):
-    """Sends server-sent events. Ends the lines and samples if the client leaves, or reads too slowly."""
+    """Sends server-sent events. Ends the stream and its samples if the client leaves, or reads too slowly."""
 
     def __init__(self, lines: AsyncGenerator[str, None], samples: Samples, seconds: float) -> None:
         super().__init__(lines, media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -422,7 +422,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def in_own_words(error: WhetError) -> EngineError:
-    """Converts an engine's error: it names server options and request fields instead of config keys."""
+    """Converts an engine's error: the new error names server options and request fields instead of config keys."""
     own = {"rollout.engine.options.": "--option ", "data.max_response_length": "max_tokens"}
 
     def named(text: str) -> str:

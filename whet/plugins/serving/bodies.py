@@ -30,12 +30,12 @@ from whet.registry import TOOL_PARSERS
 from whet.rollout.protocol import Request, SamplingParams
 from whet.types import Message
 
-ERROR_TYPES = {429: "rate_limit_error", 504: "timeout_error"}  # of statuses whose type is no other's
+ERROR_TYPES = {429: "rate_limit_error", 504: "timeout_error"}  # by status; other statuses share two types
 MAX_CHOICES = 128  # n
 MAX_STOPS, MAX_STOP = 64, 1024  # strings, characters of each: all are compared with every piece of a stream
 CHARACTERS_PER_TOKEN = 10  # of a context; more are refused before they are encoded
 MAX_TOP_K = 2**31 - 1  # engines hold it as int32
-MIN_TEMPERATURE = 1e-6  # above 0: the quotients of logits stay far inside of float32, and so with penalties
+MIN_TEMPERATURE = 1e-6  # above 0: logits / temperature, with penalties, stay far inside of float32
 DEFAULT_TEXT_TOKENS = 16  # max_tokens of /v1/completions, as in the API
 # Parameters of the API that the server cannot follow: the values that change nothing, and the reason.
 UNSUPPORTED: dict[str, tuple[list[Any], str]] = yaml.safe_load(Path(__file__).with_name("unsupported.yaml").read_text())
@@ -68,7 +68,7 @@ def refused(param: str, message: str, code: str | None = None) -> ApiError:
 
 
 def unsupported(param: str, value: object, why: str) -> ApiError:
-    """Returns an error for a parameter, or a value of it, that this server does not support."""
+    """Returns an error for a parameter, or for one of its values, that this server does not support."""
     return refused(param, f"{param}={value!r:.80} is not supported: {why}", "unsupported_value")
 
 
@@ -81,7 +81,7 @@ class StreamOptions(BaseModel):
 
 
 class WithoutEffect(BaseModel):
-    """Fields that are accepted but have no effect: names of the client, and settings of OpenAI's storage."""
+    """Fields that are accepted but have no effect: identifiers of the client, and settings of OpenAI's storage."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     user: str | None = None
@@ -184,7 +184,7 @@ class ClientRequest:
         return self.body.stream_options is not None and self.body.stream_options.include_usage
 
     def requests(self, uid: str, deadline_seconds: float) -> list[Request]:
-        """Returns the engine's requests, n for each prompt. Equal seeds give equal draws; sample j has its own."""
+        """Returns the engine's requests, n for each prompt. Samples draw differently; equal seeds repeat the draws."""
         n, seed = self.body.n, secrets.randbits(62) if self.body.seed is None else self.body.seed
         return [
             Request(
@@ -351,7 +351,7 @@ class BodyReader:
 
 @lru_cache(maxsize=4)
 def _names_read(template: str) -> frozenset[str]:
-    """Returns the names in a chat template's code, without attribute names after a dot."""
+    """Returns the names that a chat template's code reads, without attribute names after a dot."""
     tokens = [(kind, text) for _, kind, text in Environment().lex(template) if kind != "whitespace"]
     pairs = zip([("", ""), *tokens], tokens, strict=False)
     return frozenset(text for (_, before), (kind, text) in pairs if kind == "name" and before != ".")
@@ -407,7 +407,7 @@ def _opening(parser: str, names: Sequence[str], choice: object) -> str:
 
 
 def _message(index: int, raw: Raw) -> Message:
-    """Converts a message for the template: content as text, arguments of tool calls as objects, as most expect."""
+    """Converts a message to the form that most templates expect: content as text, calls' arguments as objects."""
     where = f"messages[{index}]"
     role, content, calls = raw.get("role"), raw.get("content"), raw.get("tool_calls")
     if not isinstance(role, str):

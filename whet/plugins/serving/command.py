@@ -15,13 +15,13 @@ from whet.registry import ENGINES, ROLLOUT_ENGINES, TOOL_PARSERS, register_comma
 @register_command("serve", panel="After training")
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="a model folder, a hub name, a checkpoint, or a run (its newest)")],
+    model: Annotated[str, typer.Argument(help="model folder, hub name, checkpoint, or run (newest checkpoint)")],
     name: Annotated[str | None, typer.Option(help="the model's name for clients; unset: last part of MODEL")] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="load new checkpoints of the run as they come")] = False,
-    best: Annotated[bool, typer.Option("--best", help="serve the run's checkpoint with the best validation")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="load each new checkpoint of the run")] = False,
+    best: Annotated[bool, typer.Option("--best", help="serve the checkpoint with the best validation score")] = False,
     engine: Annotated[str, typer.Option(help="registered rollout engine, or path/file.py:MyEngine")] = "native",
     option: KeyValues = None,
-    tool_parser: Annotated[str | None, typer.Option(help="format of tool calls; unset: the chat template's")] = None,
+    tool_parser: Annotated[str | None, typer.Option(help="format of tool calls; unset: from the chat template")] = None,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
         typer.Option(help="dtype of sampling; auto: bfloat16 where the machine multiplies it"),
@@ -31,8 +31,8 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(envvar="WHET_API_KEY", help="key that clients must send; unset: none", metavar="KEY")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="most tokens of a response that names no limit")] = 2048,
-    max_running: Annotated[int, typer.Option(min=1, help="most samples that are decoded together")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="most tokens of a response if its request sets none")] = 2048,
+    max_running: Annotated[int, typer.Option(min=1, help="most samples decoded at the same time")] = 256,
     max_waiting: Annotated[int, typer.Option(min=0, help="most samples that wait; more get status 429")] = 1024,
     max_body_mib: Annotated[
         float | None,
@@ -40,8 +40,8 @@ def serve(
             min=0.001, help="largest body of a request, in MiB; unset: 4, with --tinker 16", show_default=False
         ),
     ] = None,
-    deadline_seconds: Annotated[float, typer.Option(min=0.1, help="longest time of a request, in seconds")] = 600.0,
-    stop_seconds: Annotated[float, typer.Option(min=1.0, help="seconds for running requests after Ctrl-C")] = 30.0,
+    deadline_seconds: Annotated[float, typer.Option(min=0.1, help="time limit of a request, in seconds")] = 600.0,
+    stop_seconds: Annotated[float, typer.Option(min=1.0, help="seconds for requests to end after Ctrl-C")] = 30.0,
     trust_remote_code: TrustRemoteCode = False,
     tinker: Annotated[bool, typer.Option("--tinker", help="train and sample for clients of the tinker SDK")] = False,
     folder: Annotated[

@@ -37,7 +37,7 @@ class EngineThread:
     def __init__(self, engine: RolloutEngine, on_death: Callable[[WhetError], None]) -> None:
         self.engine = engine
         self._on_death = on_death
-        # Runs a function in the thread of those who wait for events, an event loop's.
+        # Runs a function in the thread that waits for events, usually of an event loop.
         self.run_elsewhere: Callable[[Callable[[], None]], object] = lambda function: function()
         self._calls = Mailbox()
         self.death: WhetError | None = None
@@ -54,7 +54,7 @@ class EngineThread:
         return time.monotonic() - self._seen_at
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Calls the function between two polls."""
+        """Calls the function in the engine's thread, between two polls."""
 
         def called() -> T:
             result = function()
@@ -116,7 +116,7 @@ class EngineThread:
                 events = self.engine.poll(POLL_SECONDS if self._deliver else 0.0)
                 self._look()
                 self._pass_on(events)
-        except Exception as error:  # whatever it is, the engine is not to be used any more, and the clients must know
+        except Exception as error:  # the engine must not be used any more, and the clients must know
             self._die(named(error))
         else:
             self.engine.close()
@@ -144,7 +144,7 @@ class EngineThread:
         self._tell([(deliver, event) for deliver, event in found if deliver is not None])
 
     def _tell(self, found: Sequence[tuple[Deliver, Event | WhetError]]) -> None:
-        """Delivers events in one batch: each switch of threads costs as much as a decode step of a small model."""
+        """Delivers all events in one call: each switch of threads costs as much as a decode step of a small model."""
 
         def deliver_all() -> None:
             for deliver, event in found:
@@ -169,7 +169,7 @@ class EngineThread:
 
 
 def named(error: BaseException) -> WhetError:
-    """Converts any error of an engine to a WhetError, which tells the user how to act."""
+    """Converts any error of an engine to a WhetError, whose message says how to act."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         cache = "its cache, for instance with --option kv_cache_bytes=268435456"
         change = f"lower --max-running, or {cache}, or sample in --dtype bfloat16"

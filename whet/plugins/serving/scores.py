@@ -37,7 +37,7 @@ FORMS: dict[str, tuple[str, dict[str, object]]] = {  # name of the scores, and f
 
 
 class ScoreApp:
-    """An ASGI application for one reward model, as `asgi`."""
+    """The ASGI application of one reward model. A server runs its `asgi`."""
 
     def __init__(self, settings: ServeSettings, folder: str, dtype: Literal["float32", "bfloat16"]) -> None:
         """Loads the model.  Raises: ModelError."""
@@ -70,7 +70,7 @@ class ScoreApp:
             except (ApiError, RefusedError, WhetError, TimeoutError) as error:
                 late = isinstance(error, TimeoutError)
                 status = 503 if late else error.status if isinstance(error, ApiError | RefusedError) else 400
-                told = ApiError(status, "the deadline passed" if late else str(error))
+                told = ApiError(status, "the deadline of the request passed" if late else str(error))
                 return JSONResponse(told.to_dict(), status, {"retry-after": "1"} if status == 429 else None)
 
         return Route(path, guarded, methods=[method])
@@ -131,7 +131,7 @@ class ScoreApp:
     async def _scored(self, rows: Sequence[list[int]]) -> list[float]:
         """Scores rows in forward passes that it shares with other requests.  Raises: ApiError."""
         if len(self._waiting) + len(rows) > self._settings.max_running + self._settings.max_waiting:
-            raise ApiError(429, f"{len(self._waiting)} texts wait already; try again later")
+            raise ApiError(429, f"{len(self._waiting)} texts wait; send the request again later")
         loop = asyncio.get_running_loop()
         own = [(row, loop.create_future()) for row in rows]
         self._waiting += own
@@ -140,7 +140,7 @@ class ScoreApp:
         return list(await asyncio.gather(*(future for _, future in own)))
 
     async def _passes(self) -> None:
-        """Runs forward passes over waiting rows until there are none."""
+        """Runs forward passes over waiting rows until no row waits."""
         most = self._settings.max_running
         while self._waiting:
             taken, self._waiting = self._waiting[:most], self._waiting[most:]

@@ -140,8 +140,8 @@ class _Server:
             last = found
             try:
                 await asyncio.to_thread(self._load, newest)
-            except Exception as error:  # such as too little memory for this one; the next may be loaded
-                log.warning("%s was not loaded: %s; the server goes on with %s", newest, describe(error), self._source)
+            except Exception as error:  # such as too little memory; the next checkpoint may be loaded
+                log.warning("%s was not loaded: %s; the server keeps serving %s", newest, describe(error), self._source)
             else:
                 self._source = str(newest)
                 log.info("serving %s from now on", newest)
@@ -182,7 +182,7 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuses new connections, and waits for requests to end."""
-        log.info("the server ends with its running requests; Ctrl-C again ends it at once")
+        log.info("the server stops when its running requests end; Ctrl-C again stops it at once")
         if self._engine is not None:
             asyncio.get_running_loop().call_later(self._settings.stop_seconds, self._engine.end_requests)
         await super().shutdown(sockets)
@@ -210,7 +210,7 @@ def _source(settings: ServeSettings) -> str:
 
 
 def _identity(folder: Path) -> tuple[str, int]:
-    """Returns a checkpoint's name and completion time. The name is not enough: a resumed run may write it again."""
+    """Returns a checkpoint's name and completion time. A resumed run may write another checkpoint of the same name."""
     with suppress(OSError):  # removed meanwhile
         return folder.name, (folder / checkpoint.MANIFEST).stat().st_mtime_ns
     return folder.name, 0
@@ -241,7 +241,7 @@ def bound_to(host: str, port: int) -> Iterator[socket.socket]:
 
 @contextmanager
 def _signals_end_quietly() -> Iterator[None]:
-    """Catches the SIGINT and SIGTERM that uvicorn raises again after it has stopped."""
+    """Ignores the SIGINT and SIGTERM that uvicorn raises again after it has stopped."""
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

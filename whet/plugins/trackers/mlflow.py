@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLflow: the server that `MLFLOW_TRACKING_URI` names, or else a database in `mlflow/` of the run's folder
+"""The MLflow tracker: it logs to the server `MLFLOW_TRACKING_URI`, or else to a database in `mlflow/` of the run folder
 (`mlflow ui --backend-store-uri sqlite:///RUN/mlflow/mlflow.db`)."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SwanLab. The library reads its own settings: `SWANLAB_API_KEY`, `SWANLAB_MODE` (`offline` writes to `swanlab/` in the
-run folder, for `swanlab sync`), and others."""
+"""The SwanLab tracker. The library reads its own settings: `SWANLAB_API_KEY`, `SWANLAB_MODE` (`offline` writes to
+`swanlab/` in the run folder, for `swanlab sync`), and others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackio: a local database (`trackio show`), in the folder `TRACKIO_DIR`, or a Space on the Hub if `TRACKIO_SPACE_ID`
-is set."""
+"""The Trackio tracker: it logs to a local database (`trackio show`) in the folder `TRACKIO_DIR`, or to a Space on the
+Hub if `TRACKIO_SPACE_ID` is set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from whet.tracking.tracker import NO_TABLES, Tables
 
 @register_tracker("trackio", package="trackio")
 class TrackioTracker:
-    """Logs one record for each step, with its tables. A resumed run is found by its name, unique in the project."""
+    """Logs one record for each step, with its tables. A resumed run continues the Trackio run of its unique name."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.run_id = run.run_id or _free_name(run.project, run.name)

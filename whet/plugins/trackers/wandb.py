@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights & Biases. The library reads its own settings: `WANDB_MODE` (`offline` writes to `wandb/` in the run folder,
-for `wandb sync`), `WANDB_ENTITY`, `WANDB_BASE_URL`, and others."""
+"""The Weights & Biases tracker. The library reads its own settings: `WANDB_MODE` (`offline` writes to `wandb/` in the
+run folder, for `wandb sync`), `WANDB_ENTITY`, `WANDB_BASE_URL`, and others."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from whet.tracking.tracker import NO_TABLES, Tables
 
 @register_tracker("wandb", package="wandb")
 class WandbTracker:
-    """Logs metrics and tables by step. W&B accepts only steps after its last one, so a resumed run does not send
-    earlier steps again. In offline mode the last step is unknown, so the new folder gets the whole run."""
+    """Logs metrics and tables by step. W&B accepts only steps after the last step that it has, so a resumed run does
+    not send earlier steps again. In offline mode that step is unknown, so the new folder gets the whole run."""
 
     def __init__(self, run: TrackedRun) -> None:
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):

@@ -20,7 +20,7 @@ from whet.tracking.rollouts import place_of, task_of
 
 KINDS = ("step", "validation", "dropped")  # of files in rollouts/: KIND_STEP.jsonl
 SNIPPET = 160  # characters of a text in a list
-INDEX_SECONDS = 0.15  # of one request; a query over more files says how many it has read
+INDEX_SECONDS = 0.15  # that one request reads files; a longer query tells how many it has read
 KEPT_QUERIES = 8
 
 
@@ -82,13 +82,13 @@ class Records:
         self._lock = threading.RLock()
 
     def steps(self) -> dict[str, list[int]]:
-        """Returns the steps that have files of trajectories, by kind, and under `tokens` files of tokens."""
+        """Returns by kind the steps that have files of trajectories; under `tokens` the steps with token files."""
         found = {kind: self._steps_of("rollouts", kind) for kind in KINDS}
         return {**found, "tokens": self._steps_of("tokens", "step")}
 
     def page(self, query: Query, offset: int, limit: int) -> Record:
         """Returns a part of a query's list, the length of the whole list, and the number of files read so far. A query
-        over many files returns before all are read; the page then repeats it."""
+        over many files returns before all files are read; the page then sends the query again."""
         with self._lock:
             steps = self._steps_of("rollouts", query.kind) if query.step is None else [query.step]
             paths, until = [self._path(query.kind, step) for step in steps], time.monotonic() + INDEX_SECONDS
@@ -108,7 +108,7 @@ class Records:
         return {"total": len(rows), "rows": shown, "files": len(steps), "read": len(paths)}
 
     def trajectory(self, kind: str, step: int, line: int) -> Record:
-        """Returns a trajectory: its record, the rows of its tokens, and its group.  Raises: LookupError."""
+        """Returns a trajectory: its record, its rows of tokens, and its group.  Raises: LookupError."""
         with self._lock:
             path = self._path(kind, step)
             self._index(path, kind, step)
@@ -119,8 +119,8 @@ class Records:
         return {"record": record, "tokens": self._token_rows(kind, step, str(record.get("uid"))), "group": members}
 
     def beside(self, kind: str, step: int, record: Mapping[str, object]) -> Record:
-        """Finds this run's trajectory for the task of another run's `record`, at the same step: the same row and number
-        in the group; else the same number; else the first.  Raises: LookupError."""
+        """Finds the trajectory of this run to show beside `record` of another run: of the same step and prompt. It has
+        the same row and number in the group; else the same number; else it is the first.  Raises: LookupError."""
         prompt, whole = str(record.get("prompt")), place_of(record)
         with self._lock:
             path = self._path(kind, step)
@@ -155,7 +155,7 @@ class Records:
         return inside(self.folder, self.folder / "rollouts" / f"{kind}_{step:06}.jsonl")
 
     def _index(self, path: Path, kind: str, step: int) -> Stamp:
-        """Indexes the lines of a new or changed file. Returns the file's stamp.  Raises: LookupError."""
+        """Indexes the lines of a new or changed file. Returns the stamp of its content.  Raises: LookupError."""
         stamp = _stamp(path)
         if path not in self._rows or self._rows[path][0] != stamp:
             with path.open("rb") as file:
@@ -209,7 +209,7 @@ def inside(folder: Path, path: Path) -> Path:
 
 
 def _rows(file: BinaryIO, kind: str, step: int) -> Iterator[ListedTrajectory]:
-    """Yields the entry of each line; damaged lines are left out."""
+    """Yields a ListedTrajectory for each line; damaged lines are left out."""
     offset, number = 0, 0
     for line in file:
         try:
@@ -257,7 +257,7 @@ def _places_by_uid(path: Path, stamp: Stamp) -> Mapping[str, Sequence[int]]:
 
 
 def _line_at(path: Path, offset: int) -> Record:
-    """Reads the JSON object of the line at a position.  Raises: LookupError if there is none."""
+    """Reads the JSON object of the line at a position.  Raises: LookupError if the line has no object."""
     try:
         with path.open("rb") as file:
             file.seek(offset)

@@ -27,7 +27,7 @@ from whet.tracking.runs import CONFIG, MAIN, STATE, State, is_locked, main_names
 
 MAX_POINTS, MAX_ROWS = 2000, 500  # of an answer
 INSIDE = {"checkpoints", "media", "profile", "rollouts", "tokens"}  # folders of a run, in which there is no other run
-MAX_STEP = 2**53  # beyond it a page cannot tell numbers apart
+MAX_STEP = 2**53  # the page's numbers are floats, exact up to here
 MAX_DEPTH = 5  # of a run below the folder
 LIVE_SECONDS = 90.0  # since the last line, of a run that has steps left
 Curve = tuple[list[int], list[float]]  # steps and values, in the order of steps
@@ -58,7 +58,7 @@ class Site:
         self._lock = threading.Lock()
 
     def runs(self, _: Mapping[str, str]) -> object:
-        """Lists the runs: name, steps, state, names of all and of the main metrics, and the steps of its files."""
+        """Lists the runs: name, state, last step, names of all and of the main metrics, and the steps with files."""
         found, known = [], set[str]()
         for name, path in find_runs(self.root).items():
             curves, records = self._opened(path)
@@ -100,7 +100,7 @@ class Site:
         return records.trajectory(query["kind"], int(query["step"]), int(query["line"]))
 
     def beside(self, query: Mapping[str, str]) -> object:
-        """Returns the trajectory of run `other` for the same step and prompt as one of `run`; null without one."""
+        """Returns the trajectory of run `other` for the step and prompt of a trajectory of `run`; null without one."""
         kind, step = query["kind"], int(query["step"])
         record = self._run(query)[1].trajectory(kind, step, int(query["line"]))["record"]
         other = self._run({"run": query["other"]})[1]
@@ -138,7 +138,7 @@ class Site:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one request. It does not trust the values in it."""
+    """Answers one request. It does not trust the values of the request."""
 
     protocol_version = "HTTP/1.1"
     timeout = 60
@@ -163,12 +163,12 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Sends the page, one of its files, numbers as JSON, or an image."""
         if not is_own(self.headers.get("Host", ""), self.own_host):
-            return self._send(HTTPStatus.FORBIDDEN, "text/plain", b"this server answers to its own address only")
+            return self._send(HTTPStatus.FORBIDDEN, "text/plain", b"this server answers only to its own address")
         try:
             url = urlsplit(self.path)
             kind, content = self._content(unquote(url.path), {k: v[-1] for k, v in parse_qs(url.query).items()})
         except (LookupError, ValueError, OSError, RecursionError):
-            return self._send(HTTPStatus.NOT_FOUND, "text/plain", b"there is no such thing here")
+            return self._send(HTTPStatus.NOT_FOUND, "text/plain", b"the server has no such page")
         return self._send(HTTPStatus.OK, kind, content)
 
     def _content(self, path: str, query: Mapping[str, str]) -> tuple[str, bytes]:
@@ -202,7 +202,7 @@ class ViewerServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, *arguments: Any) -> None:
-        self.reading: dict[socket.socket, float] = {}  # since when a connection's head is awaited
+        self.reading: dict[socket.socket, float] = {}  # by connection: since when the server waits for its headers
         super().__init__(*arguments)
 
     def service_actions(self) -> None:
@@ -302,16 +302,16 @@ class Curves:
         return sorted({name for file in self.files for name in list(file.curves)})
 
     def main(self) -> list[str]:
-        """Returns the metrics that `whet plot` draws by default, in its order."""
+        """Returns the metrics that `whet plot` draws by default, in the same order."""
         found = main_names(self.names(), lambda name: self._named([name]).get(name))
         return [name.lstrip("-~") for name in found]
 
     def points(self, names: Sequence[str], most: int) -> dict[str, object]:
-        """Returns steps and values of the metrics in `names` that the run has, each thinned to about `most` points."""
+        """Returns steps and values of metrics in `names` that the run has, each thinned to about `most` points."""
         return {name: thinned(*curve, most) for name, curve in self._named(names).items()}
 
     def seconds(self, names: Sequence[str], most: int) -> dict[str, object]:
-        """Returns the sums of metrics over ranges of `width` steps; there are at most `most` ranges."""
+        """Returns the sums of metrics over ranges of steps; the result's `width` gives at most `most` ranges."""
         found = self._named(names)
         width = max(1, -(-max((steps[-1] + 1 for steps, _ in found.values()), default=1) // most))
         starts = sorted({step // width for steps, _ in found.values() for step in list(steps)})
@@ -319,7 +319,7 @@ class Curves:
         sums = {name: [0.0] * len(starts) for name in found}
         for name, (steps, values) in found.items():
             for step, value in zip(list(steps), list(values), strict=False):
-                if step // width in place:  # a line may come in between
+                if step // width in place:  # another thread may append a line meanwhile
                     sums[name][place[step // width]] += value
         return {"width": width, "steps": [start * width for start in starts], "sums": sums}
 

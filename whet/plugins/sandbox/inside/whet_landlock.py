@@ -3,7 +3,7 @@
 file imports nothing of whet.
 
 Landlock (Linux 5.13) covers opening, creating, removing, renaming and linking; since 6.2 truncating; since 6.7 TCP;
-since 6.12 signals to other processes. It does not cover modes and owners: whet_seccomp's filter does."""
+since 6.12 signals to other processes. It does not cover changes of modes and owners: whet_seccomp's filter does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from functools import partial
 LIBC = ctypes.CDLL(None, use_errno=True)
 CREATE, ADD, RESTRICT = 444, 445, 446  # system calls, on every architecture
 EXECUTE, WRITE, READ, LIST = 1, 2, 4, 8
-DEVICE_NODES = 1 << 6 | 1 << 11  # to make them
+DEVICE_NODES = 1 << 6 | 1 << 11  # the rights to make device nodes
 OF_FILES = EXECUTE | WRITE | READ | 1 << 14 | 1 << 15  # rights that a rule on a file may have
 RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}  # number of the rights, by the version since which there are that many
 TCP_SINCE, SIGNALS_SINCE = 4, 6
@@ -36,8 +36,8 @@ def version() -> int:
 
 
 def leave_root(readable: Sequence[str]) -> None:
-    """Changes from root to the user nobody. Keeps the right to read any file only if that user cannot enter Python's
-    folder, and Landlock confines the program.  Raises: PermissionError if root would stay unconfined."""
+    """Changes from root to the user nobody. Keeps the capability to read all files only if that user cannot reach a
+    folder in `readable` and Landlock confines the program.  Raises: PermissionError if root would stay unconfined."""
     if os.geteuid() != 0:
         return
     LIBC.prctl(KEEP_CAPABILITIES, 1, 0, 0, 0)
@@ -50,7 +50,7 @@ def leave_root(readable: Sequence[str]) -> None:
             _set_capabilities(0)
             return
         raise PermissionError(
-            f"this user is root, the kernel has no Landlock, and another user cannot be taken ({error.strerror}), so a "
+            f"this user is root, the kernel has no Landlock, and changing the user fails ({error.strerror}), so a "
             "program could change the whole machine; start whet as another user"
         ) from error
     is_hidden = partial(filter, lambda path: not os.access(path, os.F_OK, effective_ids=True))
@@ -64,8 +64,8 @@ def leave_root(readable: Sequence[str]) -> None:
 
 
 def hold(readable: Sequence[str], folder: str) -> None:
-    """Restricts this process and its children to reading files of Python and below `readable`, and to writing below
-    `folder`. Without Landlock in the kernel it does nothing.  Raises: OSError."""
+    """Restricts this process and its children: they read only files below `readable` and some files of the system, and
+    write only below `folder`. Without Landlock in the kernel it restricts nothing.  Raises: OSError."""
     LIBC.prctl(AMBIENT, RAISE, 2, 0, 0)  # what leave_root has kept stays when another program is started
     LIBC.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     if not (found := version()):
@@ -100,7 +100,7 @@ def open_beneath(folder: int, name: str) -> int:
 
 
 def _set_capabilities(kept: int) -> None:
-    """Keeps only these capabilities. Changes nothing if the process lacks one, as root does in many containers."""
+    """Keeps only the capabilities `kept`. Changes nothing if the process lacks one, as root does in many containers."""
     LIBC.capset(struct.pack("Ii", CAPABILITIES, 0), struct.pack("6I", kept, kept, kept, 0, 0, 0))
 
 

@@ -4,19 +4,18 @@
     python -I -S whet_zygote.py FOLDER:FOLDER DESCRIPTOR isolated|unisolated [READABLE ...]
 
 It runs inside bubblewrap, has loaded common modules, and forks for every connection that it gets over the socket
-DESCRIPTOR. The fork reads a job, starts the program, watches its limits, kills it as a whole, and answers:
+DESCRIPTOR. The fork reads a job, starts the program, watches its limits, kills it with its children, and answers:
 
     zygote - supervisor - init (process 1 of the program's namespaces) - program and its children
 
 A program gets new namespaces (user, process, mount, network, IPC, host name, cgroup), an empty scratch folder at /tmp
 in memory with /dev/shm in it, another user id, no capabilities, a filter of system calls, and resource limits. /proc
-has the program's own processes and nothing else, read-only; init, and whet_tester, are not dumpable, so
-they are not shown there. Nothing else can be written. Its standard input is sent after the fork, so that it is in no
-memory that the program inherits.
+has the program's own processes and nothing else, read-only; init, and whet_tester, are not dumpable, so that /proc does
+not show them. Nothing else can be written. Its standard input is sent after the fork, so that no memory that the
+program inherits has the input.
 
-Unisolated, the program runs in a folder of its own, as nobody where this user is root, with the filter, the resource
-limits and, where the kernel has Landlock, READABLE to read and its folder to write (whet_landlock).
-"""
+Unisolated, the program runs in a folder of its own, as nobody if this user is root, with the filter and the resource
+limits. If the kernel has Landlock, the program reads only READABLE and writes only its folder (whet_landlock)."""
 
 from __future__ import annotations
 
@@ -148,14 +147,14 @@ class RunningProgram:
         message, descriptors, _, _ = socket.recv_fds(ours, 600, 1)
         if not descriptors:
             self.close()
-            raise SetupError(message[1:].decode() or "it ended while it was prepared")
+            raise SetupError(message[1:].decode() or "the program ended while it was prepared")
         self.scratch = descriptors[0]
         self.end_descriptor = os.pidfd_open(self.pid)
 
     def _map_user(self) -> None:
-        """Maps one user into the program's user namespace: nobody for root, else the user itself."""
+        """Maps one user into the program's user namespace: the user nobody if this user is root, else this user."""
         if self.state.recv(1) != b"u":
-            raise SetupError("no namespace of users; is it allowed here (user.max_user_namespaces)?")
+            raise SetupError("no user namespace; does user.max_user_namespaces allow one?")
         user, group = (NOBODY, NOBODY) if os.getuid() == 0 else (os.getuid(), os.getgid())
         settings = {"setgroups": "deny", "uid_map": f"{NOBODY} {user} 1", "gid_map": f"{NOBODY} {group} 1"}
         for name, text in settings.items():
@@ -170,7 +169,7 @@ class RunningProgram:
         for descriptor in (*self.readers, self.end_descriptor):
             os.set_blocking(descriptor, False)
             poller.register(descriptor, select.POLLIN)
-        poller.register(channel, select.POLLHUP | select.POLLRDHUP)  # whoever asked has gone
+        poller.register(channel, select.POLLHUP | select.POLLRDHUP)  # the other end has closed the connection
         os.set_blocking(self.input, False)
         if left:
             poller.register(self.input, select.POLLOUT)
@@ -191,7 +190,7 @@ class RunningProgram:
                     poller.unregister(descriptor)
             reason = reason or self._over()
         seconds = time.monotonic() - self.started
-        if is_over and reason is None:  # a last look, at what it left behind as well
+        if is_over and reason is None:  # a last check, also of the files that it left behind
             self.next_look = now
             reason = self._over()
             while [each for each in self.readers if self._read(each)]:  # all who could write are gone
@@ -233,7 +232,7 @@ class RunningProgram:
         return bool(data)
 
     def _over(self) -> str | None:
-        """Returns the limit that the program exceeds, if any. Its processes are checked at intervals."""
+        """Returns the limit that the program exceeds, if any. Checks its processes only at intervals."""
         limits, now = self.limits, time.monotonic()
         if now - self.started > limits["seconds"]:
             return "timeout"

@@ -26,7 +26,7 @@ Messages = Sequence[Mapping[str, Any]]
 MOST_TOKENS = 10**8  # of a reply, as the server counts them
 CHARACTERS_PER_TOKEN = 3.0  # for the estimate before a request; its reply corrects it
 SHOWN_CHARACTERS = 200
-COUNTED_ANEW = 50  # texts that a process writes between two counts of what all wrote
+COUNTED_ANEW = 50  # texts that a process writes before it counts the texts of all processes again
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class JudgeReply:
-    """The text of a reply, the value that `read` found in it, and its cost. A cached reply costs nothing."""
+    """The text of a reply, the value that `read` of `complete` found in it, and its cost, which is 0 if cached."""
 
     text: str
     value: Any = None
@@ -80,7 +80,7 @@ class Client:
         self, messages: Messages, *, sample: int = 0, read: Callable[[str], Any] | None = None
     ) -> JudgeReply:
         """Returns the reply to `messages`. `sample` numbers independent replies to the same messages. With `read`, a
-        reply for which it returns None, or that was cut off, is requested again and not cached.
+        reply that was cut off, or for which `read` returns None, is requested again and not cached.
 
         Raises: RewardError, with the reason of the last attempt."""
         body = {"model": self.settings.model, "messages": list(messages), **dict(self.settings.sampling)}
@@ -101,7 +101,7 @@ class Client:
     async def _insist(
         self, body: dict[str, Any], digest: str, sample: int, read: Callable[[str], Any] | None
     ) -> JudgeReply:
-        """Repeats a request until its reply is readable. The tokens of all attempts count."""
+        """Repeats a request until the reply is readable. The reply has the tokens of all attempts."""
         spent = JudgeReply("")
 
         async def attempt(number: int) -> JudgeReply:
@@ -193,7 +193,7 @@ class Client:
 
 
 def complete_all(settings: Settings, conversations: Sequence[Messages]) -> list[str | Exception]:
-    """Returns the reply to each conversation, or its error. All together take up to `settings.deadline_seconds`."""
+    """Returns the reply to each conversation, or its error. All calls end within `settings.deadline_seconds`."""
 
     async def run() -> list[str | Exception]:
         client = Client(settings)

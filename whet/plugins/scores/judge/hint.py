@@ -43,10 +43,10 @@ def judge(
     timeout_seconds: Positive = 60.0,
     parallel: Annotated[int, Ge(1)] = 8,
 ) -> list[list[str | None]]:
-    """Asks a judge for a hint to each prompt: `model` at an OpenAI-compatible `endpoint`, through the client of
-    `llm_judge` with its retries and cache, or the function `complete` (`path/file.py:function`), which maps messages to
-    text. A prompt gets no hint if its call raises, or has no result `timeout_seconds` after the first call of all
-    prompts; both are logged."""
+    """Asks a judge for a hint to each prompt.
+    The judge is `model` at an OpenAI-compatible `endpoint` (with the client of `llm_judge`, its retries and its cache),
+    or the function `complete` (`path/file.py:function`), which maps messages to text. A prompt gets no hint if its call
+    raises, or has no result `timeout_seconds` after the first call of all prompts; both are logged."""
     system = {"role": "system", "content": instruction}
     asked = [[system, *(message.to_dict() for message in group.prompt.messages)] for group in groups]
     if complete is not None:
@@ -65,7 +65,7 @@ def judge(
 
 
 def _result(future: Future[str]) -> str | None:
-    """Returns a judge's hint if it is ready; None if the call raised an error or is late."""
+    """Returns a judge's hint if the hint is ready; None if the call raised an error or is late."""
     future.cancel()  # unless a thread has begun it
     try:
         return str(future.result(timeout=0))

@@ -24,8 +24,8 @@ UNREADABLE = (
 
 @register_provider("judge_scores", shape="B", phase="reward_model")
 def judge_scores(batch: Batch, sources: Sources, *, rubric: str, data: DataConfig) -> torch.Tensor:
-    """Returns the judge's score from 0 to 1, by `reward_model.rubric`, at the last row of each trajectory. It is 0 at
-    other rows and for failed trajectories. A trajectory fails if its verdict cannot be read.   [B]"""
+    """Returns the judge's score from 0 to 1, by `reward_model.rubric`, at the last row of each trajectory. The score is
+    0 at other rows and for failed trajectories. A trajectory fails if its verdict cannot be read.   [B]"""
     rollouts, asks = sources.rollouts.judge or sources.rollouts, load_rubric(rubric)
     trajectories = [each for group in sources.groups for each in group.trajectories]
     judged = [each for each in trajectories if each.failure is None]
@@ -49,7 +49,7 @@ def judge_scores(batch: Batch, sources: Sources, *, rubric: str, data: DataConfi
 
 
 def _questions(judged: Sequence[Trajectory], rubric: Rubric, template: PromptFormat) -> list[Prompt]:
-    """Returns the prompts that ask the judge about each trajectory."""
+    """Returns for each trajectory the prompt that asks the judge to score its response."""
     conversations = []
     for trajectory in judged:
         prompt, truth = trajectory.prompt, trajectory.prompt.ground_truth

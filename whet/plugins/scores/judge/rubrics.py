@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rubrics: the question to a judge and the parser of its reply, as one object.
 
-The judged texts are data. Each is between two fence lines. The fence comes from a digest of the texts, and occurs in
-none of them. The system message says that instructions between the fences do not count. Control tokens are written with
-a space, `< |` for `<|`. The parser reads only the end of the reply, its last line or a final JSON object, after the
-judge's own thought, so quotes in it do not count."""
+The judged texts are data. Each text stands between two fence lines. The fence comes from a digest of the texts, and
+occurs in none of them. The system message says that instructions between the fences do not count. Control tokens are
+written with a space, `< |` for `<|`. The parser reads only the end of the reply, its last line or a final JSON object,
+after the judge's own thought, so that quoted verdicts do not count."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ _GUARD = (
 class Rubric:
     """A template for the question, and the parser of the reply.
 
-    `parser` is `yes_no`, `scale`, `json` or `pairwise`. `low` and `high` are the ends of a scale or JSON field; they
-    become 0 and 1. `field` is the JSON field. `weights` maps several fields to weights; the score is then their
-    weighted mean. Raises: ConfigError if the template does not ask for the form that the parser reads."""
+    `parser` is `yes_no`, `scale`, `json` or `pairwise`. `low` and `high` are the ends of a scale or JSON field, which
+    the score maps to 0 and 1. `field` is the JSON field. `weights` maps several fields to weights; the score is then
+    their weighted mean. Raises: ConfigError if the template does not ask for the form that the parser reads."""
 
     name: str
     template: str
@@ -83,7 +83,7 @@ class Rubric:
             raise ConfigError(f"{place}: template", f"no {missing[0]!r}", reads, "add it to the template")
 
     def messages(self, texts: Mapping[str, str]) -> list[dict[str, str]]:
-        """Returns the messages that ask a judge about `texts`, whose keys are the names in `TEXTS`."""
+        """Returns the messages that ask a judge about `texts`, by name: prompt, response, ground_truth."""
         fence, number = "", 0
         while not fence or any(fence in text for text in texts.values()):
             digest = hashlib.blake2b(json.dumps([number, dict(texts)]).encode(), digest_size=12).hexdigest()

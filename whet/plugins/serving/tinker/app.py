@@ -54,7 +54,7 @@ class Served:
 
 
 class TinkerApp:
-    """An ASGI application, as `asgi`. Its methods run in the event loop; models run in the engine's thread."""
+    """An ASGI application; a server runs its `asgi`. Methods run in the event loop, models in the engine's thread."""
 
     def __init__(
         self, served: Served, models: Models, thread: EngineThread, samplers: Samplers, settings: ServeSettings
@@ -91,7 +91,7 @@ class TinkerApp:
         sweeper.cancel()
 
     def _route(self, name: str, call: Call | Raw) -> Route:
-        """Makes a route for a call by a client with a key. It converts errors to responses."""
+        """Makes the route of a client's call. It checks the client's key, and converts errors to responses."""
         method, path = name.split(" ")
 
         async def answer(request: HttpRequest) -> Response:
@@ -137,7 +137,7 @@ class TinkerApp:
         return JSONResponse({"status": "ok" if self._thread.death is None else "failed"})
 
     def _told(self) -> dict[str, Raw]:
-        """Returns the constant replies by name of the call. Telemetry is accepted but not stored."""
+        """Returns the constant replies, by the name of the call. Telemetry is accepted but not stored."""
         model = {"model_name": self._name, "max_context_length": self._models.context, "trainable": True}
         config = {
             "pjwt_auth_enabled": False, "proto_compress_fwdbwd": True, "create_model_via_load_weights": True,
@@ -232,7 +232,7 @@ class TinkerApp:
         return self._enter(owner, raw["model_id"], raw["seq_id"], raw, lambda: {**work(), "path": path})
 
     async def _snapshot(self, owner: str, raw: Raw) -> Raw:
-        """Saves weights for sampling, either under a name or only for a sampler of this session."""
+        """Saves weights for sampling: under the name in the request, or only for a sampler of this session."""
         model, number, kind = raw["model_id"], raw.get("sampling_session_seq_id"), raw.get("kind") or "snapshot"
         if kind != "snapshot":
             raise RefusedError(400, f"kind={kind!r} is not supported; leave it out, for a snapshot")
@@ -259,7 +259,7 @@ class TinkerApp:
         return path, work
 
     async def _load(self, owner: str, raw: Raw) -> Raw:
-        """Loads weights into an existing model, or into a new model that it creates."""
+        """Loads weights into an existing model, or into a new model."""
         path, seq, model = raw["path"], raw.get("seq_id"), raw.get("model_id")
         self._models.store.find(owner, path)
         self._check_asked(raw.get("base_model"), raw)
@@ -283,7 +283,7 @@ class TinkerApp:
         return {"request_id": request.id, "model_id": model}
 
     def _pump(self) -> None:
-        """Runs the next part of the next request's work, if none is running."""
+        """Runs the next part of the next request's work, if no part is running."""
         if self._is_busy or (request := self._desk.take()) is None or request.work is None:
             return
         self._is_busy, work = True, request.work

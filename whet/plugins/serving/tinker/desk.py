@@ -2,8 +2,8 @@
 """The state machine of sessions, models and requests, without socket, clock or thread. Times are arguments, in seconds.
 
 A model runs its requests in the order of their `seq_id`. An early request is held until the earlier ones arrive; a
-repeated request counts once. Models take turns. Each object belongs to a session, and each session to the owner of a
-key; other owners cannot see it. A session without a heartbeat ends with all its objects."""
+repeated request counts once. Models take turns. Each object belongs to a session, and each session to the owner of an
+API key; other owners cannot see it. A session without a heartbeat ends with all its objects."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Bounds:
     body_bytes: int = 2**30  # of all requests that wait
     unread_bytes: int = 2**28  # of a session's results that nobody has read
     session_seconds: float = 120.0  # without a heartbeat
-    gap_seconds: float = 120.0  # for a request before one that is held
-    kept_seconds: float = 120.0  # of a result that was read
+    gap_seconds: float = 120.0  # for the request before a held request to arrive
+    kept_seconds: float = 120.0  # that a result stays after it was read
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class DeskRequest:
 
     id: str
     session: ClientSession
-    digest: bytes  # of what was asked
+    digest: bytes  # of the request's content
     size: int  # of the request, then of its result
     work: Work | None = None
     result: Result | None = None
@@ -100,19 +100,19 @@ class Desk:
     def check_room(
         self, owner: str, what: str, most: int, held: Callable[[ClientSession], int], number: int = 1
     ) -> None:
-        """Checks that an owner takes at most half of the room that others leave, so that some room is always free.
-        Raises: RefusedError."""
+        """Checks that an owner uses at most half of the capacity `most` that others leave, so that some capacity is
+        always free.  Raises: RefusedError."""
         own = sum(held(each) for each in self.sessions.values() if each.owner == owner)
         others = sum(map(held, self.sessions.values())) - own
         if 2 * (own + number) > max(2, most - others + 1):
-            found = f"{own + others} of {most} {what} are there, {own} of them with your key"
-            raise RefusedError(429, f"{found}; end some, or come again later")
+            found = f"{own + others} of {most} {what} are in use, {own} of them with your key"
+            raise RefusedError(429, f"{found}; end some, or try again later")
 
     def session(self, owner: str, name: str, now: float | None = None) -> ClientSession:
         """Returns an owner's session. `now`, if given, counts as a heartbeat.  Raises: RefusedError."""
         found = self.sessions.get(name)
         if found is None or found.owner != owner:
-            raise RefusedError(410, f"there is no session {name}; it has ended, or is that of another key")
+            raise RefusedError(410, f"there is no session {name}; it has ended, or belongs to another key")
         found.seen_at = found.seen_at if now is None else now
         return found
 
@@ -122,10 +122,10 @@ class Desk:
             session = self.sessions.get(name.rpartition(part)[0])
             if session is not None and session.owner == owner and name in {*session.models, *session.samplers}:
                 return session
-        raise RefusedError(404, f"there is no model or sampler {name}; its session has ended, or it is another key's")
+        raise RefusedError(404, f"there is no model or sampler {name}; it has ended, or belongs to another key")
 
     def add_model(self, owner: str, session: str, number: int, now: float) -> str:
-        """Adds a model, unless the session has one with this number. Returns its name.  Raises: RefusedError."""
+        """Adds a model, unless the session has a model with this number. Returns its name.  Raises: RefusedError."""
         own, name = self.session(owner, session, now), f"{session}{MODEL}{number}"
         if name not in own.models:
             self.check_room(owner, "models", self.bounds.models, lambda each: len(each.models))
@@ -134,18 +134,18 @@ class Desk:
         return name
 
     def add_sampler(self, session: ClientSession, number: int, path: str | None) -> str:
-        """Adds a sampler, unless the session has one with this number. Returns its name."""
+        """Adds a sampler, unless the session has a sampler with this number. Returns its name."""
         name = f"{session.name}{SAMPLER}{number}"
         session.samplers.setdefault(name, path)
         return name
 
     def enter(self, model: str, seq: int, digest: bytes, work: Work, size: int, now: float) -> DeskRequest:
-        """Enters a request of a model in order; returns the earlier one if it repeats.  Raises: RefusedError."""
+        """Queues a model's request by `seq`; returns the earlier request if it repeats one.  Raises: RefusedError."""
         own, name = self.models[model], f"{model}:{seq}"
         if (known := self._known(name, digest)) is not None:
             return known
         if seq < own.next:
-            raise RefusedError(422, f"seq_id={seq} of {model} is past; the next one is {own.next}")
+            raise RefusedError(422, f"seq_id={seq} of {model} is too low; the next one is {own.next}")
         full = len(own.held) + len(own.ready) >= self.bounds.waiting or self._bytes + size > self.bounds.body_bytes
         if full and seq != own.next:
             raise RefusedError(429, f"too many requests wait for {model}; send it again later")
@@ -156,7 +156,7 @@ class Desk:
         return request
 
     def note(self, name: str, session: ClientSession, digest: bytes) -> bool:
-        """Enters a request that needs no order.  Returns whether it is new.  Raises: RefusedError."""
+        """Adds a request that needs no order, such as sampling.  Returns whether it is new.  Raises: RefusedError."""
         if is_new := self._known(name, digest) is None:
             self._add(DeskRequest(name, session, digest, 0))
         return is_new
@@ -222,7 +222,7 @@ class Desk:
                 late, model.next = list(model.held.values()), max(model.held) + 1
                 model.held.clear()
                 for request in late:
-                    found = f"a request before it did not come within {self.bounds.gap_seconds:g} s"
+                    found = f"an earlier request did not arrive within {self.bounds.gap_seconds:g} s"
                     self.finish(request.id, RequestFailure(found, "user"))
         for name, request in list(self.requests.items()):
             if request.read_at is not None and now - request.read_at > self.bounds.kept_seconds:
@@ -231,12 +231,12 @@ class Desk:
         return [(name, self.end(name)) for name in gone]
 
     def end(self, name: str) -> ClientSession:
-        """Ends a session and drops all its objects.  Returns it."""
+        """Ends a session and drops all its objects.  Returns the session."""
         session = self.sessions.pop(name)
         for model in session.models:
             del self.models[model]
         for request in [each for each in self.requests.values() if each.session is session]:
             self._bytes -= request.size if request.result is None else 0
             del self.requests[request.id]
-            self._finished(request.id)  # whoever waits for it hears that it is gone
+            self._finished(request.id)  # wakes the call that waits for the result
         return session

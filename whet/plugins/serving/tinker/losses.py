@@ -64,7 +64,7 @@ def objective_of(name: str, options: Mapping[str, float | str], *, is_picked: bo
 
 @dataclass(frozen=True)
 class SumObjective(LossObjective):
-    """Sums a loss, given by name, over tokens. It also keeps the log-probs that the loss read, by row of the batch."""
+    """Sums a loss, given by name, over tokens. Keeps the log-probs that the loss read, by row of the batch (`seen`)."""
 
     name = "tinker"
     is_picked: bool = False  # targets are not the next tokens, or several a place
@@ -73,8 +73,8 @@ class SumObjective(LossObjective):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Returns the model outputs that the loss reads: log-probs of the next tokens, or of the whole vocabulary if
-        `is_picked`, and its own."""
+        """Returns the model outputs that the loss reads: log-probs of the next tokens (of the whole vocabulary if
+        `is_picked`: the targets are other tokens, or several), and the outputs that its function names."""
         own = frozenset() if self.loss_name == CROSS_ENTROPY else POLICY_OUTPUTS & {*self.function.columns}
         return own | {"vocab_log_probs" if self.is_picked else "log_probs"}
 
@@ -151,7 +151,7 @@ class DatumRows:
         return cls(data, Batch.of({**found, **_inputs(data, loss, is_picked, column)}), starts, is_picked)
 
     def with_all_places(self) -> Batch:
-        """Returns the batch with every position of every row, for a pass without a loss."""
+        """Returns the batch with a response mask of 1 at every position, for a forward pass without a loss."""
         width = self.batch["response_mask"].shape[1]
         ends = torch.tensor([len(each.tokens) + start for each, start in zip(self.data, self.starts, strict=True)])
         return self.batch.with_columns(response_mask=(torch.arange(width) < ends[:, None]).long())

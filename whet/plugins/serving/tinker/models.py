@@ -41,7 +41,7 @@ class Models:
         engine: str = "single",
         ranks: Callable[..., Any] | None = None,
     ) -> None:
-        """Creates no model yet. `ranks` calls a method of `Training` in other processes; by default in this process."""
+        """Creates no model yet. `ranks` calls a method of `Training` in other processes; None: in this process."""
         self.base, self.name, self.store, self.context = base.module, name, store, context
         nn.Module.to(self.base, device)
         self.vocab_size: int = self.base.config.get_text_config().vocab_size
@@ -52,7 +52,7 @@ class Models:
         self._train = ranks or (lambda method, *arguments: getattr(self.here, method)(*arguments))
         self._kinds: dict[str, ModelKind] = {}
         self._sampled: OrderedDict[str, PreTrainedModel] = OrderedDict()  # by path
-        if dtype == "bfloat16":  # an adapter casts the layers below it, which others have too
+        if dtype == "bfloat16":  # an adapter casts the layers below it, which all models share
             self._module(ModelKind(name, 1))
 
     def create(self, model_id: str, kind: ModelKind) -> None:

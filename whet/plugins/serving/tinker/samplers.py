@@ -36,14 +36,14 @@ class Shared(RolloutEngine, SharesModule, Protocol):
 
 @dataclass(frozen=True)
 class SampleRequest(Request):
-    """A request with the name of the weights that shall sample it."""
+    """A request with the name of the weights (`source`) to sample from."""
 
     source: Source = ("", None)
 
 
 class Samplers:
-    """A rollout engine that gets the weights' name with each request. When idle, it switches to the weights of the
-    oldest waiting request. While requests for other weights wait, it starts no more for the present weights."""
+    """A rollout engine for several weights: each request names its weights. When idle, it switches to the weights of
+    the oldest waiting request. While requests for other weights wait, it starts none for the current weights."""
 
     def __init__(self, engine: Shared, module: Callable[[str, str | None], PreTrainedModel]) -> None:
         """Wraps an engine. `module` returns the module with given weights; it may raise WhetError or RefusedError."""
@@ -54,8 +54,8 @@ class Samplers:
         self._running: set[str] = set()
         self._lost: list[Event] = []
         self._switches = 0
-        self.lost: WhetError | None = None  # the error after which models can be trained no more
-        self.spent = 0.0  # seconds of the last call beside sampling, which has as long afterwards
+        self.lost: WhetError | None = None  # the error of lost training ranks: no model can be trained any more
+        self.spent = 0.0  # seconds of the last call on a model; sampling then gets as many
 
     def submit(self, request: SampleRequest) -> bool:
         """Queues a request."""
@@ -63,7 +63,7 @@ class Samplers:
         return True
 
     def poll(self, timeout_seconds: float) -> list[Event]:
-        """Decodes, and returns events.  Raises: the engine's errors, and `lost`."""
+        """Decodes, and returns events.  Raises: errors of the engine, and the error `lost` of the training ranks."""
         if self.lost is not None:
             raise self.lost
         until = time.monotonic() + max(timeout_seconds, min(self.spent, MOST_SECONDS))

@@ -73,7 +73,7 @@ class Sampling:
         """Scores a prompt and samples responses to it.  Returns a SampleResponse."""
         widths = int(raw.get("topk_sample_logprobs") or 0), int(raw.get("topk_prompt_logprobs") or 0)
         if not 0 <= min(widths) <= max(widths) <= MOST_LIKELIEST:
-            raise RefusedError(400, f"{max(widths)} likeliest tokens are asked for, of at most {MOST_LIKELIEST}")
+            raise RefusedError(400, f"{max(widths)} likeliest tokens are requested; at most {MOST_LIKELIEST} can be")
         prompt, params = self._asked(raw)
         scores = await self._scores(source, raw, prompt)
         samples = await self._completions(source, raw, prompt, replace(params, num_likeliest=widths[0]), uids)

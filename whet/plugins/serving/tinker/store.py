@@ -57,7 +57,7 @@ class Store:
         if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in (WEIGHTS, SAMPLER):
             raise RefusedError(400, f"{path!r} is no path tinker://MODEL/{WEIGHTS}/NAME")
         if not all(NAME.fullmatch(part) for part in parts):
-            raise RefusedError(400, f"{path!r} has a name with other signs than letters, digits, '.', '_', ':' and '-'")
+            raise RefusedError(400, f"{path!r} may have letters, digits, '.', '_', ':' and '-' in its names only")
         return self.folder.joinpath(*parts)
 
     def find(self, owner: str, path: str) -> tuple[Path, Saved]:

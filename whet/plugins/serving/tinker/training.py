@@ -33,7 +33,7 @@ from whet.registry import ENGINES
 
 # Numbers of the SDK's AdamParams.
 ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
-RANKS_SECONDS = 86400.0  # of a call of the ranks: one that trains on a request takes as long as it takes
+RANKS_SECONDS = 86400.0  # limit of a call of the ranks, since training on a request may take long
 Engine = Any  # whet.engines.engine.Engine, which a file of this layer does not import
 
 
@@ -56,7 +56,7 @@ class Base:
 
 @dataclass(frozen=True)
 class SharedRole(RoleSettings):
-    """The settings of one of several models in a process. An adapter's module copies `base` but shares its weights."""
+    """The settings of one of several models in a process. An adapter's module copies `base` but shares the weights."""
 
     base: Base | None = None
 
@@ -120,8 +120,8 @@ class Training:
         yield write_loss_output(rows.outputs(seen), {"loss:sum": total})
 
     def _parts(self, engine: Engine, batch: Batch, is_picked: bool) -> Iterable[list[int]]:
-        """Returns this rank's rows for each of the forward passes, equally many on each rank: one row each if the loss
-        reads the whole vocabulary; all rows together if experts have an auxiliary loss, which is over all rows."""
+        """Returns this rank's rows for each forward pass; ranks have equally many passes. A pass has one row if the
+        loss reads the whole vocabulary, all rows if there are several ranks or experts with an auxiliary loss."""
         rows = [*range(engine.dp_rank, len(batch), engine.dp_size)]
         if is_picked:
             return (rows[at : at + 1] for at in range(-(-len(batch) // engine.dp_size)))
