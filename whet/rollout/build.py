@@ -62,7 +62,7 @@ def rollout_engine(
 ) -> RolloutEngine:
     """Builds the configured engine. An engine that shares the trainer's module starts without weights; any other loads
     `model.path`. The tokenizer is loaded only for stop strings. `device` is the first of `num_devices` devices.
-    `cache_room` is the memory that training leaves free; `span` is this node's part of a server."""
+    `cache_room` is the memory that training leaves for the cache; `span` is this node's part of a server."""
     entry = ROLLOUT_ENGINES[config.engine.name]
     keep_prepared(model.media_cache_gib)
     given = {
@@ -147,7 +147,7 @@ def check_engine(config: TrainConfig) -> None:
 
 
 def check_sampling(rollout: RolloutConfig, sections: Mapping[str, SamplingConfig]) -> None:
-    """Checks that the engine supports the sampling parameters in these sections of the config.  Raises: ConfigError."""
+    """Checks that the engine supports the sampling parameters of each config section, by key.  Raises: ConfigError."""
     entry = ROLLOUT_ENGINES[rollout.engine.name]
     kind, options = entry.load(), entry.resolve_options(rollout.engine.options, "rollout.engine.options")
     for section, sampling in sections.items():
@@ -164,7 +164,7 @@ def check_media(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, prom
 
 
 def check_stages(config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Checks the config's environments and tools, without starting an environment.  Raises: as `stage_of`."""
+    """Checks the config's environments and tools, without starting any.  Raises: the errors of `stage_of`."""
     for stage in (config.environment, *config.environment.agents.values()):
         _stage(stage, config, tokenizer)
 
@@ -172,8 +172,8 @@ def check_stages(config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenize
 def load_model(
     engine: RolloutEngine, model: ModelConfig, device: torch.device, dtype: torch.dtype, *, version: int = 0
 ) -> None:
-    """Loads the model and its adapter into an engine, as `version`. The engine has a module of its own. A server engine
-    has already loaded version 0 of a model without adapter.  Raises: ModelError."""
+    """Loads the model and its adapter as weights of `version`. An engine in this process gets a module of its own; a
+    server engine has already loaded version 0 of a model without adapter.  Raises: ModelError."""
     assert model.path is not None
     _, adapters = split_adapters(model.path)
     if not isinstance(engine, SharesModule) and not adapters and model.lora.path is None and version == 0:
@@ -221,9 +221,9 @@ def build_collector(
 
 
 def open_environments(environment: EnvironmentConfig, undo: ExitStack) -> dict[str, EnvironmentHost]:
-    """Opens the hosts of an environment and of its sub-agents, by name; `undo` closes them.
+    """Opens the hosts of an environment and of its sub-agents, by name of the sub-agent; `undo` closes the hosts.
 
-    Raises: as `stage_of`; EnvError if an environment's constructor refuses its options."""
+    Raises: the errors of `stage_of`; EnvError if an environment's constructor refuses its options."""
     hosts = dict[str, EnvironmentHost]()
     for agent, stage in {MAIN: environment, **environment.agents}.items():
         if (opened := stage_of(stage)).is_silent:
@@ -237,7 +237,7 @@ def open_environments(environment: EnvironmentConfig, undo: ExitStack) -> dict[s
 
 
 def stage_of(stage: StageConfig) -> Stage:
-    """Returns the stage of an environment, without limits on its episodes.  Raises: ConfigError, ToolError."""
+    """Converts a config section to a `Stage`, without limits on its episodes.  Raises: ConfigError, ToolError."""
     return Stage(
         stage.name,
         stage.options,
@@ -271,7 +271,7 @@ def _stage(stage: StageConfig, config: TrainConfig | EvalConfig, tokenizer: PreT
 def sampling_params(
     config: SamplingConfig, max_new_tokens: int, stop_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase
 ) -> SamplingParams:
-    """Returns the sampling parameters of a config. They exclude the special tokens of images and videos."""
+    """Returns the sampling parameters of a config. The special tokens of images and videos are never sampled."""
     allowed, encoders = config.allowed_token_ids, encoders_of(tokenizer)
     patches = () if encoders is None else tuple((token_id,) for token_id in encoders.forbidden)
     return SamplingParams(
@@ -291,7 +291,7 @@ def sampling_params(
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], ...]:
-    """Encodes each word twice: at the start of a text, and after a space.
+    """Returns the token ids of each word, at the start of a text and after a space.
 
     Raises: DataError for a word without tokens."""
     found: dict[tuple[int, ...], None] = {}

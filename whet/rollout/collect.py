@@ -32,7 +32,7 @@ BARE_TAG = (
 
 @dataclass(frozen=True)
 class Stage:
-    """An environment and the limits of its episodes."""
+    """The settings of an environment: its name, options, tools and deadlines, and the limits of its episodes."""
 
     environment: str = "single_turn"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Stage:
 
     @property
     def is_silent(self) -> bool:
-        """Tells whether the environment needs no host: each episode ends after its first turn, with no text."""
+        """Tells whether the environment needs no host: each episode ends after its first turn, without a reply."""
         is_plain = self.tools is None and self.max_episodes is None
         return is_plain and bool(ENVIRONMENTS[self.environment].marks.get("silent"))
 
@@ -73,8 +73,8 @@ class Collector:
         reader: MediaReader | None = None,
         driver: type[Driver] = Driver,
     ) -> None:
-        """`agents` are the stages of sub-agents. `hosts`, by agent, replace the hosts of this process. `reader` reads
-        images and videos of observations. `driver` is the class that runs the episodes."""
+        """`agents` has the settings of sub-agents' environments by name. `hosts`, by the same names, replace hosts of
+        this process. `reader` reads images and videos of observations. `driver` is the class that runs the episodes."""
         self.seed, self.stage, self.agents = seed, stage or Stage(), dict(agents or {})
         self.reader, stages = reader, {MAIN: self.stage, **self.agents}
         self.silent = {name for name, each in stages.items() if each.is_silent}
@@ -137,7 +137,7 @@ class Collector:
 
 
 class TemplateCodec:
-    """A tokenizer with its chat template. Without a template it joins the texts of messages."""
+    """Converts between messages and tokens by a chat template. Without a template it joins the texts of messages."""
 
     def __init__(
         self,
@@ -148,8 +148,8 @@ class TemplateCodec:
         tools: Tools | None = None,
         reader: MediaReader | None = None,
     ) -> None:
-        """`tools` contain their parser; `chat_template_kwargs` describe them to the model. `reader` reads images and
-        videos, None for a text model."""
+        """`tools` contain the parser of their calls; `chat_template_kwargs` describe the tools to the model. `reader`
+        reads images and videos; None for a text model."""
         self.tools, self.reader = tools, reader
         self.tokenizer, self.apply_chat_template = tokenizer, apply_chat_template
         self.chat_template_kwargs = chat_template_kwargs or {}
@@ -161,7 +161,7 @@ class TemplateCodec:
         return () if self.tools is None else self.tools.calls(self.tokenizer, token_ids, turn)
 
     def read(self, observation: Observation) -> Observation:
-        """Returns the observation with its images and videos measured, a content part for each.  Raises: DataError."""
+        """Returns the observation with content parts for images and videos, tokens counted.  Raises: DataError."""
         if any(has_parts(task.messages) for task in observation.tasks):
             raise DataError("task for a sub-agent", "has images or videos", "text", "describe them")
         if observation.media or has_parts(observation.messages):

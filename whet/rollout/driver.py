@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver of episodes runs them concurrently: in turns while a caller waits, or in a thread, so that sampling
-continues while models train."""
+"""Drivers run many episodes concurrently, in turns (`Driver.turn`): while a caller waits, or in a thread, so that
+sampling continues while models train."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class _Open:
 
 
 class Driver:
-    """Carries out the commands of episodes, in turns that run while a caller waits. Episodes may be added at any time.
-    One thread owns it."""
+    """Carries out the commands of episodes. A caller that waits makes its turns; a turn sends requests and collects
+    results. Episodes may be added at any time. All calls come from one thread."""
 
     blocks = True  # who waits makes the turns, and has nothing else to do
     turn_seconds = POLL_SECONDS
@@ -104,14 +104,14 @@ class Driver:
         return future
 
     def finish(self, function: Callable[[], T]) -> T:
-        """Calls a function between two turns, and waits for its result."""
+        """Calls a function between two turns, waits for its result and returns it."""
         return self.wait(self.call(function), lambda: (0, 1))
 
     def wait(
         self, future: Future[T], progress: Callable[[], tuple[int, int]], between: Callable[[], None] | None = None
     ) -> T:
         """Makes turns until the future has a result, at most `deadline_seconds`; returns the result. `progress` returns
-        the numbers of finished and of all items. `between` is called between turns and may raise.
+        the numbers of finished items and of all items. `between` is called between turns and may raise.
 
         Raises: DeadlineError; errors of a turn."""
         began, before, self._num_waiting = self._clock(), self._num_tokens, self._num_waiting + 1
@@ -132,7 +132,7 @@ class Driver:
             self._num_waiting, self.does = self._num_waiting - 1, self.does or "training"
 
     def pass_time(self, future: Future[Any], began: float | None = None) -> None:
-        """Makes a turn. Adds the seconds since `began` (None: now) to the part of the run that the others wait for."""
+        """Makes a turn. Adds its seconds, or the seconds since `began`, to the present bottleneck (`_limit`)."""
         began, was_sampling, limit = began or time.monotonic(), self.is_sampling, self._limit()
         self.turn(self.turn_seconds)
         seconds = time.monotonic() - began
@@ -140,7 +140,7 @@ class Driver:
         self.limit_seconds[limit] += seconds
 
     def leave(self) -> None:
-        """Ends all episodes after an error, without results."""
+        """Ends all episodes without results, after an error of a caller."""
         drop(self.engine, list(self._sampling))
         self._sampling, self._to_score, self._scoring = {}, [], []
         self._abandon(list(self._open))
@@ -165,7 +165,7 @@ class Driver:
         self._abandon(found)
 
     def score(self, submit: Callable[[], Sequence[Outcomes]], on_scored: OnScored) -> None:
-        """Submits trajectories to scoring functions in the next turn. `on_scored` is called with all outcomes."""
+        """Calls `submit`, which starts scoring, in the next turn. Later calls `on_scored` with all outcomes."""
         self._to_score.append((submit, on_scored))
 
     def note_partials(self) -> None:
@@ -178,7 +178,7 @@ class Driver:
     # ---- a turn
 
     def turn(self, timeout_seconds: float) -> None:
-        """Sends requests, waits up to `timeout_seconds` for observations and completions, and collects scores.
+        """Submits requests, waits up to `timeout_seconds` for observations and completions, and collects scores.
 
         Raises: errors of the engine and of scoring functions."""
         waits = self.blocks and self.is_idle  # for scores: nothing else is to be done
@@ -191,7 +191,7 @@ class Driver:
         self._take_scores(waits)
 
     def _limit(self) -> str | None:
-        """The part that callers wait for. If none waits: the part that the loop is in, or None during sampling."""
+        """The bottleneck now: the part that callers wait for; without callers None during sampling, else `does`."""
         if not self._num_waiting:
             return None if self.is_sampling else self.does or None
         if self.is_sampling:
@@ -230,7 +230,7 @@ class Driver:
         self._carry_out(parent, parent.on_delegated(trajectory))
 
     def _abandon(self, ids: Sequence[str]) -> None:
-        """Ends episodes without results."""
+        """Ends episodes, with the episodes of their sub-agents, without results."""
         self._stop_calls(ids)
         for uid in ids:
             opened = self._open.pop(uid, None)
@@ -276,7 +276,7 @@ class Driver:
             self._carry_out(episode, commands)
 
     def _take_scores(self, waits: bool) -> None:
-        """Submits trajectories for scoring, and passes on outcomes. With `waits`, waits for the first ones."""
+        """Submits trajectories for scoring, and passes on outcomes. With `waits`, waits for the oldest submission."""
         self._scoring += [(submit(), on_scored) for submit, on_scored in self._to_score]
         self._to_score.clear()
         looked_at = self._scoring[:LOOKED_AT]
@@ -287,7 +287,7 @@ class Driver:
             on_scored([each.result() for each in outcomes])
 
     def _fail_late_episodes(self) -> None:
-        """Fails episodes over their time limit. Time counts from the reset; before it an episode waits for a place."""
+        """Fails episodes over their time limit. It counts from the reset, not while they wait for an environment."""
         now, late = self._clock(), list[str]()
         for agent, host in self.environments.items():
             for uid in host.begun():
@@ -327,7 +327,7 @@ def _read(episode: Episode, result: Observation | Failure) -> Observation | Fail
 
 
 class BackgroundDriver(Driver):
-    """Makes turns in a thread all the time, starting at the first call. Waiting callers get its errors."""
+    """Makes turns continuously in a thread, started by the first call. Its errors are raised in waiting callers."""
 
     blocks = False
     turn_seconds = TURN_SECONDS
@@ -353,7 +353,7 @@ class BackgroundDriver(Driver):
         return future
 
     def pass_time(self, future: Future[Any], began: float | None = None) -> None:
-        """Waits for `future`, at most the time of one turn; the thread makes the turns."""
+        """Waits for `future`, at most for the time of one turn, while the thread makes turns."""
         wait([future], TURN_SECONDS)
 
     def leave(self) -> None:

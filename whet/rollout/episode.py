@@ -35,7 +35,7 @@ class Codec(Protocol):
         ...
 
     def read(self, observation: Observation) -> Observation:
-        """Converts the observation for the model: tags become content parts, media are measured.  Raises: DataError."""
+        """Converts tags of the observation to content parts, and counts tokens of media.  Raises: DataError."""
         ...
 
     def opening(self, messages: Sequence[Message], media: Sequence[Media]) -> list[int]:
@@ -118,7 +118,7 @@ Command = Reset | Sample | Step | Delegate | End
 
 @dataclass(frozen=True)
 class Conversation:
-    """The conversation that a player reads."""
+    """The conversation that a player reads as its context."""
 
     token_ids: tuple[int, ...]
     row_start: int  # the tokens before it are no response
@@ -191,7 +191,7 @@ class Episode:
         return self._check_length() or [Sample(self._request())]
 
     def on_completion(self, completion: Completion) -> list[Command]:
-        """Reads a completion of the engine. After an aborted one, the next attempt samples the rest."""
+        """Adds a completion to the turn. After an aborted one, a new attempt samples the missing tokens."""
         if self.over:
             return []
         whole = completion if self._partial is None else joined(self._partial, completion)
@@ -228,13 +228,13 @@ class Episode:
         return [Step(Answer(text, calls, whole.token_ids, whole.finish_reason, media=turn.media))]
 
     def on_partial(self, partial: Partial) -> None:
-        """Records tokens that the running attempt has sampled so far."""
+        """Records the tokens that the running attempt at a request has sampled so far."""
         if partial.attempt == self._attempt:
             tokens, log_probs, versions = partial.token_ids, partial.log_probs, partial.versions
             self._noted = Completion(tokens, log_probs, "abort", versions, routed=partial.routed)
 
     def go_on_from(self, sampled: Completion, context_digest: int | None = None) -> None:
-        """Lets the first turn begin with tokens that an earlier run sampled, unless its context has changed."""
+        """Starts the first turn with the tokens `sampled` in an earlier run, unless the turn's context has changed."""
         self._partial, self._behind, self._attempt = sampled, context_digest, self._attempt + 1
 
     @property
@@ -336,7 +336,7 @@ class Episode:
 
     @property
     def _turn_limit(self) -> int | None:
-        """The limit of the turn's tokens, set by the environment or the config."""
+        """The token limit of the next turn: the environment's, else the config's; None if both set none."""
         return self._read.max_tokens or self.rules.limits.max_turn_tokens
 
     @property
@@ -352,8 +352,8 @@ class Episode:
         return most if whole is None else min(most, whole - sum(len(turn.token_ids) for turn in self.turns))
 
     def _check_length(self) -> list[Command]:
-        """Ends the episode if no room is left for a turn, or if a conversation begins with too many tokens. For a
-        prompt without additions the data loader has checked this."""
+        """Ends the episode if token limits leave none for a turn, or if a conversation is too long before its first
+        turn. The data loader has already checked prompts to which nothing was added."""
         length, most = len(self._context.token_ids), self.rules.limits.max_context_tokens
         is_given = not self.agent and self._context.token_ids == self.prompt.token_ids
         is_long = most is not None and length == self._context.row_start > most and not is_given
@@ -448,7 +448,7 @@ def unfinished(sampled: Completion, request: Request) -> Completion | None:
 
 
 def part(completion: Completion, start: int, end: int) -> Completion | None:
-    """Returns the tokens from `start` up to `end`; None if there are none."""
+    """Returns the completion's tokens from number `start` up to number `end`; None if there are none."""
     if start >= end:
         return None
     runs, first = list[tuple[int, int]](), 0  # number of the run's first token

@@ -36,7 +36,7 @@ class PromptSource(Protocol):
         ...
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Reads all sampled groups. They include groups that a filter drops."""
+        """Receives all scored groups, also groups that a filter drops; the next prompts may depend on them."""
         ...
 
     def state(self) -> Mapping[str, Any]:
@@ -49,7 +49,7 @@ class PromptSource(Protocol):
 
 
 class ReturnedFirst:
-    """A source that first returns the prompts that were put back, then the prompts of its own source, if it has one."""
+    """A source that first returns the prompts that were put back, then the prompts of another source, if it has one."""
 
     def __init__(self, source: PromptSource | None, first: Sequence[Prompt] = ()) -> None:
         self.source, self._returned = source, list(first)
@@ -87,7 +87,7 @@ class ReturnedFirst:
 @dataclass(frozen=True)
 class Filter:
     """Chooses the groups to train on. `keeps` decides by the `metric` of a group's trajectories that did not fail.
-    Domains may have their own filter. A step starts a share of `extra` additional groups."""
+    Domains may have their own filter. `extra` is the share of groups that a step starts in addition to its batch."""
 
     keeps: Callable[..., bool]
     options: Mapping[str, Any]
@@ -131,14 +131,14 @@ class Score:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The groups of the step, sampled but not yet scored. No filter reads their scores."""
+    """Command: give the step its groups, which are sampled but not yet scored. Used if no filter reads scores."""
 
     groups: list[Group]
 
 
 @dataclass(frozen=True)
 class HandOut:
-    """The groups of a step: all kept ones, and all `dropped` ones in the order of admission."""
+    """Command: give the step its scored groups: kept and `dropped` ones, each in the order of admission."""
 
     step: int
     wanted: int
@@ -179,13 +179,13 @@ class Flow:
     """Collects the groups of each step. Samples ahead as far as `max_staleness` allows.
 
     With k = `max_staleness` at most B + floor(k B) groups (B = `batch_size`) are outstanding: admitted, not dropped,
-    and not yet part of the weights that sample. Then no token is more than ceil(k) versions older than the weights that
-    are trained with it, and of a fractional k at most that share of a batch is at the last version allowed.
+    and not yet trained into the weights that sample. Then no token is more than ceil(k) versions older than the weights
+    that are trained with it. With a fractional k, at most this fraction of a batch is ceil(k) versions old.
 
-    With k = 0 prompts start when a step asks for them: B and, while the filter drops groups, up to `max_refills` times
-    the missing number, in rounds; prompts of an abandoned step are forgotten. With k > 0 they start as soon as there is
-    room, and a step takes the first B kept groups among the next (1 + `max_refills`) B admitted ones. In both cases a
-    step gets fewer than B groups only if too many were dropped or failed.
+    With k = 0 prompts start when a step asks for them: B at first and, while the filter drops groups, as many as are
+    missing, in up to `max_refills` further rounds; prompts of an abandoned step are forgotten. With k > 0 they start as
+    soon as the limit allows, and a step takes the first B kept groups among the next (1 + `max_refills`) B admitted
+    ones. In both cases a step gets fewer than B groups only if too many were dropped or failed.
 
     With k = 0 the filter may ask for `extra` groups. A step then takes the first B kept groups in the order in which
     they ended, however late their scores come; the others are aborted, and their prompts do not start again."""
@@ -207,7 +207,7 @@ class Flow:
 
     @property
     def is_ahead(self) -> bool:
-        """Tells whether groups are sampled before a step asks for them. With k = 0 they are not."""
+        """Tells whether groups are sampled before a step asks for them, which needs `max_staleness` above 0."""
         return self.max_staleness > 0
 
     @property
@@ -238,7 +238,7 @@ class Flow:
         return ended, self.batch_size * self.n
 
     def ask(self, step: int) -> list[Command]:
-        """Asks for the groups of a step. A HandOut follows, now or later."""
+        """Asks for the groups of a step. These commands or later ones contain a HandOut."""
         if not self.is_ahead:
             self._before = copy.deepcopy(dict(self.source.state()))
             self.restart(step - 1, [])
@@ -269,17 +269,17 @@ class Flow:
         return self._advance()
 
     def restart(self, version: int, queue: Sequence[Admitted]) -> None:
-        """Resumes after `version`, with the groups of a checkpoint in the order of their admission."""
+        """Resumes after step `version`, with the groups of a checkpoint in the order of their admission."""
         self.version, self.training, self._waits_for = version, None, None
         self.queue = {each.prompt.uid: each for each in queue}
 
     def place(self) -> Mapping[str, Any]:
-        """Returns the position of the next prompt; with k = 0, until a step is trained, of the step's first prompt."""
+        """Returns the position in the prompts. Without staleness it is before the step until the step is trained."""
         return self._before or dict(self.source.state())
 
     def most_age(self, place: int) -> int:
-        """The largest age, in versions, of tokens at a place of the queue: each batch that is trained before them adds
-        one. A filter may leave a step fewer groups; then later groups wait longer."""
+        """The largest age in versions that tokens at a `place` of the queue may have now: each batch trained before
+        them adds one. A filter may leave a step fewer groups; then later groups wait longer."""
         most = self.batch_size * (1 + math.ceil(self.max_staleness)) if self.group_filter else self.most_outstanding
         return (most - 1 - place) // self.batch_size
 
@@ -300,20 +300,20 @@ class Flow:
 
     @property
     def _most_read(self) -> float:
-        """The largest number of groups, dropped ones included, that a step reads. With k = 0 only refills limit it."""
+        """The most groups, dropped ones included, that a step reads. Without staleness only refills limit it."""
         if self.group_filter is None or not self.is_ahead:
             return math.inf
         return (1 + self.group_filter.max_refills) * self.batch_size
 
     def _together(self, admitted: Admitted, ended: Callable[[Admitted], Sized]) -> list[Admitted]:
-        """The groups to score and filter together: with k = 0 without `extra`, a round. Empty until all have ended."""
+        """The groups to score and filter with `admitted` (its round, or only itself); empty until all have ended."""
         if len(ended(admitted)) < self.n:
             return []
         together = [admitted] if self.is_ahead or self._extra else self._undecided
         return together if all(len(ended(each)) == self.n for each in together) else []
 
     def _choose(self) -> list[Command]:
-        """Returns the requested groups in a Chosen once all are sampled, if no filter reads scores."""
+        """Returns a Chosen with the requested groups once all are sampled, if no filter reads scores."""
         first = list(islice(self.queue.values(), self.batch_size)) if self._waits_for is Chosen else []
         if len(first) < self.batch_size or any(len(each.sampled) < self.n for each in first):
             return []
@@ -337,7 +337,7 @@ class Flow:
         return [*self._hand_out(), *self._start()]
 
     def _start(self) -> list[Command]:
-        """Fills the free room with new prompts. The keys of their random draws contain the step that will use them."""
+        """Starts new prompts up to the limits. The keys of their random draws contain the step that will use them."""
         live, wanted, most, commands = self._live, self.batch_size, self._most_read, list[Command]()
         taken = 0 if self.training is None else wanted  # a step takes its place even with fewer groups
         most_live = self.most_outstanding + self._extra - taken
@@ -356,7 +356,7 @@ class Flow:
         return commands
 
     def _hand_out(self) -> list[Command]:
-        """Hands out the requested groups as soon as all groups before them are decided. Aborts `extra` groups."""
+        """Hands out the requested groups once all earlier groups are kept or dropped. Aborts unused `extra` groups."""
         if self._waits_for is None:
             return []
         read, kept = list[Admitted](), 0

@@ -30,7 +30,7 @@ from whet.types import FinishReason, Versions, last_versions
 
 @dataclass(eq=False)
 class LiveRequest:
-    """An unfinished request. While it is being sampled, the engine keeps its newest tokens until they are read."""
+    """An unfinished request. While it is sampled, only the engine has its newest tokens, until they are read."""
 
     request: Request
     tokens: list[int]  # of the response
@@ -85,7 +85,7 @@ Done = tuple[L, FinishReason, str | None]  # a request that ended, why, and at w
 
 
 class Policy:
-    """The module to sample from: none yet, another component's, or the engine's own, which it may fill and offload."""
+    """The module to sample from: none yet, a shared one, or the engine's own, which it may fill and offload."""
 
     def __init__(self) -> None:
         self.module: PreTrainedModel | None = None
@@ -131,8 +131,8 @@ class Policy:
 
 
 class InProcessEngine(ABC, Generic[L]):
-    """Decodes while the caller polls. With `keep_cache`, running requests keep their keys and values when weights
-    change. Otherwise they are recomputed, so that each log-prob belongs to exactly one version."""
+    """Base of engines that decode while the caller polls. With `keep_cache`, running requests keep their keys and
+    values when weights change. Otherwise these are recomputed, so that each log-prob belongs to exactly one version."""
 
     def __init__(
         self, dtype: torch.dtype, max_batch_size: int, load_tokenizer: LoadTokenizer | None, keep_cache: bool
@@ -149,7 +149,7 @@ class InProcessEngine(ABC, Generic[L]):
         self._first_late_at = float("inf")
 
     def submit(self, request: Request) -> bool:
-        """Accepts a request; False at MAX_UNFINISHED requests.  Raises: EngineError for one that can never fit."""
+        """Accepts a request; False if MAX_UNFINISHED are unfinished.  Raises: EngineError if it can never fit."""
         if (answer := self.unfinished.answer(request)) is not None:
             return answer
         self._end([self.unfinished[request.uid]] if request.uid in self.unfinished else [])
@@ -240,7 +240,7 @@ class InProcessEngine(ABC, Generic[L]):
         self.attach(own, self.policy.version, is_own=True)
 
     def load(self, weights: Weights, version: int) -> None:
-        """Fills the engine's own module.  Raises: WeightSyncError; errors of `weights`."""
+        """Copies weights into the engine's own module.  Raises: WeightSyncError; errors of `weights`."""
         self._before_new_weights(forget=not self.keep_cache)
         self.policy.fill(weights, version)
 
@@ -285,11 +285,11 @@ class InProcessEngine(ABC, Generic[L]):
 
     @abstractmethod
     def _use(self, module: PreTrainedModel) -> None:
-        """Prepares for another module.  Raises: EngineError for a module that the engine does not support."""
+        """Prepares to sample from `module`.  Raises: EngineError if the engine does not support the module."""
 
     @abstractmethod
     def _take(self, request: Request) -> L:
-        """Puts a request at the end of the queue.  Raises: EngineError for one that can never fit."""
+        """Puts a request at the end of the queue.  Raises: EngineError for a request that can never fit."""
 
     @abstractmethod
     def _step(self, module: PreTrainedModel) -> list[Done[L]]:
@@ -297,19 +297,19 @@ class InProcessEngine(ABC, Generic[L]):
 
     @abstractmethod
     def _read(self) -> None:
-        """Copies the tokens and log-probs so far into every request."""
+        """Copies the tokens and log-probs sampled so far into every running request."""
 
     def _read_streaming(self, live: Sequence[L]) -> None:
-        """Copies at least the tokens and log-probs so far into these requests. Some may be waiting."""
+        """Copies the tokens and log-probs sampled so far into at least these requests. Some of them may be waiting."""
         self._read()
 
     @abstractmethod
     def _drop(self, live: Sequence[L]) -> None:
-        """Removes requests, running or waiting. Their tokens have been read."""
+        """Removes requests, running or waiting. The caller has called `_read` before."""
 
     @abstractmethod
     def _forget(self) -> None:
-        """Puts running requests back into the queue, and drops their cache. Their tokens have been read."""
+        """Puts running requests back into the queue, and drops their cache. The caller has called `_read` before."""
 
     def _forget_finished(self) -> None:
         """Frees the cached blocks of finished requests."""

@@ -21,8 +21,8 @@ class Ledger(dict[str, L]):
     """Unfinished requests by uid, the oldest first."""
 
     def answer(self, request: Request) -> bool | None:
-        """Returns the result of `submit` if the engine need not act: True for an attempt that is present or was
-        replaced by a later one, False at MAX_UNFINISHED requests. Otherwise None."""
+        """Returns the result of `submit` if the engine has nothing to do: True if this attempt or a later one is
+        unfinished, False if MAX_UNFINISHED requests are unfinished. Otherwise None."""
         if (earlier := self.get(request.uid)) is not None:
             return True if request.attempt <= earlier.request.attempt else None
         return None if len(self) < MAX_UNFINISHED else False
@@ -52,7 +52,7 @@ def check_request(request: Request, vocab_size: int) -> None:
 
 
 def check_whole(coming: int | None, version: int) -> None:
-    """Checks that no newer version has replaced a part of `version`.  Raises: WeightSyncError if `coming` has."""
+    """Checks that the weights are not a mix of two versions.  Raises: WeightSyncError if `coming` is not None."""
     if coming is not None:
         found = f"did not arrive whole, and may be mixed with version {version}"
         raise WeightSyncError(f"version {coming} of the weights", found, change="send all weights of a version")

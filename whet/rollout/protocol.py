@@ -26,7 +26,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]  # under their Hugging Face names
 
 @dataclass(frozen=True)
 class Span:
-    """The part of a server on one of several nodes."""
+    """The part of a server that one of several nodes runs."""
 
     nodes: int
     number: int  # of the node; the server answers on node 0
@@ -170,8 +170,8 @@ class RolloutEngine(Protocol):
         ...
 
     def load(self, weights: Weights, version: int) -> None:
-        """Fills the engine's own module between two decode steps. Running requests continue with the new weights;
-        cached keys and values are recomputed or, if the engine is configured so, kept.
+        """Copies weights into the engine's own module between two decode steps. Running requests continue with the new
+        weights; cached keys and values are recomputed or, if the engine is configured so, kept.
 
         Raises: WeightSyncError for weights that do not fit; errors of `weights`. After an error nothing is sampled
         until all weights of a version have come."""
@@ -226,7 +226,7 @@ class Sleeps(Protocol):
     """An engine that can free the device for training between rollouts."""
 
     def sleep(self) -> None:
-        """Frees the device memory that only sampling needs: of the key and value cache, and of its own module."""
+        """Frees the device memory that only sampling needs: the key and value cache, and the engine's own module."""
         ...
 
     def wake(self) -> None:

@@ -3,7 +3,7 @@
 
 The ranks of a rollout form one engine. If a rank is lost, other ranks continue its requests. If only its engine is
 lost, the rank restarts it; a process that died or hangs is replaced by a new one, which samples after the next weight
-sync. If it cannot be replaced, or no rank with weights is left, `poll` raises its error."""
+sync. If it cannot be replaced, or no rank with weights is left, `poll` raises the error of the process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RankDriver:
     `concurrent` several."""
 
     def __init__(self, group: WorkerGroup, fleet: Fleet, *options: bool, concurrent: bool = False) -> None:
-        """`options` are further arguments of `serve`."""
+        """`options` are passed to `serve` after its other arguments."""
         self.fleet, self._group, self._options, self._concurrent = fleet, group, options, concurrent
         self.num_lost = 0  # ranks, since the start
         self._turn = threading.RLock()  # over all that follows
@@ -55,14 +55,14 @@ class RankDriver:
             self._events += self.fleet.abort(uids, silently=silently)
 
     def join(self, ranks: Iterable[int], version: int | None = 0) -> None:
-        """Connects ranks that already have the weights of `version`."""
+        """Connects ranks that already have the weights of `version`; None for ranks that have none."""
         for rank in ranks:
             self._events += self.fleet.on_join(rank, version)
 
     def turn(self, timeout_seconds: float, rank_seconds: float = GATHER_SECONDS) -> list[AnyEvent]:
         """Gives tasks to free ranks, and returns the first events. A rank waits at most `rank_seconds` for events.
 
-        Raises: errors of workers; the error of a lost rank that the others need."""
+        Raises: errors of workers; the error of a lost rank that cannot be replaced."""
         with self._turn:
             self._call(rank_seconds)
             awaited = [call for call in self._calls if call.method != "start"]
@@ -94,7 +94,7 @@ class RankDriver:
         self._calls[self._group.start_on(rank, method, *arguments)] = rank
 
     def _take(self, call: PendingCall) -> None:
-        """Waits for a call, and processes its result."""
+        """Waits for the result of a call, and processes it."""
         rank = self._calls.pop(call)
         try:
             found = call.result()
@@ -254,7 +254,7 @@ class RestartingEngine(RolloutEngine, Restarts, Protocol):
 class Restarted:
     """A single engine that restarts after a loss. The loss delays requests, but does not change their tokens.
 
-    Methods of `RolloutEngine` that are missing here are the engine's own."""
+    All other methods of `RolloutEngine` are the methods of `engine`."""
 
     def __init__(self, engine: RestartingEngine) -> None:
         self.engine, self._fleet = engine, Router(MAX_UNFINISHED)

@@ -20,8 +20,8 @@ Sampling = SamplingParams | SamplingConfig  # of a request, or of a section of t
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths of a step's sequences in tokens: `prompts` (a sample of the data, or the limit) and the longest
-    `response`. For runs on examples the lengths are of whole examples."""
+    """The lengths of a step's sequences in tokens: of `prompts` (the data's, or one limit), and of the longest
+    `response`. In runs on examples `prompts` has the lengths of whole examples."""
 
     prompts: tuple[int, ...]
     response: int
@@ -34,7 +34,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Decoding:
-    """The sequences that one process decodes together."""
+    """The sequences that one process decodes together: their number, lengths and bytes."""
 
     rows: int
     n: int  # completions of a prompt
@@ -60,13 +60,13 @@ class RolloutBytes:
 
 @dataclass(frozen=True)
 class CacheRoom:
-    """The room for the key and value cache if `kv_cache_bytes=auto`, beside all other memory on the accelerator."""
+    """Limits of the key and value cache with `kv_cache_bytes=auto`: other memory, and the most bytes it fills."""
 
     beside: int = 0  # most bytes of other tensors of the process while there is a cache
     most: float = math.inf  # bytes that the sequences of a step fill
 
     def bytes(self, device_bytes: int, allocated: int = 0) -> int:
-        """Returns the size of the cache: the bytes that remain beside the largest use of the process's tensors. The
+        """Returns the size of the cache: the bytes that the process's other tensors leave free when they take most. The
         process may use `device_bytes` of the accelerator; its tensors have `allocated` now."""
         left = room_for_tensors(device_bytes) - max(self.beside, allocated)
         return max(KV_CACHE_BYTES, int(min(self.most, left)))
@@ -100,5 +100,5 @@ class ChecksMedia(Protocol):
     """A class of rollout engines that support images only for some models."""
 
     def check_media(self, encoders: Encoders | None, media: Sequence[Media], whose: str) -> None:
-        """Checks that the engine supports the media of `whose` prompt. A class method.  Raises: EngineError."""
+        """Checks that the engine supports the media of the prompt `whose`. A class method.  Raises: EngineError."""
         ...

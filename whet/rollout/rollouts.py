@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Taken:
-    """The result of `take`: groups and their metrics."""
+    """The result of `Rollouts.take`: groups and their metrics."""
 
     groups: list[Group]
     metrics: Metrics
@@ -64,7 +64,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class SampledTrajectories(Generic[T]):
-    """Sampled trajectories. Their scores may still be pending."""
+    """Groups whose trajectories are sampled; `result` waits for their scores."""
 
     groups: list[Group]  # without rewards, unless they are known
     result: Callable[[], T]  # waits for the scores and returns the same trajectories with them; to be called once
@@ -72,7 +72,7 @@ class SampledTrajectories(Generic[T]):
 
 @dataclass
 class Asked:
-    """A flow, and the futures that its caller waits for."""
+    """A flow that is asked for groups. `chosen` completes when they are sampled, `handed_out` when they are scored."""
 
     flow: Flow
     purpose: str = "rollout"
@@ -106,7 +106,7 @@ class Rollouts:
         length_stages: Mapping[int, int] | None = None,
         sampling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`batch_size` groups per step are sampled ahead. Without staleness, each step asks for its own number."""
+        """With `max_staleness`, each step takes `batch_size` groups; without it, as many as `take` asks for."""
         self.length_stages = dict(length_stages or {})
         self.collector, self.driver, self.scorer, self.tokenizer = collector, collector.driver, scorer, tokenizer
         self.n, self.params, self.correct_threshold = n, params, correct_threshold
@@ -139,7 +139,7 @@ class Rollouts:
         return self.start(n, step=step).result()
 
     def start(self, n: int, *, step: int) -> SampledTrajectories[Taken]:
-        """Starts `take`. Returns once all trajectories are sampled and, if there is a filter, scored."""
+        """Starts `take`: returns once all trajectories are sampled and, if there is a filter, scored."""
         if self.prompts.source is None:
             raise DataError("source of prompts", None, "one to take from", "pass prompts to Rollouts, or call sample")
         metrics, flow = Metrics(), self.flow
@@ -176,7 +176,7 @@ class Rollouts:
         return groups
 
     def on_weights(self, version: int) -> None:
-        """Records that the engine has a step's weights. Sampling may then continue as far ahead as they allow."""
+        """Records that the engine has a step's weights, so that groups of later steps may be sampled with them."""
         if self._restored is not None:
             if self.flow.is_ahead:
                 self._watched.enter_context(watching(self._watch))
@@ -188,18 +188,18 @@ class Rollouts:
 
     def state(self) -> Mapping[str, Any]:
         """Returns the position in the prompts for the next step, and under `stream` every group that was sampled ahead.
-        Without staleness, while groups are not trained on yet, it is the position of their step."""
+        Without staleness the position stays before the current step until the step is trained on."""
         if self._restored:
             return {**self.prompts.state(), "stream": list(self._restored)}
         return self.driver.finish(self._snapshot)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a saved state when the first weights come."""
+        """Resumes from a saved state; its groups continue at the first call of `on_weights`."""
         self.prompts.load_state(state)
         self._restored = state.get("stream", ())
 
     def close(self) -> None:
-        """Ends the driver, and the processes of environments and rewards. Logs the part that the others waited for."""
+        """Ends the driver and the processes of environments and rewards. Logs the bottleneck of asynchronous runs."""
         self._watched.close()
         self.collector.close()
         for scorer in filter(None, (self.scorer, self.val_scorer)):
@@ -213,7 +213,7 @@ class Rollouts:
             log.info("%s limited the run (others waited for %s); what would help: %s", slowest, shown, HELP[slowest])
 
     def params_at(self, step: int) -> SamplingParams:
-        """Returns the sampling parameters of a step. The stage of the step sets the length limit."""
+        """Returns the sampling parameters of a step, with the length limit that `length_stages` sets for it."""
         begun = [start for start in self.length_stages if start <= step]
         if not begun:
             return self.params
@@ -260,7 +260,7 @@ class Rollouts:
                     asked.handed_out.set_result(command)
 
     def _on_scored(self, asked: Asked, trajectories: Sequence[Trajectory], found: Sequence[Sequence[Outcome]]) -> None:
-        """Passes the reward's outcomes to the flow. A separate accuracy function, if any, sets the accuracy."""
+        """Passes the outcomes of scorers to the flow. A separate accuracy function, if any, sets the accuracy."""
         outcomes = found[0] if len(found) == 1 else list(map(_with_accuracy, *found))
         self._carry_out(asked, asked.flow.on_scored(with_outcomes(trajectories, outcomes)))
 
@@ -293,7 +293,7 @@ class Rollouts:
 
     @contextmanager
     def _watch(self, phase: str) -> Iterator[None]:
-        """Records a phase of the loop."""
+        """Tells the driver the phase of the loop during the block, so that it can record the bottleneck."""
         before, self.driver.does = self.driver.does, DOES.get(phase, self.driver.does)
         try:
             yield
@@ -301,7 +301,7 @@ class Rollouts:
             self.driver.does = before
 
     def _taken(self, found: HandOut, metrics: Metrics) -> Taken:
-        """Measures the groups to train on. If the filter kept none, dropped groups keep the run going."""
+        """Makes the result of `take` and measures its groups: dropped groups if the filter kept none."""
         count_failures((*found.kept, *found.dropped), metrics, self.spent)
         if self.flow.is_ahead:
             measure_staleness(found, metrics)
@@ -323,7 +323,7 @@ class Rollouts:
 
 
 def reward_item(prompt: Prompt, text: str, response_ids: Sequence[int], trajectory: Mapping[str, Any]) -> RewardItem:
-    """Makes the input of reward functions for a response."""
+    """Makes the input of reward functions from a prompt and a response."""
     return RewardItem(
         data_source=prompt.data_source,
         solution_str=text,

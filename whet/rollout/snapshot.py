@@ -42,7 +42,7 @@ def restore(flow: Flow, source: ReturnedFirst, version: int, entries: Sequence[M
     """Restores the groups of a snapshot. Scored groups go into the queue; the others continue to be sampled or scored.
 
     A group starts again from its prompt if its row has changed in the data, or if its tokens are too old for this run.
-    Prompts without room return to the source, and come first."""
+    Groups beyond the limit are dropped: their prompts go back to the source, which returns them first."""
     queue, sampled, episodes = list[Admitted](), list[Trajectory](), list[Episode]()
     room, again = flow.most_outstanding if flow.is_ahead else 0, Counter[str]()
     for place, entry in enumerate(entries[:room]):
@@ -77,7 +77,7 @@ def restore(flow: Flow, source: ReturnedFirst, version: int, entries: Sequence[M
 
 
 def _digest(prompt: Prompt) -> int:
-    """A hash of the fields of a row that are read. Of an object that JSON cannot hold only the type counts."""
+    """A hash of the prompt fields that a step reads. An object that JSON cannot hold counts by its type only."""
     read = (prompt.token_ids, prompt.ground_truth, [media.digest for media in prompt.media])
     return key(0, "prompt", json.dumps(read, default=lambda value: type(value).__name__, skipkeys=True))
 
@@ -99,7 +99,7 @@ def _plain(value: Any) -> Any:
 
 
 def _entry(admitted: Admitted, running: Sequence[Episode]) -> dict[str, Any]:
-    """Converts a group to JSON values. Trajectories that JSON cannot hold (environment objects) are sampled again."""
+    """Converts a group to JSON values. Leaves out trajectories with environment objects; they are sampled again."""
     is_scored = admitted.is_kept is True
     samples = []
     for trajectory in (admitted.scored if is_scored else admitted.sampled).values():

@@ -49,8 +49,8 @@ R = TypeVar("R")
 
 @dataclass(kw_only=True, repr=False)
 class Frame:
-    """Base class of the runs of all trainers. A subclass adds its parts; the methods `state`, `load_state` and
-    `check_health`; and a loop, which `train` runs in a `Schedule`."""
+    """Base class of the runs of all trainers. A subclass adds its fields, the methods `state`, `load_state` and
+    `check_health`, and a loop for `train`, which makes its steps in a `Schedule`."""
 
     columns_shown: ClassVar[tuple[ConsoleColumn, ...]] = COLUMNS  # of the console's line
     tokens_metric: ClassVar[str] = "perf/total_num_tokens"  # what the throughput counts
@@ -148,7 +148,7 @@ class Frame:
     def start(self) -> None:
         """Resumes from the checkpoint, if there is one. Otherwise starts from the initial weights.
 
-        Raises: CheckpointError where the checkpoint belongs to another model."""
+        Raises: CheckpointError if the checkpoint belongs to another model."""
         folder = self.opened.found
         try:
             if folder is not None:
@@ -182,7 +182,7 @@ class Frame:
     def train(self, loop: Callable[[Self], None]) -> None:
         """Runs `loop` until it returns or a signal ends it.
 
-        Raises: Stopped, after a checkpoint of the steps done; StorageError where the disk is full."""
+        Raises: Stopped, after a checkpoint of the steps done; StorageError if the disk is full."""
         ranks = partial(recorded, self.roles, self.config.cluster)
         watched = observed(self.run_dir, self.config.trainer.profile, lambda: self.step + 1, ranks)
         write_state(self.run_dir, "running", self.total_steps)
@@ -216,7 +216,7 @@ class Frame:
         return self.saved_at is None or time.monotonic() - self.saved_at > SAVE_SECONDS or self.is_due(0)
 
     def count_flops(self) -> None:
-        """Asks the ranks for the operations of the step's updates, if the accelerators' peak speeds are known."""
+        """Asks the ranks for the floating-point operations of the step's updates, if their peak speeds are known."""
         if self._peak_flops:
             asked = asked_of_trained(self.roles, self.config.cluster, "update_flops")
             self.flops = {name: sum(numbers) for name, numbers in asked.items()}
@@ -255,8 +255,8 @@ class Frame:
     def save(self) -> Path:
         """Writes a checkpoint of this step.  Returns its folder.
 
-        Raises: EngineError where weights are not finite; CheckpointError where the folder cannot be written;
-        ConfigError where the first checkpoint does not fit on the disk."""
+        Raises: EngineError if weights are not finite; CheckpointError if the folder cannot be written; ConfigError if
+        the first checkpoint does not fit on the disk."""
         if self.saved_at is None:  # other programs may have used the room since the start
             check_disk(self.opened.checkpoint_bytes, self.run_dir)
         with phase("save"):
@@ -283,7 +283,7 @@ class Frame:
         return folder
 
     def close(self) -> None:
-        """Ends workers and trackers, then unlocks the folder. After a failure it still closes the other parts."""
+        """Ends workers and trackers, then unlocks the folder. An error in one part does not keep others open."""
         with ExitStack() as stack:
             stack.callback(self.opened.close)
             if self.uploads is not None:
@@ -300,7 +300,7 @@ class Frame:
         return {name: max(each) for name, each in asked.items()} if all(map(all, asked.values())) else {}
 
     def _check_weights(self) -> None:
-        """Raises: EngineError where a weight, or a model output computed with the weights, is NaN or infinite."""
+        """Raises: EngineError if a weight, or a model output computed with the weights, is NaN or infinite."""
         for role in checkpoint.TRAINED_ROLES:
             if role in self.roles and not all(self.roles[role].has_finite_weights()):
                 found = "weights, their squares or outputs are NaN or infinite, so the run stops without saving"
@@ -333,8 +333,8 @@ def opened_for(
     dry_run: bool = False,
 ) -> Iterator[tuple[RunDir, Trackers]]:
     """Checks that a run fits the machines, locks its folder, opens the trackers in `trainer.logger` and logs the first
-    lines, all before workers start. Closes them if the block fails. A dry run only checks the fit. `inputs` are digests
-    of code and data.
+    lines, all before workers start. Closes folder and trackers if the block fails. A dry run only checks the fit.
+    `inputs` are digests of code and data.
 
     Raises: ConfigError, CheckpointError, StorageError."""
     trainer, run_dir = config.trainer, run_folder(config.trainer)
@@ -394,7 +394,7 @@ def with_restarts(config: C, attempt: Callable[[C], R]) -> R:
 def with_named_dtypes(config: C) -> C:
     """Replaces each dtype `auto` in the config: by the dtype of the resumed run, else by one that the machines support.
 
-    Raises: ConfigError where another key conflicts with the dtype."""
+    Raises: ConfigError if another key conflicts with the dtype."""
     resume, own = config.trainer.resume, run_folder(config.trainer)
     folders = [] if resume in checkpoint.AFRESH else [own]
     if resume not in ("auto", *checkpoint.AFRESH):

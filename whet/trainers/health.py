@@ -39,14 +39,14 @@ WATCHED = ("actor/grad_norm", "critic/grad_norm", "actor/ppo_kl", "actor/kl_loss
 
 
 class Health:
-    """Warns if a metric of a step jumps, compared with the last steps. Checkpoints keep the compared values."""
+    """Warns if a metric jumps far above its values in the last steps. Checkpoints keep these values."""
 
     def __init__(self) -> None:
         self._seen: dict[str, list[float]] = {}
         self._equal_in_a_row = 0
 
     def check(self, run: Run, batch: Batch, step: int, metrics: Metrics) -> None:
-        """Warns of a jump in a metric, with its rows.  Raises: EngineError after three skipped updates in a row."""
+        """Warns of a jump in a metric, with its trajectories.  Raises: EngineError after three skipped updates."""
         checks = [check_skipped(role, f"{role}.optim.lr", metrics, run.run_dir) for role in ("actor", "critic")]
         run.is_good = all(checks)
         self._check_groups(run, step, metrics)
@@ -56,8 +56,8 @@ class Health:
                 log.warning(JUMPED, step, name, value, JUMP, before, _named(heaviest_rows(run, batch, name), step))
 
     def check_sampler(self, run: Run, batch: Batch, step: int) -> None:
-        """Compares log-probs of rollout and trainer, if the rollout has a copy of the weights or replays recorded
-        steps. Warns of a jump.  Raises: WeightSyncError for a jump if both have the same weights."""
+        """Compares log-probs of rollout and trainer, unless the rollout computes with the trainer's tensors on a CPU.
+        Warns of a jump in their distance.  Raises: WeightSyncError for a jump if both have the same weights."""
         if not run.engine.reads_trained_weights:
             self._check_gap(*sampler_gap(run, batch, step), step, run.run_dir)
 
@@ -78,7 +78,7 @@ class Health:
         raise WeightSyncError(f"step {step}", gap, expected, f"{change}; {last_good(run_dir)}")
 
     def _check_groups(self, run: Run, step: int, metrics: Metrics) -> None:
-        """Warns if all trajectories of every group are equal for several steps, and the estimator compares them."""
+        """Warns if, for several steps, all scores in each group are equal although the estimator compares them."""
         is_equal = metrics.value("reward/groups_all_equal") == 1 and "uid" in run.estimator.columns
         self._equal_in_a_row = self._equal_in_a_row + 1 if is_equal else 0
         if self._equal_in_a_row == EQUAL_IN_A_ROW:
@@ -106,7 +106,7 @@ class Health:
 def sampler_gap(run: Run, batch: Batch, step: int) -> tuple[float, int]:
     """Returns the mean distance between log-probs of rollout and trainer, in nats per token, and the age in steps of
     the rollout's newest weights. Reads only tokens that these weights sampled: of all rows if the batch has the
-    trainer's log-probs, else of the shortest row per rank."""
+    trainer's log-probs, else only of the shortest rows, one for each rank."""
     actor, version = run.roles["actor"], batch["policy_version"]
     newest = int((version * (batch["response_mask"] != 0)).max())
     mask = batch["response_mask"] * (version == newest)

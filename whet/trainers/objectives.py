@@ -52,7 +52,7 @@ class LossObjective:
 
     def call(self, columns: Columns, supplied: Mapping[str, Any] | None = None) -> PolicyLoss:
         """Calls the loss on whole sequences: sequence ratios use all sampled tokens, but only trained tokens get a
-        gradient. A function with an aggregation of its own gets only the trained tokens."""
+        gradient. A loss function that aggregates its values itself gets only the trained tokens."""
         trained = loss_mask(columns)
         if trained is columns["response_mask"]:
             return policy_loss(self.function, columns, supplied)
@@ -386,7 +386,7 @@ class GroupObjective(PolicyObjective):
         return self._with_terms(losses.sum() / counts["num_pairs"].clamp(min=1), columns, counts, metrics), metrics
 
     def _compared(self, columns: Columns) -> dict[str, Tensor]:
-        """Builds the loss's columns. A pair is two adjacent rows, the better first; a row has a whole trajectory."""
+        """Builds the loss's columns: for each pair two adjacent rows, the better first, with whole trajectories."""
         read = {*self.function.columns, "log_probs", "ref_log_probs", "advantages", "uid", "trajectory_uid"}
         own = {name: columns[name] for name in read & columns.keys()} | {"response_mask": loss_mask(columns)}
         whole = whole_trajectories(own)
@@ -430,7 +430,7 @@ class PreferenceObjective:
 
 @dataclass(frozen=True)
 class StepObjective(PreferenceObjective):
-    """Averages the loss of process reward models over steps. `response_mask` is 1 on the token after each."""
+    """Averages the loss of process reward models over steps. `response_mask` is 1 on the token after each step."""
 
     needs = frozenset({"values"})
     block = 1

@@ -165,8 +165,8 @@ class PreferenceRun(ExamplesRun):
             )
 
     def with_baseline(self, batch: Batch, examples: Sequence[Comparison], *, counts: bool = True) -> Batch:
-        """Adds the mean log-ratio of all rows so far to the batch, if the loss reads it. With `counts` the mean
-        includes these rows from now on."""
+        """Adds the mean log-ratio of all earlier rows and these to the batch, if the loss reads it. With `counts` later
+        means include these rows too."""
         if "mean_log_ratio" in self.config.entry.columns:
             found = self._log_ratios(batch)
             total, number = self.log_ratios[0] + found.double().sum().item(), self.log_ratios[1] + len(found)
@@ -203,7 +203,7 @@ class PreferenceRun(ExamplesRun):
             )
 
     def _fell(self, name: str) -> bool:
-        """Tells whether the responses lost a tenth of their log-prob, compared with the reference."""
+        """Tells whether the `name` responses (chosen, rejected) are a tenth below the reference in log-prob."""
         last = self.history[-1]
         moved = last.get(f"preference/{name}_moved", 0.0)
         return moved < 0 and moved < 0.1 * (last[f"preference/{name}_log_probs"] - moved)
@@ -231,13 +231,13 @@ def train_preference(
     callbacks: Callbacks = (),
     dry_run: bool = False,
 ) -> PreferenceRun:
-    """Trains on preferences as `train_on_examples` does."""
+    """Trains a model on preferences. Arguments and errors are as in `train_on_examples`."""
     return train_on_examples(PreferenceRun, config, data=data, val_data=val_data, callbacks=callbacks, dry_run=dry_run)
 
 
 def mismatched(examples: Sequence[Comparison], seed: int, step: int) -> list[Comparison]:
-    """Pairs each prompt with the response to another prompt. The pairs are a cycle through the responses, in an order
-    drawn by seed and step."""
+    """Pairs each prompt with the response of another row: the next row in a cyclic order, which is drawn by seed and
+    step."""
     rows = [(each, response) for each in examples for response in each.responses]
     order = list(range(len(rows)))
     Random(key(seed, "mismatched", step)).shuffle(order)
@@ -261,7 +261,7 @@ def rows_of(examples: Sequence[Comparison], of: str, list_size: int) -> list[tup
 
 
 def to_batch(examples: Sequence[Comparison], pad_token_id: int, of: str, list_size: int) -> Batch:
-    """Makes the batch of `rows_of`: prompts padded left, responses right; `label` is 1 for good and for best ones."""
+    """Makes the batch of `rows_of`: prompts padded left, responses right; `label` is 1 for good or best responses."""
     rows = rows_of(examples, of, list_size)
     texts = [(each.prompt_ids, ((), ()) if number is None else each.responses[number]) for _, each, number in rows]
     scores = [0.0 if number is None else each.scores[number] for _, each, number in rows]

@@ -22,7 +22,7 @@ Rows = Sequence[tuple[int, Comparison, int | None]]  # of `whet.trainers.prefere
 
 
 class ReferenceCache:
-    """Log-probs of responses (one [R] each, R differs), and digests of the inputs that they were computed from."""
+    """Log-probs of responses, a tensor [R] for each, and digests of the inputs that they were computed from."""
 
     def __init__(self, inputs: Mapping[str, str], log_probs: Mapping[Key, Tensor]) -> None:
         self.inputs, self._log_probs = inputs, log_probs

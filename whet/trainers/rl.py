@@ -43,9 +43,9 @@ def fit(run: Run) -> None:
 
 def sample(run: Run, step: int, metrics: Metrics) -> Batch:
     """Samples and scores responses to the next prompts with the weights of the step before, writes them to rollouts/,
-    and adds all columns that the algorithm reads. Models that need no scores run during scoring.
+    and adds all columns that the algorithm reads. Columns that need no scores are computed during scoring.
 
-    Raises: RewardError and its like where every response failed."""
+    Raises: RewardError, SandboxError, ToolError or EngineError if too many responses failed."""
     sampled = run.rollouts.start(run.config.data.train_batch_size, step=step)
     batch = unscored(sampled.groups, pad_token_id=run.pad_token_id)
     batch = run.columns.add(batch, run.sources(sampled.groups, step), metrics, is_scored=False)

@@ -178,8 +178,8 @@ class Run(Frame):
             self.trackers.add_table(f"generations/{purpose}", rows)
 
     def write_tokens(self, step: int, batch: Batch) -> None:
-        """Writes a JSON object for each row to tokens/: each token as text, with its value in every column. If no
-        function of the run reads the policy's entropy and log-probs, they are computed for this file."""
+        """Writes a JSON object for each row to tokens/: each token as text, with its value in every column. If the
+        batch lacks the policy's entropy or log-probs, they are computed for this file."""
         every = self.config.trainer.log_tokens
         if every and step % every == 0:
             self._write_tokens(step, batch)
@@ -240,7 +240,7 @@ def copy_media(folder: Path, groups: Sequence[Group]) -> None:
 
 
 def table_rows(lines: Sequence[Sequence[dict[str, Any]]], limit: int) -> list[TableRow]:
-    """Returns up to `limit` rows: the first trajectory of each group, then the second. `lines` are from `readable`."""
+    """Returns up to `limit` rows: all groups' first trajectories, then the second ones. `lines` are from `readable`."""
 
     def row(read: dict[str, Any]) -> TableRow:
         failure = read["failure"]
@@ -280,8 +280,8 @@ def reward_gap(history: Sequence[Mapping[str, float]]) -> tuple[float, float]:
     """Returns the gap at the last validation, and its growth since the first; both 0 if there is nothing to compare.
 
     The gap is the mean training reward of the last steps, as a share of the range of all rewards so far, minus the
-    held-out accuracy. With a reward model, its score is the training reward, if the reward function pays anything,
-    because its accuracy then has a meaning. `history` has the numbers of all steps, each with its `step`."""
+    held-out accuracy. If the reward function gives equal scores alone, there is nothing to compare. With a reward model
+    the training reward includes its score. `history` has the numbers of all steps, each with its `step`."""
     trained = [record for record in history if "critic/score/mean" in record]
     validated = [record for record in history if "val/accuracy" in record]
     if not trained or not validated:

@@ -189,7 +189,7 @@ def _check_links(path: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Deletes the files of an earlier run in the folder. Media stay, because the new run has added to them."""
+    """Deletes the files of an earlier run in the folder. Media stay, because they include media of the new run."""
     for name in (*OWN - {MEDIA}, *METRIC_FILES, CONFIG, INPUTS):
         place = path / name
         if place.is_dir() and not place.is_symlink():
@@ -208,7 +208,7 @@ os.register_at_fork(after_in_child=_unlock)
 
 
 def is_begun(path: Path, config: RunConfig, inputs: Mapping[str, str]) -> bool:
-    """Tells whether the folder holds the run that `config` and `inputs` describe, started as `trainer.resume` says.
+    """Tells whether the folder holds the run of `config` and `inputs`, begun with the same `trainer.resume` or `auto`.
 
     Raises: ConfigError with the keys that would change the computation of a step, if `trainer.resume` is `auto`."""
     before = noted(path, config)
@@ -274,7 +274,7 @@ def _of(content: bytes) -> str:
 
 
 def _of_rows(rows: Items) -> str:
-    """Digest of the parts of the rows that a step reads. Of an object that JSON cannot hold only the type counts."""
+    """Digest of the parts of the rows that a step reads. An object that JSON cannot hold counts by its type only."""
     found = hashlib.sha256()
     for row in rows:
         read = (*row.content, [media.digest for media in row.media]) if row.media else row.content

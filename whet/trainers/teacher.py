@@ -89,7 +89,7 @@ def hints_of(sources: Sources, teacher: TeacherConfig, chat: PromptFormat) -> Hi
 
 
 def encode_hinted(asked: Sequence[tuple[Prompt, str]], teacher: TeacherConfig, chat: PromptFormat) -> list[list[int]]:
-    """Encodes each prompt with `teacher.hint_template` in place of its last message."""
+    """Encodes each prompt with its hint: `teacher.hint_template`, rendered with both, replaces the last message."""
     tokenizer, template = chat.tokenizer, Template("teacher.hint_template", teacher.hint_template)
     conversations = []
     for prompt, hint in asked:
@@ -104,7 +104,7 @@ def encode_hinted(asked: Sequence[tuple[Prompt, str]], teacher: TeacherConfig, c
 
 
 def chat_of(tokenizer: PreTrainedTokenizerBase, data: DataConfig, environment: ToolsConfig) -> PromptFormat:
-    """Returns a PromptFormat without `format_prompt`, because it has already been applied to the messages."""
+    """Returns the chat format of prompts, without `format_prompt`, which has already been applied to the messages."""
     kwargs = with_tools(data, environment).chat_template_kwargs
     return PromptFormat(tokenizer, apply_chat_template=data.apply_chat_template, chat_template_kwargs=kwargs)
 
