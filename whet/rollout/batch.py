@@ -20,7 +20,7 @@ from whet.rollout.flow import by_player
 from whet.types import Failure, Group, Media, Trajectory, Turn
 
 B = TypeVar("B", bound=Batch)
-NOT_SAMPLED = -1  # turn id of text that the policy did not write
+NOT_SAMPLED = -1  # turn id of tokens that the policy did not sample
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Row:
     versions: list[int] = field(default_factory=list)
     agent: str = ""
     media: tuple[Media, ...] = ()  # of the prompt
-    response_media: tuple[Media, ...] = ()  # of text that was read after it
+    response_media: tuple[Media, ...] = ()  # of observations after the prompt
     routed: list[bytes] = field(default_factory=list, compare=False)  # experts of each token, as `Turn.routed`
 
     def read(self, token_ids: Sequence[int]) -> None:
@@ -61,7 +61,7 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
     """Returns a trajectory's rows, ordered by their last turns. A turn that continues the last row of its player and
     sub-agent extends this row; any other turn starts a row. Turns with `is_trained` false count as observations."""
     rows: list[Row] = []
-    open_rows: dict[tuple[str, str], tuple[Row, tuple[int, ...]]] = {}  # with all tokens of the row
+    open_rows: dict[tuple[str, str], tuple[Row, tuple[int, ...]]] = {}  # each row with all its tokens
     for turn_id, turn in enumerate(trajectory.turns):
         who, context = (turn.player, turn.agent), turn.context_ids
         row, so_far = open_rows.get(who, (Row(()), ()))
@@ -196,7 +196,7 @@ def _scores(batch: Batch, owners: Sequence[Trajectory]) -> torch.Tensor:
     is_end = sampled & (turn_ids != torch.nn.functional.pad(turn_ids[:, 1:], (0, 1), value=NOT_SAMPLED))
     for (row, position), turn_id in zip(is_end.nonzero().tolist(), turn_ids[is_end].tolist(), strict=True):
         scores[row, position] = owner_of[row].turns[turn_id].reward
-    paid_at = torch.where(sampled, torch.arange(turn_ids.shape[1]), 0).cummax(1).values  # the last sampled so far
+    paid_at = torch.where(sampled, torch.arange(turn_ids.shape[1]), 0).cummax(1).values  # last sampled position
     for row in {each.uid: row for row, each in owner_of.items() if sampled[row].any()}.values():
         if (rewards := owner_of[row].token_rewards) is None:
             scores[row, paid_at[row, -1]] += owner_of[row].reward or 0.0

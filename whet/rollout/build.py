@@ -47,7 +47,7 @@ from whet.types import Limit, Prompt
 log = logging.getLogger(__name__)
 C = TypeVar("C", bound=TrainConfig | ExamplesConfig)
 NATIVE = "native"
-OF_OWN_WAY = ("context", "tensor", "pipeline")  # parts of a training engine's mesh that split what whet computes
+OF_OWN_WAY = ("context", "tensor", "pipeline")  # mesh options of training engines that need whet's own forward
 
 
 def rollout_engine(
@@ -301,5 +301,5 @@ def bad_word_ids(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tu
         try:
             found |= {tuple(ids): None for ids in encode_texts(tokenizer, [f" {bare}"], add_special_tokens=False)}
         except DataError:
-            continue  # a tokenizer without a space writes none
+            continue  # a tokenizer without a space has no tokens for it
     return tuple(found)

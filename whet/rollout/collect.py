@@ -37,7 +37,7 @@ class Stage:
     environment: str = "single_turn"
     options: Mapping[str, Any] = field(default_factory=dict)
     limits: EpisodeLimits = field(default_factory=EpisodeLimits)
-    seconds: Deadlines = field(default_factory=Deadlines)  # of its calls
+    seconds: Deadlines = field(default_factory=Deadlines)  # for calls of the environment
     episode_seconds: float = 3600.0
     max_episodes: int | None = None
     tools: Tools | None = None  # with their parser
@@ -167,7 +167,7 @@ class TemplateCodec:
         if observation.media or has_parts(observation.messages):
             return self._with_media(observation)
         if self.reader is not None and has_tag(observation.messages, self.reader.kinds):
-            warn_once(BARE_TAG)  # perhaps text of somebody else
+            warn_once(BARE_TAG)  # no error: the tag may be plain text
         return observation
 
     def _with_media(self, observation: Observation) -> Observation:

@@ -27,10 +27,10 @@ from whet.types import Failure, Outcome, Outcomes, Trajectory
 
 log = logging.getLogger(__name__)
 TURN_SECONDS = 0.05  # longest wait of the thread, after which it sees new calls
-SWITCH_SECONDS = 1e-4  # after which the loop and the thread take turns: with Python's 5e-3 either's short calls wait
+SWITCH_SECONDS = 1e-4  # Python's thread switch interval: its default, 5e-3, delays short calls of loop and thread
 CLOSE_SECONDS = 10.0
-SHORT_SECONDS = 0.005  # for the results of one of several environments
-LOOKED_AT = 256  # trajectories or groups that are looked at for scores in a turn, those that wait for longest
+SHORT_SECONDS = 0.005  # longest wait for results of one environment if there are several
+LOOKED_AT = 256  # submissions to scorers that a turn checks, the longest waiting first
 T = TypeVar("T")
 OnScored = Callable[[list[list[Outcome]]], None]
 
@@ -46,7 +46,7 @@ class Driver:
     """Carries out the commands of episodes. A caller that waits makes its turns; a turn sends requests and collects
     results. Episodes may be added at any time. All calls come from one thread."""
 
-    blocks = True  # who waits makes the turns, and has nothing else to do
+    blocks = True  # a caller that waits makes the turns, and has nothing else to do
     turn_seconds = POLL_SECONDS
 
     def __init__(
@@ -65,12 +65,12 @@ class Driver:
         self._late_at = {agent: dict[str, float]() for agent in episode_seconds}  # by sub-agent and id
         self._unsent = deque[tuple[Episode, Request]]()
         self._sampling: dict[str, Episode] = {}  # by the uid of their request
-        self._stepping: dict[str, str] = {}  # sub-agent by id of the episodes whose environment has the turn
+        self._stepping: dict[str, str] = {}  # sub-agent by id of the episode, while its environment resets or steps
         self._to_score = list[tuple[Callable[[], Sequence[Outcomes]], OnScored]]()
         self._scoring = list[tuple[Sequence[Outcomes], OnScored]]()
         self._num_tokens = 0  # of all completions so far
-        self.does, self._num_waiting = "", 0  # part of the run that its loop is in; callers that wait
-        self.limit_seconds = defaultdict[str | None, float](float)  # by the part that the others waited for
+        self.does, self._num_waiting = "", 0  # phase of the loop; number of callers that wait
+        self.limit_seconds = defaultdict[str | None, float](float)  # by bottleneck (`_limit`)
         self.idle_seconds = 0.0  # in which the engine had nothing to sample
 
     @property
@@ -99,7 +99,7 @@ class Driver:
         future = self.promise()
         try:
             future.set_result(function())
-        except Exception as error:  # it belongs to the caller
+        except Exception as error:  # errors belong to the caller
             future.set_exception(error)
         return future
 
@@ -181,7 +181,7 @@ class Driver:
         """Submits requests, waits up to `timeout_seconds` for observations and completions, and collects scores.
 
         Raises: errors of the engine and of scoring functions."""
-        waits = self.blocks and self.is_idle  # for scores: nothing else is to be done
+        waits = self.blocks and self.is_idle  # for scores, if there is nothing else to do
         self._send()
         if self._stepping:
             self._take_observations(0.0 if self._sampling else timeout_seconds)
@@ -298,8 +298,8 @@ class Driver:
         if late:
             self._stop_calls(late)
         for uid in late:
-            if uid in self._open:  # else it was a task of another late one
-                self._stepping.pop(uid, None)  # a late task may just have given it a turn
+            if uid in self._open:  # else it was a task of another late episode
+                self._stepping.pop(uid, None)  # the end of a late task may just have started a step
                 episode = self._open[uid].episode
                 why = f"the episode took longer than {self.episode_seconds[episode.agent]:g} s"
                 self._carry_out(episode, episode.on_failure(Failure("environment", why, timed_out=True)))
@@ -309,7 +309,7 @@ class Driver:
         gone = {*ids}
         requests = [uid for uid, episode in self._sampling.items() if episode.id in gone]
         if requests:
-            self.engine.abort(requests)  # others go on: what comes of these is not listened to
+            self.engine.abort(requests)  # their events are ignored from now on
         for uid in requests:
             del self._sampling[uid]
         self._unsent = deque(each for each in self._unsent if each[0].id not in gone)

@@ -18,7 +18,7 @@ from whet.keyed import key
 from whet.rollout.protocol import Completion, Partial, Request, SamplingParams
 from whet.types import Failure, Limit, Media, Message, Prompt, Trajectory, Turn
 
-MAIN = ""  # the agent of an episode that is no task of another
+MAIN = ""  # agent of an episode that is not the task of another episode
 
 
 class Codec(Protocol):
@@ -60,7 +60,7 @@ class EpisodeLimits:
     max_turn_tokens: int | None = None
     max_episode_tokens: int | None = None  # sampled in all turns
     max_context_tokens: int | None = None  # of a conversation before its first turn
-    fails_at: frozenset[Limit] = frozenset({"time"})  # at other limits an episode ends with what it has
+    fails_at: frozenset[Limit] = frozenset({"time"})  # at other limits an episode ends with its turns so far
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Rules:
     step: int
     purpose: str = "rollout"
     limits: EpisodeLimits = EpisodeLimits()
-    is_silent: bool = False  # no environment answers a turn: the episode ends with the first
+    is_silent: bool = False  # no environment replies: the episode ends after its first turn
     agents: Mapping[str, Rules] = field(default_factory=dict)  # of sub-agents, by name
 
 
@@ -121,7 +121,7 @@ class Conversation:
     """The conversation that a player reads as its context."""
 
     token_ids: tuple[int, ...]
-    row_start: int  # the tokens before it are no response
+    row_start: int  # number of tokens before the response of the row
     messages: tuple[Message, ...]
     media: tuple[Media, ...]
 
@@ -135,19 +135,19 @@ class Episode:
     rules: Rules
     seed: int = 0  # of the environment, equal for the samples of a prompt
     agent: str = MAIN
-    turns: list[Turn] = field(default_factory=list)  # with those of its sub-agents
-    messages: list[Message] = field(default_factory=list)  # all that were exchanged after the prompt
+    turns: list[Turn] = field(default_factory=list)  # including turns of its sub-agents
+    messages: list[Message] = field(default_factory=list)  # all messages after the prompt
     fields: dict[str, Any] = field(default_factory=dict)
     over: bool = False
     _partial: Completion | None = None  # of the turn that is being sampled, from aborted attempts
     _behind: int | None = None  # digest of the context of `_partial`, where an earlier run sampled it
     _attempt: int = 0
     _noted: Completion | None = None  # of the attempt that is running
-    _read: Observation = GOES_ON  # before the turn that is being sampled
+    _read: Observation = GOES_ON  # the observation before the turn that is being sampled
     _contexts: dict[str, Conversation] = field(default_factory=dict)  # by player
     _last: dict[str, int] = field(default_factory=dict)  # the player's last turn: its place in `turns`
-    _tasks: dict[str, Result | None] = field(default_factory=dict)  # by the trajectory that a task leads to
-    _num_turns: int = 0  # its own
+    _tasks: dict[str, Result | None] = field(default_factory=dict)  # by uid of the sub-agent's trajectory
+    _num_turns: int = 0  # without turns of its sub-agents
     _num_tasks: int = 0
 
     def __post_init__(self) -> None:
@@ -206,7 +206,7 @@ class Episode:
             calls = tuple(self.rules.codec.calls(whole.token_ids, self._num_turns))
         except ToolError as error:
             failure = Failure("tool", str(error))
-        sampled = {name: each for name, each in vars(whole).items() if name != "likeliest"}  # clients ask for it
+        sampled = {name: each for name, each in vars(whole).items() if name != "likeliest"}  # for a server's clients
         turn = Turn(
             context.token_ids,
             **sampled,  # a turn has all other fields of a completion
@@ -386,7 +386,7 @@ class Episode:
         return request if self._partial is None else self._continued(self._partial, request)
 
     def _continued(self, sampled: Completion, request: Request) -> Request:
-        if self._behind is not None and self._behind != self.context_digest:  # the environment begins differently now
+        if self._behind is not None and self._behind != self.context_digest:  # the first messages have changed
             self._partial = None
         else:
             self._partial = unfinished(sampled, request)

@@ -20,12 +20,12 @@ from whet.rollout.episode import joined, part, unfinished
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request
 from whet.types import Failure
 
-RETRIES = 1 << 16  # an attempt of the caller has so many attempts on ranks
-BLOCKS_A_RANK = 4  # at least, of equal prompts: larger ones are split, so that every rank has its part
+RETRIES = 1 << 16  # most attempts on ranks for one attempt of the caller
+BLOCKS_A_RANK = 4  # least number of blocks for each rank: larger blocks are split
 SHORTEST_PREFIX = 16  # tokens that requests must share for one replica to be better than another
-MAX_PREFIXES = 65536  # that are remembered of a rank
+MAX_PREFIXES = 65536  # hashes kept for a rank
 AnyTask = Any  # Task or Request: with `uid` and `attempt`
-AnyEvent = Any  # what a rank says of them: Done or rollout.protocol.Event
+AnyEvent = Any  # event of a task: Done or rollout.protocol.Event
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class Flight:
     the result of the part before. A new rank gets all parts again, but the caller gets no result twice."""
 
     task: AnyTask  # of the caller
-    rank: int | None = None  # that has it; None while it waits
+    rank: int | None = None  # the rank that has the task; None while it waits
     retries: int = 0
     is_aborted: bool = False  # by the caller
-    is_awaited: bool = False  # the result of the part that its rank has
-    parts: list[AnyTask] = field(default_factory=list)  # behind `task`
+    is_awaited: bool = False  # whether its rank still computes a part
+    parts: list[AnyTask] = field(default_factory=list)  # later parts, after `task`
     num_given: int = 0  # parts that its rank got
     num_told: int = 0  # results that the caller got
     most_retries: ClassVar[int] = sys.maxsize
@@ -111,10 +111,10 @@ class Rank:
 
     generation: int  # grows from one connection to the next
     version: int | None = None  # of its weights
-    loading: int | None = None  # the version that is on its way to it: it answers by `on_loaded` or is lost
+    loading: int | None = None  # the version that it is loading, until `on_loaded` or the loss of the rank
     given: dict[str, Flight] = field(default_factory=dict)  # its unfinished tasks by uid, in their order
-    ended: list[str] = field(default_factory=list)  # uids that it is to end
-    prefixes: set[int] = field(default_factory=set)  # that it read with the newest weights, by their hashes
+    ended: list[str] = field(default_factory=list)  # uids of tasks that it must end
+    prefixes: set[int] = field(default_factory=set)  # hashes of prefixes that it read with the newest weights
 
     @property
     def is_ready(self) -> bool:
@@ -132,16 +132,16 @@ class Fleet:
 
     most: int = sys.maxsize  # unfinished tasks of a rank
     version: int = 0  # of the newest weights
-    restarts: int | None = None  # of each rank's process; None: nothing replaces one, and the others go on
+    restarts: int | None = None  # most replacements of a rank's process; None: never replaced, other ranks continue
     has_parts: bool = False  # a task stays with its rank until it is aborted
     flight: Callable[[AnyTask], Flight] = Flight
     ranks: dict[int, Rank] = field(default_factory=dict)
     flights: dict[str, Flight] = field(default_factory=dict)  # by uid
-    waiting: dict[str, Flight] = field(default_factory=dict)  # of them, those that no rank has, in their order
+    waiting: dict[str, Flight] = field(default_factory=dict)  # flights without a rank, in their order
     starts: dict[int, int] = field(default_factory=dict)  # of processes, by rank
-    is_paused: bool = False  # no task leaves those that wait
+    is_paused: bool = False  # waiting tasks are not given to ranks
     end: Exception | None = None  # the error that ended it
-    generations: int = 0  # connections so far; of a trainer that begins again, all that were ever
+    generations: int = 0  # number of connections so far, also before a restart of the trainer
 
     # ---- tasks
 
@@ -279,9 +279,9 @@ class PartlySampled(Flight):
     """An unfinished request. If its rank is lost, another rank continues after the tokens received so far."""
 
     task: Request
-    so_far: Completion | None = None  # tokens that are known, behind those of `task`
-    kept: int = 0  # of them, those of attempts that were lost
-    most_retries: ClassVar[int] = 16  # it may be what ends replicas
+    so_far: Completion | None = None  # tokens received after the tokens of `task`
+    kept: int = 0  # number of these tokens that lost attempts sampled
+    most_retries: ClassVar[int] = 16  # the request itself may crash replicas
 
     def given(self) -> Request:
         """Returns the request of the current attempt."""
@@ -347,7 +347,7 @@ class Router(Fleet):
         """Assigns requests to ranks with `assign`."""
         requests: list[Request] = [each.task for each in self.waiting.values()]
         loads = {rank: len(self.ranks[rank].given) for rank in ready}
-        if len(ready) == 1:  # others may come
+        if len(ready) == 1:  # more ranks may join
             requests = requests[: max(0, self.most - loads[ready[0]])]
         found = assign(requests, loads, self.most, self._home) if requests else {}
         return {rank: [self.flights[each.uid] for each in found[rank]] for rank in ready if rank in found}

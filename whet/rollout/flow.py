@@ -144,7 +144,7 @@ class HandOut:
     wanted: int
     kept: list[Group]
     dropped: list[Group]
-    num_aborted: int = 0  # of the groups that began beside a batch
+    num_aborted: int = 0  # number of aborted `extra` groups
 
     @property
     def groups(self) -> list[Group]:
@@ -160,11 +160,11 @@ class Admitted:
     """A prompt whose episodes have started and whose group is not handed out yet."""
 
     prompt: Prompt
-    step: int  # names its random draws: the one that it was admitted for
+    step: int  # the step that it was admitted for, a key of its random draws
     scored: dict[int, Trajectory] = field(default_factory=dict)  # by number of the sample
     is_kept: bool | None = None  # unknown until all are scored
-    sampled: dict[int, Trajectory] = field(default_factory=dict)  # those that ended, without scores
-    place: float = math.inf  # among the groups of its step, in the order in which they ended
+    sampled: dict[int, Trajectory] = field(default_factory=dict)  # ended trajectories, without scores
+    place: float = math.inf  # position among the groups of its step, in the order in which they ended
 
     def group(self, samples: Mapping[int, Trajectory]) -> Group:
         """Makes the group of these samples, scored or unscored."""
@@ -193,16 +193,16 @@ class Flow:
     n: int  # trajectories of a prompt
     batch_size: int  # groups of a step
     source: ReturnedFirst
-    episodes: Callable[[Sequence[Prompt], int], list[Episode]]  # of prompts, n each in their order, for a step
+    episodes: Callable[[Sequence[Prompt], int], list[Episode]]  # makes n episodes of each prompt, in order, for a step
     max_staleness: float = 0.0
     group_filter: Filter | None = None
     scores_alone: bool = False  # a trajectory is scored when it ends; else with its group or, with k = 0, its round
-    version: int = 0  # of the weights that sample: that of the last step whose weights every replica has
+    version: int = 0  # of the weights that sample: the last step whose weights every replica has
     last_step: float = math.inf  # no prompt is started for a later one
     queue: dict[str, Admitted] = field(default_factory=dict)  # by uid of the prompt, in the order of admission
     training: HandOut | None = None  # the step whose weights do not sample yet
-    _waits_for: type[Command] | None = None  # what a step that asks gets next: Chosen, then HandOut
-    _rounds: list[int] = field(default_factory=list)  # prompts that were started for it at a time
+    _waits_for: type[Command] | None = None  # the next command for the step that asked: Chosen, then HandOut
+    _rounds: list[int] = field(default_factory=list)  # numbers of prompts started for the step, by round
     _before: Mapping[str, Any] | None = None  # with k = 0: state of the source before the step
 
     @property
@@ -249,7 +249,7 @@ class Flow:
     def on_sampled(self, trajectory: Trajectory) -> list[Command]:
         """Records the end of an episode."""
         admitted = self.queue.get(trajectory.prompt.uid)
-        if admitted is None:  # of a step that was left
+        if admitted is None:  # of an abandoned step
             return []
         admitted.sampled[trajectory.sample] = trajectory
         if len(admitted.sampled) == self.n:
@@ -339,9 +339,9 @@ class Flow:
     def _start(self) -> list[Command]:
         """Starts new prompts up to the limits. The keys of their random draws contain the step that will use them."""
         live, wanted, most, commands = self._live, self.batch_size, self._most_read, list[Command]()
-        taken = 0 if self.training is None else wanted  # a step takes its place even with fewer groups
+        taken = 0 if self.training is None else wanted  # a step in training counts as a full batch
         most_live = self.most_outstanding + self._extra - taken
-        # Dropped groups count too: behind more of them one would wait for too many steps.
+        # Dropped groups count too: a group behind too many of them would wait for too many steps.
         most_queued = min(most + most_live - wanted, most * max(1, self.last_step + 1 - self.next_step))
         room = int(min(most_live - live, most_queued - len(self.queue)))
         if not self.is_ahead and (self._waits_for is None or self._undecided):

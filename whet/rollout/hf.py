@@ -33,12 +33,12 @@ class PaddedRows:
     log_probs: torch.Tensor  # [S, T]
     counts: torch.Tensor  # [S] tokens of the responses so far
     going_on: torch.Tensor  # [S] bool, the rows that have not ended
-    ids: torch.Tensor  # [S, L] to be fed next
+    ids: torch.Tensor  # [S, L] inputs of the next forward
     positions: torch.Tensor  # of `ids`, [S, L] or [3, S, L]
     mask: torch.Tensor  # [S, number of all tokens fed so far and of `ids`]
     cache: Any  # None before the first forward, and for a model without cache, for which `ids` has all tokens
     seen: Mapping[str, Any]  # arguments of the next forward for media in `ids`
-    found: dict[int, str] = field(default_factory=dict)  # the stop string that ended a row
+    found: dict[int, str] = field(default_factory=dict)  # the stop string that ended each row
 
     @classmethod
     def of(cls, rows: list[LiveRequest], module: PreTrainedModel) -> PaddedRows:
@@ -146,7 +146,7 @@ class HFEngine(InProcessEngine[LiveRequest]):
         """Samples a token for each row of the batch. Without a batch, starts one with the oldest requests."""
         batch = self._batch = self._batch or PaddedRows.of(self._next(module), module)
         text = module.config.get_text_config()
-        if text._attn_implementation == NAME:  # which works with whet's cache alone
+        if text._attn_implementation == NAME:  # this attention needs whet's cache
             text._attn_implementation = "sdpa" if module._supports_sdpa else "eager"
             self._restore.callback(setattr, text, "_attn_implementation", NAME)
         name, support = cache_argument(module), support_of(module)

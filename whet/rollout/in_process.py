@@ -34,13 +34,13 @@ class LiveRequest:
 
     request: Request
     tokens: list[int]  # of the response
-    log_probs: list[float]  # of them; 0 for tokens of earlier attempts
+    log_probs: list[float]  # of `tokens`; 0 for tokens of earlier attempts
     submitted_at: float = field(default_factory=time.monotonic)
     versions: Versions = ()  # of the tokens up to the last change of weights
     preemptions: int = 0
     num_streamed: int = 0  # tokens of the response that were given as Partial
-    likeliest: list[Likeliest] = field(default_factory=list)  # of this attempt, where they are asked for
-    routed: list[bytes] = field(default_factory=list)  # of this attempt, where the engine tells them
+    likeliest: list[Likeliest] = field(default_factory=list)  # most probable tokens of this attempt, if requested
+    routed: list[bytes] = field(default_factory=list)  # experts of this attempt, if the engine reports them
 
     @property
     def late_at(self) -> float:
@@ -91,8 +91,8 @@ class Policy:
         self.module: PreTrainedModel | None = None
         self.version = -1
         self._is_own = False
-        self._coming: int | None = None  # the version that is being filled in, or was when it broke off
-        self._device: torch.device | None = None  # where it belongs, while it is away
+        self._coming: int | None = None  # the version that is being loaded, or whose load failed
+        self._device: torch.device | None = None  # the module's device, while the module is on the host
 
     def set(self, module: PreTrainedModel, version: int, *, is_own: bool) -> None:
         """Makes `module` the module to sample from."""
@@ -141,8 +141,8 @@ class InProcessEngine(ABC, Generic[L]):
         self.load_tokenizer = load_tokenizer  # called only for requests with stop strings
         self.policy, self.vocab_size = Policy(), 0
         self.unfinished = Ledger[L]()
-        self._streaming: dict[str, L] = {}  # those of them that give their tokens as they come
-        self._restore = ExitStack()  # undoes what sampling changed of the module, once nothing runs
+        self._streaming: dict[str, L] = {}  # unfinished requests that stream their tokens
+        self._restore = ExitStack()  # undoes changes of the module by sampling, once no request runs
         self._events: list[Event] = []
         self._stops = LastStops()
         self._paused = False

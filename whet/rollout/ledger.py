@@ -11,7 +11,7 @@ from whet.kernels.sampling import check_rules
 from whet.rollout.protocol import Failed, Request, Status
 from whet.types import Failure
 
-MAX_UNFINISHED = 65536  # requests; more are refused until some are done
+MAX_UNFINISHED = 65536  # requests; further ones are refused until some finish
 
 
 L = TypeVar("L", bound=Any)  # with a `request` and its time `submitted_at`
@@ -29,7 +29,7 @@ class Ledger(dict[str, L]):
 
     def status(self, version: int, running: int) -> Status:
         """Returns the status of an engine with these requests."""
-        unfinished = list(self.values())  # at once: another thread may submit
+        unfinished = list(self.values())  # a copy, because another thread may submit
         oldest = next(iter(unfinished), None)
         return Status(
             version=version,

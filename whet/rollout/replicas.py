@@ -23,7 +23,7 @@ from whet.rollout.ledger import MAX_UNFINISHED
 from whet.rollout.protocol import Event, Lost, Request, Restarts, RolloutEngine, Status, Weights
 
 log = logging.getLogger(__name__)
-RESTARTS = 3  # of a rank's process: what ends it again and again would end the next one too
+RESTARTS = 3  # of a rank's process: a cause that ends it several times would end the next one too
 GATHER_SECONDS = 0.02  # a rank in another process gathers results for this time: a call costs a fraction of it
 
 
@@ -36,11 +36,11 @@ class RankDriver:
         """`options` are passed to `serve` after its other arguments."""
         self.fleet, self._group, self._options, self._concurrent = fleet, group, options, concurrent
         self.num_lost = 0  # ranks, since the start
-        self._turn = threading.RLock()  # over all that follows
-        self._events: list[AnyEvent] = []  # that the caller is to know
-        self._calls: dict[PendingCall, int] = {}  # under way, with their ranks: serve, restart (an engine), start
+        self._turn = threading.RLock()  # guards all attributes below
+        self._events: list[AnyEvent] = []  # for the next `turn` to return
+        self._calls: dict[PendingCall, int] = {}  # running calls with their ranks: serve, restart (an engine), start
         self._heard = defaultdict[int, float](float)  # times of the last result, by rank
-        self._to_start: list[int] = []  # ranks lost during a weight sync, whose calls no other process may get
+        self._to_start: list[int] = []  # ranks lost during a weight sync, to be started after it
         self._is_syncing = False
 
     def submit(self, task: AnyTask) -> bool:
@@ -70,7 +70,7 @@ class RankDriver:
         if waits and awaited:
             replies = [reply for call in awaited for reply in call.replies.values()]
             wait(replies, timeout=timeout_seconds, return_when=FIRST_COMPLETED)
-        elif waits:  # for weights
+        elif waits:  # until ranks have weights
             time.sleep(min(rank_seconds, GATHER_SECONDS))
         with self._turn:
             for call, rank in list(self._calls.items()):
@@ -142,12 +142,12 @@ class Replicas(RankDriver):
     time. `sync` brings weights; another thread may call it. Without `weight_sync` the ranks have weights from the
     start."""
 
-    reads_trained_weights = False  # each has a copy, or a process of its own
+    reads_trained_weights = False  # each rank has its own copy of the weights
 
     def __init__(
         self, group: WorkerGroup, max_batch_size: int, *, gathers: bool, weight_sync: Callable[..., str] | None = None
     ) -> None:
-        # A rank has a few more than it can run, so that it need not wait for the next ones; a single one has all.
+        # A rank gets a few requests more than it can run, so that it never waits for new ones; a single rank gets all.
         most = max_batch_size + max_batch_size // 4 if len(group.reporting) > 1 else sys.maxsize
         super().__init__(group, Router(most, restarts=RESTARTS), gathers)
         self._weight_sync, self._version = weight_sync, 0
@@ -195,7 +195,7 @@ class Replicas(RankDriver):
             away = self._calls.values()
             self.join([n for n in self._group.reporting if n not in self.fleet.ranks and n not in away], None)
             restarting = [rank for call, rank in self._calls.items() if call.method == "restart"]
-            # An engine that starts keeps the weights for later.
+            # An engine that is starting stores the weights for later.
             processes = {rank: self.fleet.starts.get(rank, 0) for rank in sorted([*self._loading, *restarting])}
             self._is_syncing = True
         lost = dict[int, LostWorkerError | DeadlineError]()
@@ -203,7 +203,7 @@ class Replicas(RankDriver):
         with self._turn:
             self._is_syncing = False
             self._start_processes()
-            for rank in [rank for rank in processes if rank in self._loading]:  # others were lost meanwhile
+            for rank in [rank for rank in processes if rank in self._loading]:  # other ranks were lost during the sync
                 if rank in lost:
                     self._replace(rank, lost[rank])
                 else:

@@ -14,9 +14,9 @@ from whet.rollout.flow import HandOut
 from whet.types import Failure, FailureSource, Group, Trajectory
 
 log = logging.getLogger(__name__)
-PATIENCE = 3  # batches in a row that may fail as a whole: what worked before may be away for a while
-OF_ENVIRONMENT = ("environment", "tool", "sandbox")  # whatever the responses are, these should work
-RECENT = 8  # batches of which more than half of all trajectories may not fail in the environment
+PATIENCE = 3  # bad batches in a row that end the run: a service that worked before may be down for a while
+OF_ENVIRONMENT = ("environment", "tool", "sandbox")  # sources that should not fail, whatever the responses are
+RECENT = 8  # batches in which more than half of all trajectories must not fail in the environment
 ERRORS: dict[FailureSource, type[WhetError]] = {"reward": RewardError, "sandbox": SandboxError, "tool": ToolError}
 
 

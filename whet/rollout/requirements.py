@@ -50,11 +50,11 @@ class RolloutBytes:
     """Memory that an engine takes in addition to the model's weights."""
 
     cache: int  # reserved for keys, values and states
-    written: int  # of the cache, at the most
-    is_kept: bool  # between two rollouts
+    written: int  # the most of the cache that is used
+    is_kept: bool  # whether the cache is kept between two rollouts
     prompt_rows: int  # prompts whose logits exist at once
     prompt_tokens: int  # tokens of prompts that are computed together
-    smaller: Mapping[str, Any] = field(default_factory=dict)  # options with which it would take less
+    smaller: Mapping[str, Any] = field(default_factory=dict)  # options that would reduce the memory
     host_copies: int = 0  # of the weights, in the host's memory, while new ones are sent
 
 

@@ -40,7 +40,7 @@ from whet.rounding import reaches
 from whet.types import Failure, Group, Outcome, Outcomes, Prompt, RewardItem, RewardResult, Scorer, Trajectory
 
 log = logging.getLogger(__name__)
-HELP = {  # by the part that limits a run
+HELP = {  # by bottleneck of a run
     "sampling": "more rollout ranks, a higher rollout.max_batch_size, or rollout.max_staleness=1 where it is below",
     "environments": "a pool for environments (cluster.placement)",
     "rewards": "a higher reward.num_workers, or a faster reward function",
@@ -48,7 +48,7 @@ HELP = {  # by the part that limits a run
     "saving": "a higher trainer.save_freq, or a faster disk",
     "sync": "a higher data.train_batch_size, which brings new weights less often",
 }
-DOES = {"save": "saving", "time/sync": "sync"}  # by phase of the loop; in the others it trains
+DOES = {"save": "saving", "time/sync": "sync"}  # by phase of the loop; all other phases count as training
 T = TypeVar("T")
 
 
@@ -66,7 +66,7 @@ class Taken:
 class SampledTrajectories(Generic[T]):
     """Groups whose trajectories are sampled; `result` waits for their scores."""
 
-    groups: list[Group]  # without rewards, unless they are known
+    groups: list[Group]  # with rewards only if they are known
     result: Callable[[], T]  # waits for the scores and returns the same trajectories with them; to be called once
 
 
@@ -106,21 +106,21 @@ class Rollouts:
         length_stages: Mapping[int, int] | None = None,
         sampling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """With `max_staleness`, each step takes `batch_size` groups; without it, as many as `take` asks for."""
+        """`batch_size` is the number of groups of each step with `max_staleness`. Without, `take` sets the number."""
         self.length_stages = dict(length_stages or {})
         self.collector, self.driver, self.scorer, self.tokenizer = collector, collector.driver, scorer, tokenizer
         self.n, self.params, self.correct_threshold = n, params, correct_threshold
         self.sampling = sampling  # entered while the engine is to sample
-        self.val_scorer: Scorer | None = None  # gives the accuracy of validation, where it is another function
-        self.judge: Rollouts | None = None  # gives verdicts in the place of the policy
-        self.failures, self.held_out = FailureWatch(), FailureWatch()  # of what is trained on, of validation
+        self.val_scorer: Scorer | None = None  # accuracy function of validation, if it has its own
+        self.judge: Rollouts | None = None  # samples verdicts of the judge instead of the policy's responses
+        self.failures, self.held_out = FailureWatch(), FailureWatch()  # of training, of validation
         self.spent: dict[str, float] = {}  # by judges, since the run began
         self._kept_some = True
-        self.may_stop: Callable[[], None] = lambda: None  # called where a step waits and may be left; may raise
+        self.may_stop: Callable[[], None] = lambda: None  # called while a step waits and may be abandoned; may raise
         self.prompts = ReturnedFirst(prompts)
         self._restored: Sequence[Mapping[str, Any]] | None = ()  # of a checkpoint, until the first weights come
-        self._watched, self._idle_seconds = ExitStack(), 0.0  # phases of the loop; of the engine, up to a hand-out
-        self._noted = Future[None]()  # the last version
+        self._watched, self._idle_seconds = ExitStack(), 0.0  # phases of the loop; the engine's idle time so far
+        self._noted = Future[None]()  # done once the flow knows the last version
         self._noted.set_result(None)
         self.flow = Flow(
             n,
@@ -148,7 +148,7 @@ class Rollouts:
         elif n != flow.batch_size:
             expected = f"data.train_batch_size={flow.batch_size}, as they are sampled ahead"
             raise DataError("groups of a step", n, expected)
-        # without staleness a step ends where it is whole: what it sampled is in no checkpoint
+        # without staleness no checkpoint has the groups of an unfinished step, so it is not abandoned
         between = self.may_stop if flow.is_ahead else None
         begun = self._begin(self._training, step, metrics, between)
         return SampledTrajectories(begun.groups, lambda: self._taken(begun.result(), metrics))
@@ -183,7 +183,7 @@ class Rollouts:
             again = partial(restore, self.flow, self.prompts, version, self._restored)
             self._restored = None
             self.driver.finish(lambda: self._carry_out(self._training, again()))
-        # Training need not wait for a thread: what it is called for next comes behind this.
+        # Training does not wait for the thread, which runs later calls after this one.
         self._noted = self.driver.call(lambda: self._carry_out(self._training, self.flow.on_version(version)))
 
     def state(self) -> Mapping[str, Any]:
@@ -237,7 +237,7 @@ class Rollouts:
 
         with self.sampling():
             self.driver.finish(lambda: self._carry_out(asked, asked.flow.ask(step)))
-            self._noted.result()  # done, or failed, before the question
+            self._noted.result()  # has run, or failed, before the flow was asked
             groups = wait("time/rollout", asked.chosen)
         return SampledTrajectories(groups, lambda: wait("time/reward", asked.handed_out))
 

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 LoadTokenizer = Callable[[], PreTrainedTokenizerBase]
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a part of a character is decoded to
-KEPT = 64  # different stop strings whose tables are kept
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # the text of an incomplete character
+KEPT = 64  # StopStrings kept for later requests
 
 
 class StopStrings:

@@ -54,7 +54,7 @@ def measure_environment(metrics: Metrics, groups: Sequence[Group], area: str) ->
     trajectories = [each for group in groups for each in group.trajectories if each.failure is None]
     reported: dict[str, list[float]] = {}
     for field, value in chain.from_iterable(each.fields.items() for each in trajectories):
-        if isinstance(value, int | float) and not field.startswith("tools/"):  # these are counted
+        if isinstance(value, int | float) and not field.startswith("tools/"):  # `count_failures` records these
             reported.setdefault(field, []).append(float(value))
     for field, values in reported.items():
         _average(metrics, f"{area}/{field}", values)

@@ -109,7 +109,7 @@ def train(
 def _train(config: TrainConfig, data: Rows, val_data: Rows, *, dry_run: bool, reward: Callable[..., Any] | None) -> Run:
     loop: Callable[[Run], None] = load_target(config.trainer.loop) if config.trainer.loop else fit
     for reference in config.trainer.callbacks:
-        load_target(reference)  # a wrong name is told before data and models are loaded
+        load_target(reference)  # a wrong name raises before data and models are loaded
     if config.cluster.backend == "local":  # another machine may have what this one lacks
         check_engine(config)
     # Its processes start before a model is in memory.
@@ -159,7 +159,7 @@ def build(
     has_reward = scorer is None and is_scored(config, reward)
     specs = [*worker_specs(config, columns, total_steps), *_helpers(config, reward, has_reward)]
     inputs = digests(config, begun.prompts, val_prompts, reward)
-    with ExitStack() as ahead:  # what an environment refuses is said before an earlier run is deleted
+    with ExitStack() as ahead:  # refused options raise before an earlier run is deleted
         hosts = None if config.cluster.lists(ENVIRONMENT) else open_environments(config.environment, ahead)
         counts = Counts(len(lengths), len(val_prompts), total_steps, likely=likely_steps(begun.callbacks, total_steps))
         taken = opened_for(config, setup, lengths, inputs, counts, dry_run=dry_run)

@@ -186,7 +186,7 @@ def with_truth(scored: Group, judged: Group) -> Group:
 def _unscored(columns: Sequence[Column]) -> list[Column]:
     """The columns that need no scores, directly or through other columns."""
     later: set[str] = set()
-    for column in columns:  # what one reads comes before it
+    for column in columns:  # columns that a column reads come before it
         if column.when != "unscored" or not later.isdisjoint(column.reads):
             later.add(column.name)
     return [column for column in columns if column.name not in later]
@@ -292,7 +292,7 @@ def plan_columns(readers: Iterable[tuple[str, Reader, Iterable[str]]], fields: S
         for read in column.reads:
             want(f"the provider of {name}", "estimator", read)
         if column.output is None:
-            entry_at(PROVIDERS, who, name)  # of a plugin that may not be there
+            entry_at(PROVIDERS, who, name)  # raises if its plugin is missing
         planned[name] = column
 
     for who, reader, names in readers:

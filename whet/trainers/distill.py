@@ -35,7 +35,7 @@ from whet.trainers.preference import to_batch
 from whet.trainers.sft import Callbacks, ExamplesRun, Rows, train_on_examples, weights_of
 from whet.weight_sync import buckets
 
-CHUNK_TOKENS = 4096  # whose distributions over a vocabulary are on the host at once
+CHUNK_TOKENS = 4096  # most tokens with distributions in host memory at once
 COLUMNS = (
     ConsoleColumn("loss", ("distill/loss",), ".4f"),
     ConsoleColumn("on-policy", ("distill/on_policy",), ".2f"),
@@ -152,9 +152,9 @@ class DistillRun(ExamplesRun):
         """The number of tokens compared at each position. None compares all tokens of equal vocabularies."""
         paths = [path for path in self.config.teachers.values() if not is_server(path)]
         sizes = {self.vocab_size, *map(self._vocab_size, paths)}
-        most = min(sizes) - 1  # and one more, which is all others
+        most = min(sizes) - 1  # all other tokens together count as one more
         wanted = self.config.top_k or max(sizes)
-        is_whole = len(sizes) == 1 and wanted > most and not self.served  # a server tells fewer
+        is_whole = len(sizes) == 1 and wanted > most and not self.served  # a server returns fewer tokens
         return None if is_whole else min(wanted, most)
 
     def _vocab_size(self, path: str) -> int:

@@ -52,8 +52,8 @@ class Frame:
     """Base class of the runs of all trainers. A subclass adds its fields, the methods `state`, `load_state` and
     `check_health`, and a loop for `train`, which makes its steps in a `Schedule`."""
 
-    columns_shown: ClassVar[tuple[ConsoleColumn, ...]] = COLUMNS  # of the console's line
-    tokens_metric: ClassVar[str] = "perf/total_num_tokens"  # what the throughput counts
+    columns_shown: ClassVar[tuple[ConsoleColumn, ...]] = COLUMNS  # columns of the console's line
+    tokens_metric: ClassVar[str] = "perf/total_num_tokens"  # metric with the tokens of the throughput
     default_best_metric: ClassVar[str] = "val/accuracy"
 
     config: RunConfig
@@ -64,9 +64,9 @@ class Frame:
     total_steps: int
     callbacks: Sequence[Callable[..., None]] = ()
     step: int = 0  # steps done
-    score: float | None = None  # trainer.best_metric where the last step was validated
-    is_good: bool = True  # no update was skipped since the last that was not
-    history: list[dict[str, float]] = field(init=False)  # what the run has logged so far, with `step`
+    score: float | None = None  # trainer.best_metric of the last step, if it was validated
+    is_good: bool = True  # the last update was not skipped
+    history: list[dict[str, float]] = field(init=False)  # metrics logged so far, each record with its `step`
     meter: SystemMeter = field(default_factory=SystemMeter)
     flops: dict[str, float] = field(default_factory=dict)  # of the step's updates by process, where peaks are known
     first_update_at: float | None = None  # time.time() after the first optimizer step of this process
@@ -82,8 +82,8 @@ class Frame:
             columns=self.columns_shown,
         )
         self.stays_here = self.config.cluster.stays_here
-        self.trackers = Trackers([*([console] if "console" in loggers else []), self.services])  # get all numbers
-        self.metrics_file, self.timings_file = (  # of the mathematics, equal in equal runs; and of the clock
+        self.trackers = Trackers([*([console] if "console" in loggers else []), self.services])  # get metrics and times
+        self.metrics_file, self.timings_file = (  # metrics of the algorithm, equal in equal runs; and times
             JsonlTracker(self.run_dir / name) if "jsonl" in loggers else Trackers([]) for name in METRIC_FILES
         )
         self.signals = StopSignals(self.run_dir / "stop")
@@ -257,7 +257,7 @@ class Frame:
 
         Raises: EngineError if weights are not finite; CheckpointError if the folder cannot be written; ConfigError if
         the first checkpoint does not fit on the disk."""
-        if self.saved_at is None:  # other programs may have used the room since the start
+        if self.saved_at is None:  # other programs may have filled the disk since the start
             check_disk(self.opened.checkpoint_bytes, self.run_dir)
         with phase("save"):
             self._check_weights()
@@ -401,7 +401,7 @@ def with_named_dtypes(config: C) -> C:
         folders.insert(0, Path(resume).expanduser().absolute().parents[1])
     named = with_dtypes(config, next(filter(None, map(partial(_dtypes_before, config), folders)), None))
     if named.model.dtype != config.model.dtype:
-        check(named, ("reward", "data", "val_data"))  # what a caller may pass as objects was checked before
+        check(named, ("reward", "data", "val_data"))  # arguments that a caller may pass as objects were checked before
     return named
 
 

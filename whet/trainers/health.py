@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 SKIPPED_IN_A_ROW = 3  # updates, after which a run stops
-EQUAL_IN_A_ROW = 3  # steps without a difference inside any group, after which the run says so
-REMEMBERED = 20  # steps that a jump is measured against
-ENOUGH = 5  # of them
+EQUAL_IN_A_ROW = 3  # steps with equal scores in every group, after which the run warns
+REMEMBERED = 20  # most earlier steps to compare with
+ENOUGH = 5  # fewest earlier steps to compare with
 JUMPED = "step %d: %s is %.3g, over %g times the largest of the steps before (%.3g)%s"
 NOTHING_TO_LEARN = (
     "step %d: for %d steps all responses to a prompt had the same reward, for every prompt, so all advantages are 0 "
     "and nothing is learned; look at rollouts/, then change the reward, the data (neither too hard nor too easy), "
     "rollout.n or rollout.temperature"
 )
-JUMP = 5.0  # times the largest of the steps remembered
+JUMP = 5.0  # times the largest value of the remembered steps
 SMALLEST_KL = 0.01  # nats a token: below this no KL is a jump
-SMALLEST_GAP, FIRST_GAP = 0.3, 1.0  # nats a token: no gap up to these is a jump, after other steps and in the first
+SMALLEST_GAP, FIRST_GAP = 0.3, 1.0  # nats a token: smaller gaps are no jump, after earlier steps and in the first step
 ROWS_NAMED = 4
 SAMPLER = "rollout/log_probs"
 WATCHED = ("actor/grad_norm", "critic/grad_norm", "actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty")
@@ -66,7 +66,7 @@ class Health:
         limit = max(SMALLEST_GAP, JUMP * max(before)) if before else FIRST_GAP
         if found < float("inf"):
             self._seen[SAMPLER] = [*before, found][-REMEMBERED:]
-        if found <= limit:  # NaN is not
+        if found <= limit:  # false for NaN
             return
         gap = f"the log-probs of rollout and trainer are {found:.3g} nats a token apart, and at most "
         gap += f"{max(before, default=0.0):.3g} in the steps before"

@@ -38,7 +38,7 @@ class LossObjective:
     fixed_length: int = 1  # F of seq-mean-token-sum-norm
     temperature: float = 1.0
     block: int | str = 1
-    bound: Bound | None = field(default=None, repr=False, compare=False)  # the loss with its options, of a run
+    bound: Bound | None = field(default=None, repr=False, compare=False)  # the loss with the options of the run
     kind: ClassVar[Registry] = POLICY_LOSSES
 
     @cached_property
@@ -149,7 +149,7 @@ class PolicyObjective(LossObjective):
     entropy_coef: float = 0.0
     kl_form: str | None = None  # unset: no KL in the loss
     kl_coef: float = 0.0
-    supplied: Any = None  # what a foreign loss is given as `config`
+    supplied: Any = None  # the argument `config` of loss functions written for verl
     interpolates: bool = False  # old log-probs between the sampler's and the policy's
     version: int = 0  # of the policy before the update
 

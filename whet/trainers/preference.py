@@ -70,7 +70,7 @@ class PreferenceRun(ExamplesRun):
     config: PreferenceConfig
     log_ratios: tuple[float, int] = (0.0, 0)  # sum and number of S(l - b) of all rows so far, for `mean_log_ratio`
     cached: ReferenceCache | None = None
-    has_warned: bool = False  # of better responses that become less likely
+    has_warned: bool = False  # whether the run has warned of responses that become less likely
 
     @classmethod
     def objective_of(cls, config: PreferenceConfig) -> ComparisonObjective:
@@ -149,7 +149,7 @@ class PreferenceRun(ExamplesRun):
         path = Path(self.config.reference.file or self.run_dir / "reference.safetensors")
         examples = [*self.examples, *self.val_examples]
         inputs = {"rows": digest_of_all(examples), "dtype": str(self.config.model.dtype)}
-        is_known = "ref" in self.roles or self.step == 0  # else the policy has moved
+        is_known = "ref" in self.roles or self.step == 0  # else the policy has been trained
         if is_known:
             inputs["model"] = self.roles.get("ref", self.roles["actor"]).digest()[0]
         elif not path.exists():

@@ -39,10 +39,10 @@ from whet.trainers.shape import AdaptiveEntropy, Correction, Fixed, Shaper
 from whet.types import Group, Prompt
 
 log = logging.getLogger(__name__)
-TOKEN_MARKS = ("response_mask", "loss_mask", "turn_ids", "policy_version")  # whole numbers of a token
+TOKEN_MARKS = ("response_mask", "loss_mask", "turn_ids", "policy_version")  # columns of whole numbers
 MAX_COPIED_BYTES = 32 * 2**20  # of an image or video
 WINDOW = 5  # steps whose mean is the training reward
-GAP = 0.25  # of the range of rewards; a gap that is as large, and grew by as much, is worth a warning
+GAP = 0.25  # share of the range of rewards: warn of a gap that is as large and grew by as much
 LONGEST_LIST = 10
 Record = Mapping[str, Any]
 
@@ -63,8 +63,8 @@ class Run(Frame):
     val_prompts: Sequence[Prompt]
     val_params: SamplingParams
     health: Health = field(default_factory=Health)
-    has_gap: bool = False  # between rewards and held-out accuracy, and it was said
-    digests: dict[int, str] = field(default_factory=dict)  # of the weights that the rollout was given, by version
+    has_gap: bool = False  # whether the run has warned of a gap between rewards and held-out accuracy
+    digests: dict[int, str] = field(default_factory=dict)  # of the rollout's weights, by version
 
     @property
     def engine(self) -> Replicas | Direct:
@@ -99,7 +99,7 @@ class Run(Frame):
         if not self.columns.judges.providers:
             return list(groups)
         found = list[Group]()
-        for start in range(0, len(groups), self.config.data.train_batch_size):  # memory as a step has it
+        for start in range(0, len(groups), self.config.data.train_batch_size):  # no more memory than a step
             own = groups[start : start + self.config.data.train_batch_size]
             batch = to_batch(own, pad_token_id=self.pad_token_id)
             found += judged(own, self.columns.judges.add(batch, self.sources(own, step), Metrics()))
@@ -173,7 +173,7 @@ class Run(Frame):
             copy_media(self.run_dir / MEDIA, groups)
         if purpose == "validation":
             self._write_jumps(path, list(chain.from_iterable(lines)))
-        if not OWN_TRACKERS.issuperset(self.config.trainer.logger):  # these show no tables
+        if not OWN_TRACKERS.issuperset(self.config.trainer.logger):  # console and jsonl show no tables
             rows = table_rows(lines, self.config.trainer.table_rows)
             self.trackers.add_table(f"generations/{purpose}", rows)
 

@@ -45,9 +45,9 @@ from whet.types import Example, Prompt
 log = logging.getLogger(__name__)
 STEP_FOLDERS = ("rollouts", "tokens")  # files that end in _STEP.jsonl
 MEDIA = "media"  # images and videos by digest
-OWN = {*STEP_FOLDERS, MEDIA, "checkpoints", "profile"}  # trackers have folders of theirs, and may have links in them
-# What may differ from the config that a run was started with: it changes where and how fast a run goes, how far, and
-# what is written of it, but not what a step computes.
+OWN = {*STEP_FOLDERS, MEDIA, "checkpoints", "profile"}  # trackers write other folders, which may have links
+# Keys that a resumed run may change: they change where, how fast and how long a run computes, and
+# which files it writes, but not the computation of a step.
 FREE = (
     *("cluster.", "extra.", "trainer.", "data.val_", "reward.timeout_seconds", "reward.num_workers", "reward.given"),
     *("reward.manager", "reward.limits"),
@@ -56,7 +56,7 @@ FREE = (
     *("rollout.max_batch_size", "rollout.deadline_seconds"),
     *("rollout.free_cache_engine", "data.hub_deadline_seconds", "model.gradient_checkpointing"),
 )
-BOUND = ("trainer.seed", "trainer.loop")  # of the free ones
+BOUND = ("trainer.seed", "trainer.loop")  # keys below FREE that must not change
 LOCKS = weakref.WeakSet[TextIOWrapper]()  # that this process holds
 OTHER_FOLDER = "choose another trainer.run_dir or trainer.experiment_name"
 Items = Sequence[Prompt] | Sequence[Example]
@@ -67,10 +67,10 @@ class RunDir:
     """A run folder, locked against other runs while it is open."""
 
     path: Path
-    found: Path | None = None  # the checkpoint to go on from
+    found: Path | None = None  # the checkpoint to resume from
     lock: TextIOWrapper | None = None  # None in a dry run, which writes nothing
-    history: list[dict[str, float]] = field(default_factory=list)  # what was logged up to that checkpoint
-    checkpoint_bytes: int = 0  # as planned
+    history: list[dict[str, float]] = field(default_factory=list)  # metrics up to that checkpoint
+    checkpoint_bytes: int = 0  # planned size of a checkpoint
 
     @property
     def first_step(self) -> int:
@@ -303,7 +303,7 @@ def _imported(file: Path) -> dict[str, Path]:
     found, waiting = {file}, [file]
     while waiting:
         code = waiting.pop()
-        with suppress(SyntaxError, ValueError, OSError, IndexError):  # it will say so where it is run
+        with suppress(SyntaxError, ValueError, OSError, IndexError):  # the error is raised when the code runs
             for base, name in _import_names(ast.parse(code.read_bytes()), code, root):
                 for place in [each for each in (base / name, *(base / name).parents) if base in each.parents]:
                     for path in {place.with_name(f"{place.name}.py"), place / "__init__.py"} - found:

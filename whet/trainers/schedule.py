@@ -75,6 +75,6 @@ class Schedule(Generic[F]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._contention.close()
-        if isinstance(error, Stopped):  # a step that is saved has its line
+        if isinstance(error, Stopped):  # so that a saved step also has a line in the log
             with self.training():
                 pass

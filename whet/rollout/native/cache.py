@@ -50,7 +50,7 @@ class BlockCache:
         paged = {layer: each for layer, each in enumerate(every) if isinstance(each, Pages)}
         [pages] = {*paged.values()}
         (kv_heads, key_size, value_size), per_block = pages.stored, BLOCK_SIZE * token_bytes(config, dtype.itemsize)
-        self.place = {layer: place for place, layer in enumerate(paged)}  # of a layer among keys and values
+        self.place = {layer: place for place, layer in enumerate(paged)}  # index of a layer in keys and values
         self.is_plain = len(paged) == len(every) and key_size == value_size  # as the kernels of accelerators need it
         self.states = States.of(config, slots, dtype, device)
         self.num_blocks = budget_bytes // per_block

@@ -203,7 +203,7 @@ class DeviceColumns:
         self.tables = torch.zeros(max_rows + 1, width, dtype=torch.int32, device=device)
         self._inputs = torch.zeros(5 * batch_size(max_rows), dtype=torch.int64, device=device)
         self._sampling = SamplingState.of([], 0, HOST).wider(max_rows + 1).to(device)
-        self._blocks = torch.zeros(max_rows + 1, dtype=torch.int64)  # on the host: that of the next token of a slot
+        self._blocks = torch.zeros(max_rows + 1, dtype=torch.int64)  # on the host: block of the next token, by slot
         self._addresses: tuple[int, ...] = ()
 
     def at(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -53,8 +53,8 @@ from whet.rollout.protocol import Request
 from whet.rollout.requirements import CacheRoom, Decoding, RolloutBytes
 from whet.types import Media
 
-LOGIT_BYTES = 24  # of a logit while tokens are chosen: itself, in float32, its probability and sums
-SIZES = 256, 512, 768, 1024, 1536, 2048, 3072, 4096  # tokens of a batch that is recorded
+LOGIT_BYTES = 24  # for each logit during sampling: itself, in float32, its probability and sums
+SIZES = 256, 512, 768, 1024, 1536, 2048, 3072, 4096  # tokens of recorded batches
 SHARE = 16  # tokens of a batch for each stretch that it has room for
 
 
@@ -105,7 +105,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         self._scheduler: Scheduler | None = None  # while there are requests
         self._running: RunningSlots | None = None
         self._ended: list[Done[ScheduledRequest]] = []  # not given to the caller yet
-        self._tower: tuple[int, object] | None = None  # version of the weights, and those of the vision tower
+        self._tower: tuple[int, object] | None = None  # version of the weights, and fingerprint of the vision tower
 
     @classmethod
     def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
@@ -253,7 +253,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         states, ends = scheduler.cache.states, {each: each.prompt.end or {} for each in [*resumed, *started]}
         scheduler.copy_partial_blocks(started if states is None else [*resumed, *started])
         stretches = dict[ScheduledRequest, Stretch]()
-        for each in resumed:  # a state is that after the prompt; keys and values are shared up to its last full block
+        for each in resumed:  # states are known after the prompt; keys and values up to its last full block
             start = each.prompt.num_full * BLOCK_SIZE if states is None else len(each.prompt.token_ids)
             if ids := each.cached_ids[start:]:
                 stretches[each] = Stretch(ids, start, each.blocks, each.prompt, end=each.prompt.end)

@@ -35,8 +35,8 @@ class SharedPrompt:
 
     It owns its blocks until its last request is done. While none of its requests runs, the blocks may be taken away."""
 
-    request: Request  # any of them
-    waiting: deque[ScheduledRequest] = field(default_factory=deque)  # have not started
+    request: Request  # any of its requests
+    waiting: deque[ScheduledRequest] = field(default_factory=deque)  # requests that have not started
     unfinished: int = 0
     running: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -51,7 +51,7 @@ class SharedPrompt:
         # On three axes: a token at place t behind the prompt has the position t + shift.
         self.rotary = rotary_positions(self.token_ids, self.request.media, self.request.opening)
         self.shift = 0 if self.rotary is None else next_position(self.rotary) - len(self.token_ids)
-        # Blocks that its requests share; each copies a last, partly filled one and goes on to fill it.
+        # Its requests share full blocks; each request copies the last, partly filled block and fills its copy.
         self.num_full = len(self.token_ids) // BLOCK_SIZE
 
     @property
@@ -70,10 +70,10 @@ class Stretch:
     """Consecutive tokens of one sequence that are to be computed."""
 
     token_ids: Sequence[int]
-    start: int  # where the first one stands
+    start: int  # position of the first token
     blocks: list[int]  # of the sequence
-    prompt: SharedPrompt  # that it begins with
-    is_last: bool = True  # no other part of a longer one follows
+    prompt: SharedPrompt  # the prompt at the start of the sequence
+    is_last: bool = True  # whether no part of a longer stretch follows
     end: End | None = None  # the states before its first token, where there are some
 
     @property
@@ -118,7 +118,7 @@ class Scheduler:
         self.running: dict[str, ScheduledRequest] = {}  # by uid, the oldest first
         self._begun: deque[ScheduledRequest] = deque()  # with tokens, but not running; the oldest first
         self._prompts: dict[SharedPrompt, None] = {}  # the oldest first
-        self._newest: dict[Identity, SharedPrompt] = {}  # of several equal ones
+        self._newest: dict[Identity, SharedPrompt] = {}  # the newest SharedPrompt of each prompt
         self._unstarted: deque[SharedPrompt] = deque()
 
     def add(self, request: Request) -> ScheduledRequest:
