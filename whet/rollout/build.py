@@ -80,7 +80,7 @@ def rollout_engine(
 
 
 def with_engine(config: C) -> C:
-    """Returns the config with a rollout engine that supports the model (`chosen_engine`). Logs a change.
+    """Returns the config with a rollout engine that supports the model (`chosen_engine`). Logs a change of it.
 
     Raises: ConfigError for a setting that is impossible with transformers' own forward; ModelError."""
     lacks = lack_at(config.model)
@@ -237,7 +237,7 @@ def open_environments(environment: EnvironmentConfig, undo: ExitStack) -> dict[s
 
 
 def stage_of(stage: StageConfig) -> Stage:
-    """Converts a config section to a `Stage`, without limits on its episodes.  Raises: ConfigError, ToolError."""
+    """Makes an environment's settings from a config section, with default `limits`.  Raises: ConfigError, ToolError."""
     return Stage(
         stage.name,
         stage.options,

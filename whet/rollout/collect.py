@@ -45,7 +45,7 @@ class Stage:
 
     @property
     def is_silent(self) -> bool:
-        """Tells whether the environment needs no host: each episode ends after its first turn, without a reply."""
+        """Tells whether the environment needs no host. It never replies; each episode ends after its first turn."""
         is_plain = self.tools is None and self.max_episodes is None
         return is_plain and bool(ENVIRONMENTS[self.environment].marks.get("silent"))
 
@@ -161,7 +161,7 @@ class TemplateCodec:
         return () if self.tools is None else self.tools.calls(self.tokenizer, token_ids, turn)
 
     def read(self, observation: Observation) -> Observation:
-        """Returns the observation with content parts for images and videos, tokens counted.  Raises: DataError."""
+        """Converts images and videos of the observation to content parts; counts their tokens.  Raises: DataError."""
         if any(has_parts(task.messages) for task in observation.tasks):
             raise DataError("task for a sub-agent", "has images or videos", "text", "describe them")
         if observation.media or has_parts(observation.messages):

@@ -132,7 +132,7 @@ class Driver:
             self._num_waiting, self.does = self._num_waiting - 1, self.does or "training"
 
     def pass_time(self, future: Future[Any], began: float | None = None) -> None:
-        """Makes a turn. Adds its seconds, or the seconds since `began`, to the present bottleneck (`_limit`)."""
+        """Makes a turn. Adds its duration, or the time since `began`, to the seconds of the bottleneck (`_limit`)."""
         began, was_sampling, limit = began or time.monotonic(), self.is_sampling, self._limit()
         self.turn(self.turn_seconds)
         seconds = time.monotonic() - began
@@ -191,7 +191,7 @@ class Driver:
         self._take_scores(waits)
 
     def _limit(self) -> str | None:
-        """The bottleneck now: the part that callers wait for; without callers None during sampling, else `does`."""
+        """The bottleneck: the part of the run that callers wait for. Without callers: None in sampling, else `does`."""
         if not self._num_waiting:
             return None if self.is_sampling else self.does or None
         if self.is_sampling:

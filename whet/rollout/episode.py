@@ -252,8 +252,8 @@ class Episode:
         return joined(self._partial, self._noted)
 
     def on_failure(self, failure: Failure) -> list[Command]:
-        """Ends the episode with a failure of its environment or engine. At a deadline that is not in `fails_at`, the
-        episode ends with its turns so far instead."""
+        """Ends the episode with a failure of its environment or engine. If the failure is a deadline and `fails_at`
+        lacks "time", the episode ends with its turns so far instead."""
         if self.over:
             return []
         return self._stop("time", failure) if failure.timed_out else self._end(failure)
@@ -352,8 +352,8 @@ class Episode:
         return most if whole is None else min(most, whole - sum(len(turn.token_ids) for turn in self.turns))
 
     def _check_length(self) -> list[Command]:
-        """Ends the episode if token limits leave none for a turn, or if a conversation is too long before its first
-        turn. The data loader has already checked prompts to which nothing was added."""
+        """Ends the episode if token limits leave no token for a turn, or if a conversation is too long before its first
+        turn. The data loader has already checked the length of unchanged prompts."""
         length, most = len(self._context.token_ids), self.rules.limits.max_context_tokens
         is_given = not self.agent and self._context.token_ids == self.prompt.token_ids
         is_long = most is not None and length == self._context.row_start > most and not is_given

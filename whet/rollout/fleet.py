@@ -158,7 +158,7 @@ class Fleet:
             flight.parts.append(task)
 
     def abort(self, uids: Collection[str], *, silently: bool = False) -> list[AnyEvent]:
-        """Ends tasks. A task on a rank ends with a later event of it; `silently`, all end at once without events."""
+        """Ends tasks. Tasks on a rank end with later events of it; with `silently` all end now, without events."""
         told = list[AnyEvent]()
         for flight in [self.flights[uid] for uid in uids if uid in self.flights]:
             flight.is_aborted = True
@@ -292,7 +292,7 @@ class PartlySampled(Flight):
         return replace(self.task, attempt=self.attempt, sampled_ids=self.task.sampled_ids + kept)
 
     def note(self, partial: Partial) -> Completion | None:
-        """Records tokens of the current attempt. Ignores `partial` if tokens before it are missing: all come again, or
+        """Records tokens of the current attempt. Ignores `partial` if tokens before it are missing: they come again, or
         with the end of the request.  Returns the new tokens; None if there are none."""
         held = len(self.task.sampled_ids) + (0 if self.so_far is None else len(self.so_far.token_ids))
         tokens, log_probs, versions = partial.token_ids, partial.log_probs, partial.versions
@@ -380,8 +380,8 @@ def assign(
 
     No rank gets more than `most`, nor more than an even share of all unfinished requests. If all fit, all start at
     once, as a decode step is hardly slower with more rows. Otherwise a rank that long responses keep busy gets fewer.
-    The longest possible sequences come first. `home` returns the rank that has read a request's prefix: it gets the
-    block while it has at most its even share."""
+    The longest possible sequences come first. `home` returns the rank that has read a request's prefix: this rank gets
+    the block unless it would exceed its even share."""
     loads = dict(unfinished)
     if len(loads) == 1:
         return {rank: list(waiting) for rank in loads}

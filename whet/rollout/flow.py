@@ -238,7 +238,7 @@ class Flow:
         return ended, self.batch_size * self.n
 
     def ask(self, step: int) -> list[Command]:
-        """Asks for the groups of a step. These commands or later ones contain a HandOut."""
+        """Asks for the groups of a step. The returned commands or later ones contain a HandOut."""
         if not self.is_ahead:
             self._before = copy.deepcopy(dict(self.source.state()))
             self.restart(step - 1, [])
@@ -306,7 +306,7 @@ class Flow:
         return (1 + self.group_filter.max_refills) * self.batch_size
 
     def _together(self, admitted: Admitted, ended: Callable[[Admitted], Sized]) -> list[Admitted]:
-        """The groups to score and filter with `admitted` (its round, or only itself); empty until all have ended."""
+        """The groups to score and filter together: `admitted`, or all of its round. Empty until all have ended."""
         if len(ended(admitted)) < self.n:
             return []
         together = [admitted] if self.is_ahead or self._extra else self._undecided
@@ -337,7 +337,7 @@ class Flow:
         return [*self._hand_out(), *self._start()]
 
     def _start(self) -> list[Command]:
-        """Starts new prompts up to the limits. The keys of their random draws contain the step that will use them."""
+        """Starts as many prompts as the limits allow. Keys of their random draws contain the step that uses them."""
         live, wanted, most, commands = self._live, self.batch_size, self._most_read, list[Command]()
         taken = 0 if self.training is None else wanted  # a step in training counts as a full batch
         most_live = self.most_outstanding + self._extra - taken

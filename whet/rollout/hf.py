@@ -101,7 +101,7 @@ class PaddedRows:
 
 @register_rollout("hf")
 class HFEngine(InProcessEngine[LiveRequest]):
-    """Uses transformers' own forward and cache; a batch runs until all rows end. Slow, but for every language model.
+    """Uses transformers' forward and cache; a batch runs until all rows end. Slow, but supports every language model.
 
     on_new_weights: running requests continue when weights change; they recompute their keys and values (recompute), or
         keep the old ones (keep).
@@ -124,7 +124,7 @@ class HFEngine(InProcessEngine[LiveRequest]):
 
     @classmethod
     def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
-        """Returns the bytes of the cache: a tensor for each layer, and the copy by which one of them grows."""
+        """Returns the bytes of the cache: one tensor for each layer, and a copy of one of them, by which it grows."""
         rows, lengths = decoding.rows, decoding.lengths
         longest = max(lengths.prompts) + lengths.response
         used = rows * (longest * decoding.token_bytes + decoding.sequence_bytes)
@@ -178,7 +178,7 @@ class HFEngine(InProcessEngine[LiveRequest]):
         return [(batch.rows[row], reasons[row], batch.found.get(row)) for row in ended.nonzero().squeeze(1).tolist()]
 
     def _next(self, module: PreTrainedModel) -> list[LiveRequest]:
-        """Returns the oldest requests for the next batch; of one length if left padding would change results."""
+        """Returns the oldest requests for a batch; all of one length if left padding would change results."""
         oldest = list(self.unfinished.values())
         if not support_of(module).pads_left:
             lengths = [len(each.request.prompt_ids) + len(each.tokens) for each in oldest]

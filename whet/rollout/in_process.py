@@ -57,7 +57,7 @@ class LiveRequest:
             self.versions = (*self.versions, (version, new))
 
     def completion(self, version: int, reason: FinishReason, stop: str | None = None) -> Completion:
-        """Returns the completion of the request, as if it ended now. Its newest tokens get the stamp `version`."""
+        """Returns the completion of the request, as if it ended now. Its newest tokens are stamped with `version`."""
         self.stamp(version)
         new = slice(len(self.request.sampled_ids), None)
         tokens, log_probs = tuple(self.tokens[new]), tuple(self.log_probs[new])
@@ -65,7 +65,7 @@ class LiveRequest:
         return Completion(tokens, log_probs, reason, self.versions, stop, *told, self.preemptions)
 
     def partial(self, version: int) -> Partial:
-        """Returns the tokens that no earlier Partial has. The newest get the stamp `version`."""
+        """Returns the tokens that no earlier Partial has. The newest tokens are stamped with `version`."""
         self.stamp(version)
         first, self.num_streamed = self.num_streamed, len(self.tokens)
         tokens, log_probs = tuple(self.tokens[first:]), tuple(self.log_probs[first:])
@@ -245,7 +245,7 @@ class InProcessEngine(ABC, Generic[L]):
         self.policy.fill(weights, version)
 
     def prompt_log_probs(self, prompt: Sequence[int], count: int) -> PromptLogProbs:
-        """Returns log-probs of all prompt tokens but the first, and the `count` most probable at each position."""
+        """Returns log-probs of all prompt tokens but the first, and `count` most probable tokens at each position."""
         module = self.policy.require_whole()
         settings = ForwardSettings(packing=support_of(module).is_own, dtype=self.dtype)
         return prompt_log_probs(module, prompt, count, settings)
@@ -332,7 +332,7 @@ class InProcessEngine(ABC, Generic[L]):
                 self._events.append(each.partial(self.policy.version))
 
     def _before_new_weights(self, *, forget: bool) -> None:
-        """Stamps the tokens so far with the version that sampled them. Drops the cache unless it is kept."""
+        """Stamps the tokens so far with the version that sampled them. With `forget` drops the cache."""
         self._forget_finished()
         if not self.unfinished:
             return

@@ -84,9 +84,9 @@ def _versions(trajectories: Iterable[Trajectory]) -> Iterable[tuple[int, int]]:
 class FailureWatch:
     """Reads the scored groups of each step, validation or evaluation, and warns of failed trajectories.
 
-    These groups are a batch. A batch is bad if all its trajectories failed, or more than half in `OF_ENVIRONMENT`.
-    Until a good batch has come in this process, one bad batch ends the run; afterwards `PATIENCE` bad batches in a row
-    do, or one if more than half of all trajectories in the last `RECENT` batches failed in `OF_ENVIRONMENT`."""
+    These groups are a batch, which is bad if all trajectories failed, or more than half in environments, tools or
+    sandboxes. Before the first good batch in this process, one bad batch ends the run; afterwards `PATIENCE` in a row
+    do, or one if more than half of the trajectories in it and the last `RECENT` batches failed there."""
 
     def __init__(self) -> None:
         self._left = 1
@@ -94,7 +94,7 @@ class FailureWatch:
         self._warned: set[FailureSource] = set()
 
     def record(self, groups: Sequence[Group]) -> None:
-        """Reads groups.  Raises: RewardError, SandboxError, ToolError or EngineError, by the source of a failure."""
+        """Reads a batch.  Raises: RewardError, SandboxError, ToolError or EngineError, by the source of failures."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         failures = [(each.uid, each.failure) for each in trajectories if each.failure is not None]
         of_environment = [(uid, failure) for uid, failure in failures if failure.source in OF_ENVIRONMENT]

@@ -20,7 +20,7 @@ Sampling = SamplingParams | SamplingConfig  # of a request, or of a section of t
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths of a step's sequences in tokens: of `prompts` (the data's, or one limit), and of the longest
+    """The lengths of a step's sequences in tokens: of `prompts` (all in the data, or one limit) and of the longest
     `response`. In runs on examples `prompts` has the lengths of whole examples."""
 
     prompts: tuple[int, ...]
@@ -100,5 +100,5 @@ class ChecksMedia(Protocol):
     """A class of rollout engines that support images only for some models."""
 
     def check_media(self, encoders: Encoders | None, media: Sequence[Media], whose: str) -> None:
-        """Checks that the engine supports the media of the prompt `whose`. A class method.  Raises: EngineError."""
+        """Checks that the engine supports media of the prompt named `whose`. A class method.  Raises: EngineError."""
         ...

@@ -106,7 +106,7 @@ class Rollouts:
         length_stages: Mapping[int, int] | None = None,
         sampling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`batch_size` is the number of groups of each step with `max_staleness`. Without, `take` sets the number."""
+        """`batch_size` is the number of groups of each step with `max_staleness`. Without it `take` sets the number."""
         self.length_stages = dict(length_stages or {})
         self.collector, self.driver, self.scorer, self.tokenizer = collector, collector.driver, scorer, tokenizer
         self.n, self.params, self.correct_threshold = n, params, correct_threshold

@@ -32,7 +32,7 @@ class StopStrings:
         self._can_end: dict[int, bool] = {}
 
     def found(self, newest: int, response: torch.Tensor | Sequence[int]) -> str | None:
-        """Returns the first stop string in the text that `newest`, the last of `response` [T], completes; or None."""
+        """Returns the first stop string that `newest`, the last token of `response` [T], completes in it; or None."""
         if newest not in self._can_end:
             # Twice, because many tokenizers leave out the space before the first word.
             text = self._decode([newest, newest])

@@ -69,7 +69,7 @@ class Columns(Protocol):
 
 
 class Rows(NamedTuple):
-    """The host's description of n rows to sample together."""
+    """The rows that a step samples: n slots, with positions, counts and sampling parameters, on the host."""
 
     slots: torch.Tensor  # [n]
     positions: torch.Tensor  # [n] of the newest tokens
