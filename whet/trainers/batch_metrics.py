@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a step's batch. A metric that verl has too has verl's name."""
+"""Metrics of a step's batch. Metrics that verl also has, with the same meaning, have verl's names."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ def _prompts(
 
 
 def setup(config: TrainConfig, prompt_lengths: Sequence[int] = ()) -> Setup:
-    """Returns the setup for the memory plan. Without `prompt_lengths`, each prompt counts as the longest."""
+    """Returns the setup for the memory plan. Without `prompt_lengths`, each prompt has the maximum length."""
     columns = plan(config)
     roles = {spec.role: spec.args[0] for spec in worker_specs(config, columns, 1) if spec.cls is TrainWorker}
     if (judge := config.reward_model.judge) is not None:
@@ -382,7 +382,7 @@ def judge_of(group: WorkerGroup, config: TrainConfig) -> Rollouts:
 
 
 def _engine(config: TrainConfig, roles: Mapping[str, WorkerGroup]) -> Replicas | Direct:
-    """Returns this process's engine, if it cannot be restarted; otherwise all rollout ranks as one engine."""
+    """Returns the engine of this process, if it has one that cannot restart; else all rollout ranks as one engine."""
     ranks = roles["rollout"]
     if ranks.here is not None:
         worker = ranks.here.by_role["rollout"]

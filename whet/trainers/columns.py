@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Providers of batch columns. Functions name the columns that they read; `whet.columns` has the provider of each.
 
-Most are one output of a role's model. Any other has a function, registered under the column's name:
+Most columns are an output of a role's model. Any other column has a function, registered under its name:
     @register_provider("prompt_difficulty", reads=("accuracy",))
     def prompt_difficulty(batch, sources): ...
-It returns the column, or a function that waits for it (`sources.start`): then providers wait for their models side by
-side. Parameters after `*` are values of the config, as `options_of` names them.
+It returns the column, or a function that waits for it (`sources.start`), so that several models compute at the same
+time. Parameters after `*` are values of the config, as `options_of` names them.
 """
 
 from __future__ import annotations
@@ -78,8 +78,7 @@ def register_provider(
     unscored: bool = False,
     shape: str = "B, R",
 ) -> Callable[[Provider], Provider]:
-    """Decorator: registers the function that computes a column, and the column itself if `whet.columns` does not have
-    it.
+    """Decorator: registers the function that computes a column, and the column itself if `whet.columns` lacks it.
 
     `roles` names the models that the function calls, `reads` the columns of other providers that it reads. With
     `unscored` it needs no rewards, and runs while responses are being scored; its seconds are logged as `time/<phase>`.
@@ -244,9 +243,10 @@ def options_of(config: TrainConfig) -> dict[str, dict[str, Any]]:
 
 
 def unread(config: TrainConfig, plan: ColumnPlan) -> list[str]:
-    """Returns a warning for each config section with changed keys and unread columns; it names functions to choose.
+    """Returns a warning for each config section with changed keys if no function in use reads the section's columns.
 
-    Empty with a loop or a provider of the user, since the columns that these read are unknown here."""
+    A warning names possible readers. Empty with a loop or a provider of the user, since the columns that these read are
+    unknown here."""
     if config.trainer.loop is not None or any(COLUMNS[column.name] not in TABLE for column in plan.providers):
         return []
     found = []

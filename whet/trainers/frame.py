@@ -216,7 +216,7 @@ class Frame:
         return self.saved_at is None or time.monotonic() - self.saved_at > SAVE_SECONDS or self.is_due(0)
 
     def count_flops(self) -> None:
-        """Asks the ranks for the floating-point operations of the step's updates, if their peak speeds are known."""
+        """Asks the ranks for the FLOPs of the step's updates, if the accelerators' peak speeds are known."""
         if self._peak_flops:
             asked = asked_of_trained(self.roles, self.config.cluster, "update_flops")
             self.flops = {name: sum(numbers) for name, numbers in asked.items()}

@@ -46,7 +46,7 @@ class Health:
         self._equal_in_a_row = 0
 
     def check(self, run: Run, batch: Batch, step: int, metrics: Metrics) -> None:
-        """Warns of a jump in a metric, with its trajectories.  Raises: EngineError after three skipped updates."""
+        """Warns of a jump, with its trajectories.  Raises: EngineError after three skipped updates in a row."""
         checks = [check_skipped(role, f"{role}.optim.lr", metrics, run.run_dir) for role in ("actor", "critic")]
         run.is_good = all(checks)
         self._check_groups(run, step, metrics)

@@ -61,7 +61,7 @@ class MovingReference(TrainWorker):
 
 @dataclass(kw_only=True, repr=False)
 class PreferenceRun(ExamplesRun):
-    """A run on preferences."""
+    """A run that trains a model on preferences."""
 
     columns_shown = COLUMNS
     tokens_metric = "preference/tokens"
@@ -140,7 +140,7 @@ class PreferenceRun(ExamplesRun):
         return batch.with_columns(ref_log_probs=own, reference_point=point.expand(len(batch)).clone())
 
     def _reference(self, batch: Batch) -> Tensor:
-        """Computes log-probs under the reference model. Before the first step it equals the policy.   [B, R]"""
+        """Computes log-probs under the reference: role `ref`, else the policy before its first step.   [B, R]"""
         log_probs: Tensor = self.roles.get("ref", self.roles["actor"]).forward(batch, ("log_probs",))["log_probs"]
         return log_probs
 
@@ -203,7 +203,7 @@ class PreferenceRun(ExamplesRun):
             )
 
     def _fell(self, name: str) -> bool:
-        """Tells whether the `name` responses (chosen, rejected) are a tenth below the reference in log-prob."""
+        """Tells whether the `name` responses (chosen, rejected) lost over a tenth of their reference log-prob."""
         last = self.history[-1]
         moved = last.get(f"preference/{name}_moved", 0.0)
         return moved < 0 and moved < 0.1 * (last[f"preference/{name}_log_probs"] - moved)

@@ -280,7 +280,7 @@ def reward_gap(history: Sequence[Mapping[str, float]]) -> tuple[float, float]:
     """Returns the gap at the last validation, and its growth since the first; both 0 if there is nothing to compare.
 
     The gap is the mean training reward of the last steps, as a share of the range of all rewards so far, minus the
-    held-out accuracy. If the reward function gives equal scores alone, there is nothing to compare. With a reward model
+    held-out accuracy. If the reward function's scores are all equal, there is nothing to compare. With a reward model,
     the training reward includes its score. `history` has the numbers of all steps, each with its `step`."""
     trained = [record for record in history if "critic/score/mean" in record]
     validated = [record for record in history if "val/accuracy" in record]

@@ -106,7 +106,7 @@ class ExamplesRun(Frame):
         return self.batch(examples)
 
     def updated(self) -> None:
-        """Runs after each update."""
+        """Hook that `fit` calls after each update."""
 
     def validate(self, step: int = 0) -> Metrics:
         """Computes the metrics of the held-out examples."""

@@ -52,7 +52,8 @@ class Shaper:
         )
 
     def rewards(self, batch: Batch, metrics: Metrics) -> Batch:
-        """Computes `token_level_rewards` from `token_level_scores`. truncated=drop masks truncated responses first."""
+        """Computes `token_level_rewards` from `token_level_scores`. algorithm.truncated=drop masks truncated responses
+        first."""
         if self.config.algorithm.truncated == "drop":
             batch = without_truncated(batch, metrics)
         rewards = batch["token_level_scores"]
@@ -269,7 +270,7 @@ class Correction:
         return batch.with_columns(loss_mask=kept.to(batch["response_mask"].dtype))
 
     def _measure(self, mini_batch: Batch, weights: torch.Tensor, counted: torch.Tensor, metrics: Metrics) -> None:
-        """Records the spread of the weights. If the weight has bounds, also counts the ratios outside them."""
+        """Records the spread of the weights. If the weight has bounds, also records the share of ratios outside."""
         assert self.weight is not None
         spread, options = weight_metrics(weights, counted), self.weight.options
         for name, value in spread.items():
