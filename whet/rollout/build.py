@@ -114,7 +114,7 @@ def chosen_engine(rollout: RolloutConfig, model: ModelConfig) -> RolloutConfig:
         return rollout
     if "name" in engine.model_fields_set:
         expected = f"an engine that samples from a model with {lacks}: hf, vllm or sglang"
-        raise ConfigError("rollout.engine.name", engine.name, expected, "unset it, or set one of these")
+        raise ConfigError("rollout.engine.name", engine.name, expected, "unset it, or set one of these engines")
     log.warning("rollout.engine.name: hf, since the default, %s, does not sample from a model with %s", NATIVE, lacks)
     entry_at(ROLLOUT_ENGINES, "rollout.engine.name", "hf").resolve_options(engine.options, "rollout.engine.options")
     return rollout.model_copy(update={"engine": engine.model_copy(update={"name": "hf"})})
@@ -135,11 +135,11 @@ def check_engine(config: TrainConfig) -> None:
     entry = ROLLOUT_ENGINES[rollout.engine.name]
     engine, pool = entry.load(), cluster.pool_of("rollout")
     if cluster.pools[pool].devices > 1 and "num_devices" not in entry.parameters:
-        key, change = f"cluster.placement.{pool}.devices", "lower it, or choose an engine for several, such as vllm"
+        key, change = f"cluster.placement.{pool}.devices", "lower it, or choose one for more devices, such as vllm"
         expected = f"1, as the rollout engine {rollout.engine.name} samples on one device"
         raise ConfigError(key, cluster.pools[pool].devices, expected, change)
     if rollout.engine.options.get("weight_delta") is True and pool == cluster.pool_of("actor"):
-        key, change = "rollout.engine.options.weight_delta", "unset it, or give the rollout a pool"
+        key, change = "rollout.engine.options.weight_delta", "unset it, or give the rollout a pool of its own"
         raise ConfigError(key, True, f"false in the actor's pool ({pool}), where weights are copied", change)
     if isinstance(engine, ChecksAhead):
         longest = config.data.max_prompt_length + config.data.max_response_length

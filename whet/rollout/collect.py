@@ -26,7 +26,7 @@ from whet.types import Media, Message, Prompt, Trajectory, Turn
 
 BARE_TAG = (
     "an observation of the environment has <image> or <video> in its text and no media: the model reads the tag as "
-    "text (said once); return Observation(..., media=(whet.data.media.image(...),)), or leave the tag out"
+    "text (this is logged once); return Observation(..., media=(whet.data.media.image(...),)), or leave the tag out"
 )
 
 
@@ -163,7 +163,7 @@ class TemplateCodec:
     def read(self, observation: Observation) -> Observation:
         """Converts images and videos of the observation to content parts; counts their tokens.  Raises: DataError."""
         if any(has_parts(task.messages) for task in observation.tasks):
-            raise DataError("task for a sub-agent", "has images or videos", "text", "describe them")
+            raise DataError("task for a sub-agent", "has images or videos", "only text", "describe them in the text")
         if observation.media or has_parts(observation.messages):
             return self._with_media(observation)
         if self.reader is not None and has_tag(observation.messages, self.reader.kinds):
@@ -172,10 +172,10 @@ class TemplateCodec:
 
     def _with_media(self, observation: Observation) -> Observation:
         if self.reader is None and all("tool_call_id" in message.fields for message in observation.messages):
-            warn_once("a tool gave an image, but the model reads only text: it reads [image] in its place (said once)")
+            warn_once("a tool gave an image, but the model reads only text: it gets the text [image] (logged once)")
             return replace(observation, messages=tuple(map(_as_text, observation.messages)), media=())
         if self.reader is None:
-            raise DataError("observation", "has images or videos", "text, as the model reads it", "leave them out")
+            raise DataError("observation", "has images or videos", "text, which the model reads", "leave them out")
         given, owner = [(each.kind, each) for each in observation.media], "observation that the environment returned"
         placed, values = place(observation.messages, given, self.reader.kinds, owner)
         media = tuple(self.reader.read(*value) for value in values)

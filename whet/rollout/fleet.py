@@ -331,8 +331,8 @@ class PartlySampled(Flight):
             known = self.so_far or Completion((), (), "abort", ())
             return [Finished(uid, attempt, replace(known, stop=None))]
         why = (
-            f"{self.retries} replicas were lost with this request, at most {self.most_retries} are replaced; the log "
-            "of a replica says whether the request ended it"
+            f"{self.retries} replicas were lost with this request, which is given up after {self.most_retries}; the "
+            "log of a lost replica shows whether the request was the cause"
         )
         return [Failed(uid, attempt, Failure("engine", why))]
 

@@ -57,7 +57,7 @@ class ReturnedFirst:
     def put_back(self, uids: Sequence[str]) -> None:
         """Puts prompts back so that they come first, and logs this.  Raises: DataError for a uid not in the data."""
         if uids:
-            log.warning("%d prompts that were sampled ahead begin again, as the next that are sampled", len(uids))
+            log.warning("%d prompts that were sampled ahead start again; they are the next to be sampled", len(uids))
         self._returned = [*map(self.find, uids), *self._returned]
 
     def take(self, n: int) -> list[Prompt]:
@@ -66,7 +66,7 @@ class ReturnedFirst:
 
     def find(self, uid: str) -> Prompt:
         if self.source is None:
-            raise DataError("source of prompts", None, "one that finds a prompt by its uid", "pass a data loader")
+            raise DataError("source of prompts", None, "a source that finds prompts by uid", "pass a data loader")
         return self.source.find(uid)
 
     def observe(self, groups: Sequence[Group]) -> None:

@@ -46,7 +46,7 @@ def check_request(request: Request, vocab_size: int) -> None:
     if not request.prompt_ids or params.max_new_tokens <= len(request.sampled_ids):
         found = f"{len(request.prompt_ids)} prompt tokens, {len(request.sampled_ids)} tokens sampled earlier and "
         found += f"max_new_tokens={params.max_new_tokens}"
-        raise EngineError(f"request {request.uid}", found, "a prompt token, and room for one more token")
+        raise EngineError(f"request {request.uid}", found, "a prompt token, and a max_new_tokens above that number")
     if params.allowed_token_ids is not None or params.bad_words:
         check_rules((params.allowed_token_ids, params.bad_words), vocab_size)
 
@@ -54,7 +54,7 @@ def check_request(request: Request, vocab_size: int) -> None:
 def check_whole(coming: int | None, version: int) -> None:
     """Checks that the weights are not a mix of two versions.  Raises: WeightSyncError if `coming` is not None."""
     if coming is not None:
-        found = f"did not arrive whole, and may be mixed with version {version}"
+        found = f"did not arrive completely, and may be mixed with version {version}"
         raise WeightSyncError(f"version {coming} of the weights", found, change="send all weights of a version")
 
 

@@ -274,7 +274,7 @@ def generate(engine: RolloutEngine, requests: Sequence[Request], deadline_second
     Raises: DeadlineError; EngineError for a failed request and for equal uids; errors of the engine."""
     if len(uids := Counter(request.uid for request in requests)) < len(requests):
         [(uid, count)] = uids.most_common(1)
-        raise EngineError(f"request {uid}", f"is one of {count} with this uid", "a uid of its own for each")
+        raise EngineError(f"request {uid}", f"is one of {count} with this uid", "a different uid for each request")
     waiting, done, deadline = deque(requests), dict[str, Completion](), time.monotonic() + deadline_seconds
     try:
         while len(done) < len(requests):

@@ -182,7 +182,7 @@ class Replicas(RankDriver):
 
     def load(self, weights: Weights, version: int) -> None:
         """Raises: EngineError always, because only the weight sync may load weights into the ranks."""
-        raise EngineError("weights of a rollout's ranks", "given to one object", "a weight sync", "call the run's sync")
+        raise EngineError("weights of a rollout's ranks", "passed to `load`", "a weight sync", "call the run's sync")
 
     def sync(self, version: int) -> str:
         """Sends the weights of `version` to all ranks, including new ones. Waits until all sampling ranks have them,

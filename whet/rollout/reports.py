@@ -55,8 +55,8 @@ def measure_filter(found: HandOut, metrics: Metrics, *, warns: bool) -> None:
         metrics.mean("filter/sampled_accuracy", fmean(each.accuracy or 0.0 for each in sampled), len(sampled))
     if warns and not kept and not all(each.failure for group in dropped for each in group.trajectories):
         log.warning(
-            "step %d trains on nothing: algorithm.filter dropped all %d groups, refills included; this is said "
-            "again only after a step that keeps some",
+            "step %d trains on nothing: algorithm.filter dropped all %d groups, refills included; this is "
+            "logged again only after a step that keeps groups",
             *(found.step, len(dropped)),
         )
 

@@ -141,12 +141,12 @@ class Rollouts:
     def start(self, n: int, *, step: int) -> SampledTrajectories[Taken]:
         """Starts `take`: returns once all trajectories are sampled and, if there is a filter, scored."""
         if self.prompts.source is None:
-            raise DataError("source of prompts", None, "one to take from", "pass prompts to Rollouts, or call sample")
+            raise DataError("source of prompts", None, "prompts to sample", "pass prompts to Rollouts, or call sample")
         metrics, flow = Metrics(), self.flow
         if not flow.is_ahead:
             flow.batch_size = n
         elif n != flow.batch_size:
-            expected = f"data.train_batch_size={flow.batch_size}, as they are sampled ahead"
+            expected = f"data.train_batch_size={flow.batch_size}, because groups are sampled ahead"
             raise DataError("groups of a step", n, expected)
         # without staleness no checkpoint has the groups of an unfinished step, so it is not abandoned
         between = self.may_stop if flow.is_ahead else None

@@ -64,13 +64,13 @@ def restore(flow: Flow, source: ReturnedFirst, version: int, entries: Sequence[M
         sampled += samples.values()
     if queue:
         log.info(
-            "%d groups that were sampled ahead go on from the checkpoint, %d of them complete; of %d responses the "
-            "rest is sampled; %d episodes of several turns begin again, with their seeds",
+            "%d groups that were sampled ahead continue from the checkpoint, %d of them complete; %d responses are "
+            "sampled to their end; %d episodes of several turns start again, with the same seeds",
             *(len(queue) - again.total(), sum(each.is_kept is True for each in queue), len(episodes)),
             sum(entry.get("again", 0) for entry in entries),
         )
     for why, count in again.items():
-        log.warning("%d groups of the checkpoint begin again from their prompts: %s", count, why)
+        log.warning("%d groups of the checkpoint start again from their prompts: %s", count, why)
     source.put_back([entry["uid"] for entry in entries[room:]])
     flow.restart(version, queue)
     return [*(command for each in sampled for command in flow.on_sampled(each)), RunEpisodes(episodes)]
@@ -85,7 +85,7 @@ def _digest(prompt: Prompt) -> int:
 def _misfit(entry: Mapping[str, Any], prompt: Prompt, oldest: int) -> str:
     """The reason why a saved group's tokens cannot be used; "" if they can. `oldest` is the first valid version."""
     if entry.get("prompt") not in (None, _digest(prompt)):  # older checkpoints have none
-        return "the data has other rows now under their numbers"
+        return "the rows of their prompts have changed in the data"
     turns = chain(*(each["turns"] for each in entry["samples"]), entry["partial"].values())
     is_old = any(version < oldest for turn in turns for version, _ in turn["versions"])
     return "tokens are older than rollout.max_staleness and data.train_batch_size allow now" if is_old else ""
@@ -95,7 +95,7 @@ def _plain(value: Any) -> Any:
     """Converts a numpy scalar to a Python number, for JSON.  Raises: TypeError for other objects."""
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(f"{type(value).__name__} has no form in JSON")
+    raise TypeError(f"JSON cannot represent a {type(value).__name__}")
 
 
 def _entry(admitted: Admitted, running: Sequence[Episode]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _entry(admitted: Admitted, running: Sequence[Episode]) -> dict[str, Any]:
             values = TRAJECTORY.serializer.to_python(trajectory, mode="json", exclude={"prompt"}, fallback=_plain)
             samples.append(values)
         except (TypeError, ValueError) as error:
-            log.warning("the checkpoint leaves out %s, which would be sampled again: %s", trajectory.uid, error)
+            log.warning("the checkpoint leaves out %s, which a resumed run samples again: %s", trajectory.uid, error)
             is_scored = False
     return {
         "uid": admitted.prompt.uid,

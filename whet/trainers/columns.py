@@ -56,7 +56,7 @@ class Sources:
     def rollouts(self) -> Rollouts:
         """The rollouts of a run that samples.  Raises: EngineError in a run that does not sample."""
         if self.made_by is None:
-            raise EngineError("rollouts", None, "a run that samples, as a column asks the policy")
+            raise EngineError("rollouts", None, "a run that samples, because a column needs its rollouts")
         return self.made_by
 
     def forward(self, role: str, batch: Batch, output: str) -> torch.Tensor:

@@ -134,7 +134,7 @@ class DistillRun(ExamplesRun):
             if each.source not in config.teachers and OTHERS not in config.teachers:
                 found = f"no teacher for the data source {each.source!r} (example {number})"
                 expected = f"data sources with a teacher: {', '.join(config.teachers)}"
-                raise ConfigError("teachers", found, expected, "add it, or one for all others as '*'")
+                raise ConfigError("teachers", found, expected, "add a teacher for it, or for all others as '*'")
 
     @cached_property
     def served(self) -> dict[str, ServedTeacher]:

@@ -159,8 +159,8 @@ class Frame:
                 self.saved_at = time.monotonic()
                 if (before := state.get("metric") or self.best_metric) != self.best_metric:
                     log.warning(
-                        "%s was scored by %s, and trainer.best_metric is %s now: their scores are not compared, so the "
-                        "best checkpoint will be one that is saved from here on",
+                        "%s was scored by %s, and trainer.best_metric is %s now: the scores are not compared, so the "
+                        "best checkpoint will be one that is saved from now on",
                         *(folder, before, self.best_metric),
                     )
         except EngineError as error:

@@ -73,8 +73,8 @@ class Health:
         if lag > 0:
             log.warning("step %d: %s; the rollout's weights are %d steps older than the trainer's", step, gap, lag)
             return
-        expected = f"those of the same weights, of step {step - 1}, which did not arrive as they were sent"
-        change = "resume the run, which did not train on this step; if it comes again, try rollout.engine.name=native"
+        expected = f"equal ones, as both have weights of step {step - 1}, which did not arrive as sent"
+        change = "resume the run, which did not train on this step; if this comes again, try rollout.engine.name=native"
         raise WeightSyncError(f"step {step}", gap, expected, f"{change}; {last_good(run_dir)}")
 
     def _check_groups(self, run: Run, step: int, metrics: Metrics) -> None:

@@ -93,8 +93,8 @@ class LossObjective:
     def _share(self, loss: PolicyLoss, batch: Columns, counts: Columns) -> torch.Tensor:
         assert loss.aggregated is not None
         if "token_weights" in batch:
-            found, expected = "returns a sum, whose tokens cannot be weighed", "a loss per token [B, R]"
-            change = "return that, or unset algorithm.correction.weight"
+            found, expected = "returns an aggregated loss, whose tokens cannot be weighted", "a loss per token [B, R]"
+            change = "return a loss per token, or unset algorithm.correction.weight"
             raise RegistryError(f"loss {self.loss_name!r}", found, expected, change)
         if self.aggregation == "token-sum":
             return loss.aggregated

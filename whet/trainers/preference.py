@@ -54,7 +54,7 @@ class MovingReference(TrainWorker):
         """Copies the policy's weights.  Raises: EngineError if policy and reference have different engines."""
         own, actor = self.engine, actor_beside(self).engine
         if not isinstance(own, Engine) or type(actor) is not type(own):
-            found, expected = type(actor).__name__, f"the reference's, {type(own).__name__}, by whet's base"
+            found, expected = type(actor).__name__, f"{type(own).__name__} for both, derived from whet's Engine"
             raise EngineError("engine of the policy", found, expected, "unset reference.update_steps")
         own.copy_from(actor)
 
@@ -198,7 +198,7 @@ class PreferenceRun(ExamplesRun):
             self.has_warned = True
             log.warning(
                 "step %d: the better responses have lost %.1f nats and the worse ones %.1f: both become less likely, "
-                "and others that no row has take their place; add an SFT term (loss=rpo), lower optim.lr or raise beta",
+                "and responses outside the data more likely; add an SFT term (loss=rpo), lower optim.lr or raise beta",
                 *(self.step, -last["preference/chosen_moved"], -last["preference/rejected_moved"]),
             )
 

@@ -40,8 +40,8 @@ class ReferenceCache:
             raise StorageError(str(path), f"cannot be read ({error!r})", "a file of this run", "delete it") from error
         for name, digest in inputs.items():
             if found.get(name) != digest:
-                change = "delete it, or name another as reference.file"
-                raise StorageError(str(path), f"is of another {name} ({found.get(name)})", digest, change)
+                change = "delete it, or set reference.file to another file"
+                raise StorageError(str(path), f"was computed from another {name} ({found.get(name)})", digest, change)
         log.info("the reference's log-probs of %d responses come from %s", len(keys), path)
         return cls(found, log_probs)
 

@@ -201,9 +201,9 @@ class Run(Frame):
         self.has_gap = True
         log.warning(
             "step %d: the training reward is %.0f %% of its range above the held-out accuracy, %.0f %% more than at "
-            "first: the reward may pay for something else than right responses. Read rollouts/jumps_%06d.jsonl (the "
+            "first: the reward may pay for something other than correct responses. Read rollouts/jumps_%06d.jsonl (the "
             "held-out responses whose reward grew most) and the best paid ones in rollouts/, and try "
-            "`whet check-reward` (not said again)",
+            "`whet check-reward` (this is logged once)",
             *(step, 100 * gap, 100 * growth, step),
         )
 

@@ -113,7 +113,7 @@ def open_run_dir(path: Path, config: RunConfig, inputs: Mapping[str, str] | None
         if found is None:
             log.info("starting afresh in %s", path)
         elif begun and resume not in ("auto", str(found)):
-            log.info("resuming from %s, which this run came to from %s", found, resume)
+            log.info("resuming from %s: this run, which began from %s, has reached it", found, resume)
         else:
             log.info("resuming from %s", found)
         history = cut_back_files(path, found, is_logged=found is None or resume != "auto")
@@ -141,7 +141,7 @@ def cut_back_files(run_dir: Path, found: Path | None, *, is_logged: bool = False
     for name, records in kept.items():
         last = records[-1]["step"] if records else 0
         if found is not None and found.parent == run_dir / "checkpoints" and last < step and (run_dir / name).exists():
-            log.warning("%s ends with step %d: its lines up to step %d are lost", run_dir / name, last, step)
+            log.warning("%s ends with step %d: its lines from there to step %d are missing", run_dir / name, last, step)
     for name in STEP_FOLDERS:
         numbered = {path: re.search(r"_([0-9]+)$", path.stem) for path in (run_dir / name).glob("*.jsonl")}
         later = [path for path, at in numbered.items() if at and int(at[1]) > step and not path.is_dir()]
@@ -241,7 +241,7 @@ def noted(path: Path, config: RunConfig) -> dict[str, Any]:
                 found |= dict(flatten(values))
         except (yaml.YAMLError, OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
             raise ConfigError(
-                str(file), f"cannot be read ({error})", "", "put the run's own back, or delete it"
+                str(file), f"cannot be read ({error})", "", "restore the file of the run, or delete it"
             ) from error
     if found.get("rollout.dtype", "") is None:  # an older run: that of the model
         found["rollout.dtype"] = found.get("model.dtype")

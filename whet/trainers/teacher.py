@@ -45,7 +45,7 @@ def teacher_log_probs(
     if "*" in routed and "*" not in teacher.model_paths:
         expected = f"data sources with a teacher: {', '.join(teacher.model_paths)}"
         found = f"no teacher for the data source {batch['data_source'][routed.index('*')]!r}"
-        raise ConfigError("teacher.model_paths", found, expected, "add it, or one for all others as '*'")
+        raise ConfigError("teacher.model_paths", found, expected, "add a teacher for it, or for all others as '*'")
     rows = {name: [row for row, each in enumerate(routed) if each == name] for name in dict.fromkeys(routed)}
     begun = {name: sources.start(teacher_role(name), asked[own], "log_probs") for name, own in rows.items()}
 

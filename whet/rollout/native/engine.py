@@ -90,7 +90,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
     ) -> None:
         super().__init__(dtype, max_batch_size, load_tokenizer, on_new_weights == "keep")
         if compile and batch_invariant:
-            expected = "false: it fuses what batch_invariant=true keeps apart"
+            expected = "false, because batch_invariant=true needs operations that it fuses"
             raise EngineError("rollout.engine.options.compile", compile, expected, "unset one of them")
         self.kv_cache_bytes, self.compile_decode, self.fixed = kv_cache_bytes, compile, batch_invariant
         self._cache_room = CacheRoom() if cache_room is None else cache_room
@@ -313,7 +313,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         if encoders is not None and encoders.both_ways:
             found = f"has {media[0].kind}s, whose tokens attend in both directions in {encoders.config.model_type}"
             change = "set rollout.engine.name=hf, or train on text alone"
-            raise EngineError(whose, found, "a model whose media attend to what is before them", change)
+            raise EngineError(whose, found, "a model whose media tokens attend only to earlier tokens", change)
 
     def _seen(self, stretches: Sequence[Stretch]) -> Mapping[str, Any]:
         """Returns the forward arguments for media in stretches. Each media is encoded once per version of the tower."""
