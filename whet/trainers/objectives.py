@@ -131,8 +131,8 @@ def measure_share(metrics: Metrics, name: str, share: torch.Tensor, batch: Colum
 
 def interpolated(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, lag: torch.Tensor) -> torch.Tensor:
     """u + d / (d + 1) (l - u): estimates the log-probs before the update without a forward pass. u =
-    `rollout_log_probs` are from the weights that sampled. d = `lag` is the number of versions from these weights to the
-    weights before the update. l = `log_probs` are one version later than the latter.   [B, R]
+    `rollout_log_probs` are from the weights that sampled, l = `log_probs` from weights that are d + 1 versions newer.
+    d = `lag` is the number of versions from the weights that sampled to the weights before the update.   [B, R]
 
     At d = 0, where the policy before the update sampled the token, the estimate is u. AReaL's log-linear proximal
     policy, Fu et al. 2025, https://arxiv.org/abs/2505.24298."""
@@ -430,7 +430,7 @@ class PreferenceObjective:
 
 @dataclass(frozen=True)
 class StepObjective(PreferenceObjective):
-    """Averages the loss of process reward models over steps. `response_mask` is 1 on the token after each step."""
+    """Averages process reward losses over reasoning steps. `response_mask` is 1 on the token after each step."""
 
     needs = frozenset({"values"})
     block = 1

@@ -117,7 +117,7 @@ def mini_batches(run: Run, batch: Batch, role: ActorConfig, step: int) -> Iterat
 
 
 def validate(run: Run, step: int) -> Metrics:
-    """Accuracy, reward and length on the held-out prompts: over all, by data source and by domain."""
+    """Measures accuracy, reward and length on the held-out prompts: over all, by data source and by domain."""
     metrics, n = Metrics(), run.config.trainer.validation.n
     with metrics.time("time/validation"):
         # Its own collector: these seconds and failures are no part of a step's.

@@ -38,7 +38,7 @@ class Schedule(Generic[F]):
         return self
 
     def sampling(self) -> AbstractContextManager[None]:
-        """Marks the block at the start of a step that changes no weights. A stop request ends the run in it."""
+        """Marks the block at the start of a step that changes no weights. A stop request ends the run inside it."""
         return self._run.interruptible()
 
     def training(self) -> AbstractContextManager[None]:

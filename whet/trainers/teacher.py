@@ -33,7 +33,7 @@ Hints = list[list[str | None]]  # by group and trajectory
 def teacher_log_probs(
     batch: Batch, sources: Sources, *, teacher: TeacherConfig, data: DataConfig, environment: ToolsConfig
 ) -> Values:
-    """Computes log-probs of the responses by their data source's teacher or the policy; `teacher.hint` changes prompts.
+    """Computes log-probs of responses under their data source's teacher or the policy; `teacher.hint` changes prompts.
 
     Raises: ConfigError for a row without a teacher."""
     asked = batch
