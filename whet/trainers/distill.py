@@ -152,9 +152,9 @@ class DistillRun(ExamplesRun):
         """The number of tokens compared at each position. None compares all tokens of equal vocabularies."""
         paths = [path for path in self.config.teachers.values() if not is_server(path)]
         sizes = {self.vocab_size, *map(self._vocab_size, paths)}
-        most = min(sizes) - 1  # all other tokens together count as one more
+        most = min(sizes) - 1  # and one more, which is all others
         wanted = self.config.top_k or max(sizes)
-        is_whole = len(sizes) == 1 and wanted > most and not self.served  # a server returns fewer tokens
+        is_whole = len(sizes) == 1 and wanted > most and not self.served  # a server tells fewer
         return None if is_whole else min(wanted, most)
 
     def _vocab_size(self, path: str) -> int:
