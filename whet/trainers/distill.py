@@ -35,7 +35,7 @@ from whet.trainers.preference import to_batch
 from whet.trainers.sft import Callbacks, ExamplesRun, Rows, train_on_examples, weights_of
 from whet.weight_sync import buckets
 
-CHUNK_TOKENS = 4096  # most tokens with distributions in host memory at once
+CHUNK_TOKENS = 4096  # whose distributions over a vocabulary are on the host at once
 COLUMNS = (
     ConsoleColumn("loss", ("distill/loss",), ".4f"),
     ConsoleColumn("on-policy", ("distill/on_policy",), ".2f"),
