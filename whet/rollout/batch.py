@@ -20,7 +20,7 @@ from whet.rollout.flow import by_player
 from whet.types import Failure, Group, Media, Trajectory, Turn
 
 B = TypeVar("B", bound=Batch)
-NOT_SAMPLED = -1  # turn id of text that the policy did not write
+NOT_SAMPLED = -1  # turn id of tokens that the policy did not sample
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Row:
     versions: list[int] = field(default_factory=list)
     agent: str = ""
     media: tuple[Media, ...] = ()  # of the prompt
-    response_media: tuple[Media, ...] = ()  # of text that was read after it
+    response_media: tuple[Media, ...] = ()  # of observations after the prompt
     routed: list[bytes] = field(default_factory=list, compare=False)  # experts of each token, as `Turn.routed`
 
     def read(self, token_ids: Sequence[int]) -> None:
@@ -58,10 +58,10 @@ class Row:
 
 
 def rows_of(trajectory: Trajectory) -> list[Row]:
-    """Returns a trajectory's rows, in the order of their last turns. A turn whose context continues the last row of the
-    same player and sub-agent extends that row. Any other turn starts a row. Untrained turns count as observation."""
+    """Returns a trajectory's rows, ordered by their last turns. A turn that continues the last row of its player and
+    sub-agent extends this row; any other turn starts a row. Turns with `is_trained` false count as observations."""
     rows: list[Row] = []
-    open_rows: dict[tuple[str, str], tuple[Row, tuple[int, ...]]] = {}  # with all tokens of the row
+    open_rows: dict[tuple[str, str], tuple[Row, tuple[int, ...]]] = {}  # each row with all its tokens
     for turn_id, turn in enumerate(trajectory.turns):
         who, context = (turn.player, turn.agent), turn.context_ids
         row, so_far = open_rows.get(who, (Row(()), ()))
@@ -163,8 +163,8 @@ def with_scores(batch: B, groups: Sequence[Group], *, columns: Sequence[str] = (
 
 
 def with_failures(batch: B, failures: Mapping[str, Failure]) -> B:
-    """Masks the rows of failed trajectories. Sets their scores and the columns of providers to 0. `failures` has new
-    failures by uid."""
+    """Masks the rows of failed trajectories, and sets their scores and the columns of providers to 0. `failures`, by
+    uid of the trajectory, are added to the column `error`."""
     errors = [failures.get(uid, own) for uid, own in zip(batch["trajectory_uid_name"], batch["error"], strict=True)]
     failed = torch.tensor([error is not None for error in errors])
     given = [name for name in batch.columns() if name in COLUMNS and COLUMNS[name].has_provider]
@@ -188,15 +188,15 @@ def _rows_and_owners(groups: Sequence[Group], pad_token_id: int) -> tuple[list[R
 
 
 def _scores(batch: Batch, owners: Sequence[Trajectory]) -> torch.Tensor:
-    """Places scores on tokens, [B, R]. A turn's reward from the environment is on its last token. A trajectory's reward
-    is on the last sampled token of its last row, and its token rewards are in that row. The reward of an unsampled
-    token moves to the sampled token before it."""
+    """Places scores on tokens, [B, R]. A turn's reward from the environment is on the turn's last token. A trajectory's
+    reward is on the last sampled token of its last row; token rewards, if it has some, replace it in this row. The
+    reward of an unsampled token moves to the sampled token before it."""
     turn_ids, owner_of = batch["turn_ids"], dict(enumerate(owners))
     sampled, scores = turn_ids != NOT_SAMPLED, torch.zeros(turn_ids.shape, dtype=torch.float64)
     is_end = sampled & (turn_ids != torch.nn.functional.pad(turn_ids[:, 1:], (0, 1), value=NOT_SAMPLED))
     for (row, position), turn_id in zip(is_end.nonzero().tolist(), turn_ids[is_end].tolist(), strict=True):
         scores[row, position] = owner_of[row].turns[turn_id].reward
-    paid_at = torch.where(sampled, torch.arange(turn_ids.shape[1]), 0).cummax(1).values  # the last sampled so far
+    paid_at = torch.where(sampled, torch.arange(turn_ids.shape[1]), 0).cummax(1).values  # last sampled position
     for row in {each.uid: row for row, each in owner_of.items() if sampled[row].any()}.values():
         if (rewards := owner_of[row].token_rewards) is None:
             scores[row, paid_at[row, -1]] += owner_of[row].reward or 0.0
@@ -206,7 +206,7 @@ def _scores(batch: Batch, owners: Sequence[Trajectory]) -> torch.Tensor:
 
 
 def _real(rows: Sequence[Sequence[float]]) -> torch.Tensor:
-    """[B, longest] bool: True for the first tokens of each row, up to its length."""
+    """A mask [B, longest], bool: True at the tokens of each row, False at its padding."""
     lengths = torch.tensor([len(row) for row in rows])
     return torch.arange(int(lengths.max())) < lengths[:, None]
 
@@ -214,13 +214,13 @@ def _real(rows: Sequence[Sequence[float]]) -> torch.Tensor:
 def _filled(
     real: torch.Tensor, rows: Sequence[Sequence[float]], padding: float, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """A matrix with each row's numbers where `real` is True, `padding` elsewhere.   [B, W]"""
+    """A matrix with each row's numbers where `real` is True, and `padding` elsewhere.   [B, W]"""
     column = torch.full(real.shape, padding, dtype=dtype)
     return column.masked_scatter_(real, torch.tensor(list(chain.from_iterable(rows)), dtype=dtype))
 
 
 def _numbered(names: Sequence[str]) -> torch.Tensor:
-    """Numbers the names in the order of their first appearance.   [B] int64"""
+    """Numbers the names in the order of their first appearance; equal names have equal numbers.   [B] int64"""
     numbers: dict[str, int] = {}
     return torch.tensor([numbers.setdefault(name, len(numbers)) for name in names])
 

@@ -47,7 +47,7 @@ from whet.types import Limit, Prompt
 log = logging.getLogger(__name__)
 C = TypeVar("C", bound=TrainConfig | ExamplesConfig)
 NATIVE = "native"
-OF_OWN_WAY = ("context", "tensor", "pipeline")  # parts of a training engine's mesh that split what whet computes
+OF_OWN_WAY = ("context", "tensor", "pipeline")  # mesh options of training engines that need whet's own forward
 
 
 def rollout_engine(
@@ -62,7 +62,7 @@ def rollout_engine(
 ) -> RolloutEngine:
     """Builds the configured engine. An engine that shares the trainer's module starts without weights; any other loads
     `model.path`. The tokenizer is loaded only for stop strings. `device` is the first of `num_devices` devices.
-    `cache_room` is the memory that training leaves free; `span` is this node's part of a server."""
+    `cache_room` is the memory that training leaves for the cache; `span` is this node's part of a server."""
     entry = ROLLOUT_ENGINES[config.engine.name]
     keep_prepared(model.media_cache_gib)
     given = {
@@ -80,7 +80,7 @@ def rollout_engine(
 
 
 def with_engine(config: C) -> C:
-    """Returns the config with a rollout engine that supports the model (`chosen_engine`). Logs a change.
+    """Returns the config with a rollout engine that supports the model (`chosen_engine`). Logs a change of it.
 
     Raises: ConfigError for a setting that is impossible with transformers' own forward; ModelError."""
     lacks = lack_at(config.model)
@@ -114,7 +114,7 @@ def chosen_engine(rollout: RolloutConfig, model: ModelConfig) -> RolloutConfig:
         return rollout
     if "name" in engine.model_fields_set:
         expected = f"an engine that samples from a model with {lacks}: hf, vllm or sglang"
-        raise ConfigError("rollout.engine.name", engine.name, expected, "unset it, or set one of these")
+        raise ConfigError("rollout.engine.name", engine.name, expected, "unset it, or set one of these engines")
     log.warning("rollout.engine.name: hf, since the default, %s, does not sample from a model with %s", NATIVE, lacks)
     entry_at(ROLLOUT_ENGINES, "rollout.engine.name", "hf").resolve_options(engine.options, "rollout.engine.options")
     return rollout.model_copy(update={"engine": engine.model_copy(update={"name": "hf"})})
@@ -135,11 +135,11 @@ def check_engine(config: TrainConfig) -> None:
     entry = ROLLOUT_ENGINES[rollout.engine.name]
     engine, pool = entry.load(), cluster.pool_of("rollout")
     if cluster.pools[pool].devices > 1 and "num_devices" not in entry.parameters:
-        key, change = f"cluster.placement.{pool}.devices", "lower it, or choose an engine for several, such as vllm"
+        key, change = f"cluster.placement.{pool}.devices", "lower it, or choose one for more devices, such as vllm"
         expected = f"1, as the rollout engine {rollout.engine.name} samples on one device"
         raise ConfigError(key, cluster.pools[pool].devices, expected, change)
     if rollout.engine.options.get("weight_delta") is True and pool == cluster.pool_of("actor"):
-        key, change = "rollout.engine.options.weight_delta", "unset it, or give the rollout a pool"
+        key, change = "rollout.engine.options.weight_delta", "unset it, or give the rollout a pool of its own"
         raise ConfigError(key, True, f"false in the actor's pool ({pool}), where weights are copied", change)
     if isinstance(engine, ChecksAhead):
         longest = config.data.max_prompt_length + config.data.max_response_length
@@ -147,7 +147,7 @@ def check_engine(config: TrainConfig) -> None:
 
 
 def check_sampling(rollout: RolloutConfig, sections: Mapping[str, SamplingConfig]) -> None:
-    """Checks that the engine supports the sampling parameters in these sections of the config.  Raises: ConfigError."""
+    """Checks that the engine supports the sampling parameters of each config section, by key.  Raises: ConfigError."""
     entry = ROLLOUT_ENGINES[rollout.engine.name]
     kind, options = entry.load(), entry.resolve_options(rollout.engine.options, "rollout.engine.options")
     for section, sampling in sections.items():
@@ -164,7 +164,7 @@ def check_media(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, prom
 
 
 def check_stages(config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Checks the config's environments and tools, without starting an environment.  Raises: as `stage_of`."""
+    """Checks the config's environments and tools, without starting any.  Raises: the errors of `stage_of`."""
     for stage in (config.environment, *config.environment.agents.values()):
         _stage(stage, config, tokenizer)
 
@@ -172,8 +172,8 @@ def check_stages(config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenize
 def load_model(
     engine: RolloutEngine, model: ModelConfig, device: torch.device, dtype: torch.dtype, *, version: int = 0
 ) -> None:
-    """Loads the model and its adapter into an engine, as `version`. The engine has a module of its own. A server engine
-    has already loaded version 0 of a model without adapter.  Raises: ModelError."""
+    """Loads the model and its adapter as weights of `version`. An engine in this process gets a module of its own; a
+    server engine has already loaded version 0 of a model without adapter.  Raises: ModelError."""
     assert model.path is not None
     _, adapters = split_adapters(model.path)
     if not isinstance(engine, SharesModule) and not adapters and model.lora.path is None and version == 0:
@@ -221,9 +221,9 @@ def build_collector(
 
 
 def open_environments(environment: EnvironmentConfig, undo: ExitStack) -> dict[str, EnvironmentHost]:
-    """Opens the hosts of an environment and of its sub-agents, by name; `undo` closes them.
+    """Opens the hosts of an environment and of its sub-agents, by name of the sub-agent; `undo` closes the hosts.
 
-    Raises: as `stage_of`; EnvError if an environment's constructor refuses its options."""
+    Raises: the errors of `stage_of`; EnvError if an environment's constructor refuses its options."""
     hosts = dict[str, EnvironmentHost]()
     for agent, stage in {MAIN: environment, **environment.agents}.items():
         if (opened := stage_of(stage)).is_silent:
@@ -237,7 +237,7 @@ def open_environments(environment: EnvironmentConfig, undo: ExitStack) -> dict[s
 
 
 def stage_of(stage: StageConfig) -> Stage:
-    """Returns the stage of an environment, without limits on its episodes.  Raises: ConfigError, ToolError."""
+    """Makes an environment's settings from a config section, with default `limits`.  Raises: ConfigError, ToolError."""
     return Stage(
         stage.name,
         stage.options,
@@ -271,7 +271,7 @@ def _stage(stage: StageConfig, config: TrainConfig | EvalConfig, tokenizer: PreT
 def sampling_params(
     config: SamplingConfig, max_new_tokens: int, stop_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase
 ) -> SamplingParams:
-    """Returns the sampling parameters of a config. They exclude the special tokens of images and videos."""
+    """Returns the sampling parameters of a config. The special tokens of images and videos are never sampled."""
     allowed, encoders = config.allowed_token_ids, encoders_of(tokenizer)
     patches = () if encoders is None else tuple((token_id,) for token_id in encoders.forbidden)
     return SamplingParams(
@@ -291,7 +291,7 @@ def sampling_params(
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], ...]:
-    """Encodes each word twice: at the start of a text, and after a space.
+    """Returns the token ids of each word, at the start of a text and after a space.
 
     Raises: DataError for a word without tokens."""
     found: dict[tuple[int, ...], None] = {}
@@ -301,5 +301,5 @@ def bad_word_ids(words: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tu
         try:
             found |= {tuple(ids): None for ids in encode_texts(tokenizer, [f" {bare}"], add_special_tokens=False)}
         except DataError:
-            continue  # a tokenizer without a space writes none
+            continue  # a tokenizer without a space has no tokens for it
     return tuple(found)

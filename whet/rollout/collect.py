@@ -26,18 +26,18 @@ from whet.types import Media, Message, Prompt, Trajectory, Turn
 
 BARE_TAG = (
     "an observation of the environment has <image> or <video> in its text and no media: the model reads the tag as "
-    "text (said once); return Observation(..., media=(whet.data.media.image(...),)), or leave the tag out"
+    "text (this is logged once); return Observation(..., media=(whet.data.media.image(...),)), or leave the tag out"
 )
 
 
 @dataclass(frozen=True)
 class Stage:
-    """An environment and the limits of its episodes."""
+    """The settings of an environment: its name, options, tools and deadlines, and the limits of its episodes."""
 
     environment: str = "single_turn"
     options: Mapping[str, Any] = field(default_factory=dict)
     limits: EpisodeLimits = field(default_factory=EpisodeLimits)
-    seconds: Deadlines = field(default_factory=Deadlines)  # of its calls
+    seconds: Deadlines = field(default_factory=Deadlines)  # for calls of the environment
     episode_seconds: float = 3600.0
     max_episodes: int | None = None
     tools: Tools | None = None  # with their parser
@@ -45,7 +45,7 @@ class Stage:
 
     @property
     def is_silent(self) -> bool:
-        """Tells whether the environment needs no host: each episode ends after its first turn, with no text."""
+        """Tells whether the environment needs no host. It never replies; each episode ends after its first turn."""
         is_plain = self.tools is None and self.max_episodes is None
         return is_plain and bool(ENVIRONMENTS[self.environment].marks.get("silent"))
 
@@ -73,8 +73,8 @@ class Collector:
         reader: MediaReader | None = None,
         driver: type[Driver] = Driver,
     ) -> None:
-        """`agents` are the stages of sub-agents. `hosts`, by agent, replace the hosts of this process. `reader` reads
-        images and videos of observations. `driver` is the class that runs the episodes."""
+        """`agents` has the settings of sub-agents' environments by name. `hosts`, by the same names, replace hosts of
+        this process. `reader` reads images and videos of observations. `driver` is the class that runs the episodes."""
         self.seed, self.stage, self.agents = seed, stage or Stage(), dict(agents or {})
         self.reader, stages = reader, {MAIN: self.stage, **self.agents}
         self.silent = {name for name, each in stages.items() if each.is_silent}
@@ -137,7 +137,7 @@ class Collector:
 
 
 class TemplateCodec:
-    """A tokenizer with its chat template. Without a template it joins the texts of messages."""
+    """Converts between messages and tokens by a chat template. Without a template it joins the texts of messages."""
 
     def __init__(
         self,
@@ -148,8 +148,8 @@ class TemplateCodec:
         tools: Tools | None = None,
         reader: MediaReader | None = None,
     ) -> None:
-        """`tools` contain their parser; `chat_template_kwargs` describe them to the model. `reader` reads images and
-        videos, None for a text model."""
+        """`tools` contain the parser of their calls; `chat_template_kwargs` describe the tools to the model. `reader`
+        reads images and videos; None for a text model."""
         self.tools, self.reader = tools, reader
         self.tokenizer, self.apply_chat_template = tokenizer, apply_chat_template
         self.chat_template_kwargs = chat_template_kwargs or {}
@@ -161,21 +161,21 @@ class TemplateCodec:
         return () if self.tools is None else self.tools.calls(self.tokenizer, token_ids, turn)
 
     def read(self, observation: Observation) -> Observation:
-        """Returns the observation with its images and videos measured, a content part for each.  Raises: DataError."""
+        """Converts images and videos of the observation to content parts; counts their tokens.  Raises: DataError."""
         if any(has_parts(task.messages) for task in observation.tasks):
-            raise DataError("task for a sub-agent", "has images or videos", "text", "describe them")
+            raise DataError("task for a sub-agent", "has images or videos", "only text", "describe them in the text")
         if observation.media or has_parts(observation.messages):
             return self._with_media(observation)
         if self.reader is not None and has_tag(observation.messages, self.reader.kinds):
-            warn_once(BARE_TAG)  # perhaps text of somebody else
+            warn_once(BARE_TAG)  # no error: the tag may be plain text
         return observation
 
     def _with_media(self, observation: Observation) -> Observation:
         if self.reader is None and all("tool_call_id" in message.fields for message in observation.messages):
-            warn_once("a tool gave an image, but the model reads only text: it reads [image] in its place (said once)")
+            warn_once("a tool gave an image, but the model reads only text: it gets the text [image] (logged once)")
             return replace(observation, messages=tuple(map(_as_text, observation.messages)), media=())
         if self.reader is None:
-            raise DataError("observation", "has images or videos", "text, as the model reads it", "leave them out")
+            raise DataError("observation", "has images or videos", "text, which the model reads", "leave them out")
         given, owner = [(each.kind, each) for each in observation.media], "observation that the environment returned"
         placed, values = place(observation.messages, given, self.reader.kinds, owner)
         media = tuple(self.reader.read(*value) for value in values)

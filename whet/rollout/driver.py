@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver of episodes runs them concurrently: in turns while a caller waits, or in a thread, so that sampling
-continues while models train."""
+"""Drivers run many episodes concurrently, in turns (`Driver.turn`): while a caller waits, or in a thread, so that
+sampling continues while models train."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from whet.types import Failure, Outcome, Outcomes, Trajectory
 
 log = logging.getLogger(__name__)
 TURN_SECONDS = 0.05  # longest wait of the thread, after which it sees new calls
-SWITCH_SECONDS = 1e-4  # after which the loop and the thread take turns: with Python's 5e-3 either's short calls wait
+SWITCH_SECONDS = 1e-4  # Python's thread switch interval: its default, 5e-3, delays short calls of loop and thread
 CLOSE_SECONDS = 10.0
-SHORT_SECONDS = 0.005  # for the results of one of several environments
-LOOKED_AT = 256  # trajectories or groups that are looked at for scores in a turn, those that wait for longest
+SHORT_SECONDS = 0.005  # longest wait for results of one environment if there are several
+LOOKED_AT = 256  # submissions to scorers that a turn checks, the longest waiting first
 T = TypeVar("T")
 OnScored = Callable[[list[list[Outcome]]], None]
 
@@ -43,10 +43,10 @@ class _Open:
 
 
 class Driver:
-    """Carries out the commands of episodes, in turns that run while a caller waits. Episodes may be added at any time.
-    One thread owns it."""
+    """Carries out the commands of episodes. A caller that waits makes its turns; a turn sends requests and collects
+    results. Episodes may be added at any time. All calls come from one thread."""
 
-    blocks = True  # who waits makes the turns, and has nothing else to do
+    blocks = True  # a caller that waits makes the turns, and has nothing else to do
     turn_seconds = POLL_SECONDS
 
     def __init__(
@@ -65,12 +65,12 @@ class Driver:
         self._late_at = {agent: dict[str, float]() for agent in episode_seconds}  # by sub-agent and id
         self._unsent = deque[tuple[Episode, Request]]()
         self._sampling: dict[str, Episode] = {}  # by the uid of their request
-        self._stepping: dict[str, str] = {}  # sub-agent by id of the episodes whose environment has the turn
+        self._stepping: dict[str, str] = {}  # sub-agent by id of the episode, while its environment resets or steps
         self._to_score = list[tuple[Callable[[], Sequence[Outcomes]], OnScored]]()
         self._scoring = list[tuple[Sequence[Outcomes], OnScored]]()
         self._num_tokens = 0  # of all completions so far
-        self.does, self._num_waiting = "", 0  # part of the run that its loop is in; callers that wait
-        self.limit_seconds = defaultdict[str | None, float](float)  # by the part that the others waited for
+        self.does, self._num_waiting = "", 0  # phase of the loop; number of callers that wait
+        self.limit_seconds = defaultdict[str | None, float](float)  # by bottleneck (`_limit`)
         self.idle_seconds = 0.0  # in which the engine had nothing to sample
 
     @property
@@ -99,19 +99,19 @@ class Driver:
         future = self.promise()
         try:
             future.set_result(function())
-        except Exception as error:  # it belongs to the caller
+        except Exception as error:  # errors belong to the caller
             future.set_exception(error)
         return future
 
     def finish(self, function: Callable[[], T]) -> T:
-        """Calls a function between two turns, and waits for its result."""
+        """Calls a function between two turns, waits for its result and returns it."""
         return self.wait(self.call(function), lambda: (0, 1))
 
     def wait(
         self, future: Future[T], progress: Callable[[], tuple[int, int]], between: Callable[[], None] | None = None
     ) -> T:
         """Makes turns until the future has a result, at most `deadline_seconds`; returns the result. `progress` returns
-        the numbers of finished and of all items. `between` is called between turns and may raise.
+        the numbers of finished items and of all items. `between` is called between turns and may raise.
 
         Raises: DeadlineError; errors of a turn."""
         began, before, self._num_waiting = self._clock(), self._num_tokens, self._num_waiting + 1
@@ -132,7 +132,7 @@ class Driver:
             self._num_waiting, self.does = self._num_waiting - 1, self.does or "training"
 
     def pass_time(self, future: Future[Any], began: float | None = None) -> None:
-        """Makes a turn. Adds the seconds since `began` (None: now) to the part of the run that the others wait for."""
+        """Makes a turn. Adds its duration, or the time since `began`, to the seconds of the bottleneck (`_limit`)."""
         began, was_sampling, limit = began or time.monotonic(), self.is_sampling, self._limit()
         self.turn(self.turn_seconds)
         seconds = time.monotonic() - began
@@ -140,7 +140,7 @@ class Driver:
         self.limit_seconds[limit] += seconds
 
     def leave(self) -> None:
-        """Ends all episodes after an error, without results."""
+        """Ends all episodes without results, after an error of a caller."""
         drop(self.engine, list(self._sampling))
         self._sampling, self._to_score, self._scoring = {}, [], []
         self._abandon(list(self._open))
@@ -165,7 +165,7 @@ class Driver:
         self._abandon(found)
 
     def score(self, submit: Callable[[], Sequence[Outcomes]], on_scored: OnScored) -> None:
-        """Submits trajectories to scoring functions in the next turn. `on_scored` is called with all outcomes."""
+        """Calls `submit`, which starts scoring, in the next turn. Later calls `on_scored` with all outcomes."""
         self._to_score.append((submit, on_scored))
 
     def note_partials(self) -> None:
@@ -178,10 +178,10 @@ class Driver:
     # ---- a turn
 
     def turn(self, timeout_seconds: float) -> None:
-        """Sends requests, waits up to `timeout_seconds` for observations and completions, and collects scores.
+        """Submits requests, waits up to `timeout_seconds` for observations and completions, and collects scores.
 
         Raises: errors of the engine and of scoring functions."""
-        waits = self.blocks and self.is_idle  # for scores: nothing else is to be done
+        waits = self.blocks and self.is_idle  # for scores, if there is nothing else to do
         self._send()
         if self._stepping:
             self._take_observations(0.0 if self._sampling else timeout_seconds)
@@ -191,7 +191,7 @@ class Driver:
         self._take_scores(waits)
 
     def _limit(self) -> str | None:
-        """The part that callers wait for. If none waits: the part that the loop is in, or None during sampling."""
+        """The bottleneck: the part of the run that callers wait for. Without callers: None in sampling, else `does`."""
         if not self._num_waiting:
             return None if self.is_sampling else self.does or None
         if self.is_sampling:
@@ -230,7 +230,7 @@ class Driver:
         self._carry_out(parent, parent.on_delegated(trajectory))
 
     def _abandon(self, ids: Sequence[str]) -> None:
-        """Ends episodes without results."""
+        """Ends episodes, with the episodes of their sub-agents, without results."""
         self._stop_calls(ids)
         for uid in ids:
             opened = self._open.pop(uid, None)
@@ -276,7 +276,7 @@ class Driver:
             self._carry_out(episode, commands)
 
     def _take_scores(self, waits: bool) -> None:
-        """Submits trajectories for scoring, and passes on outcomes. With `waits`, waits for the first ones."""
+        """Submits trajectories for scoring, and passes on outcomes. With `waits`, waits for the oldest submission."""
         self._scoring += [(submit(), on_scored) for submit, on_scored in self._to_score]
         self._to_score.clear()
         looked_at = self._scoring[:LOOKED_AT]
@@ -287,7 +287,7 @@ class Driver:
             on_scored([each.result() for each in outcomes])
 
     def _fail_late_episodes(self) -> None:
-        """Fails episodes over their time limit. Time counts from the reset; before it an episode waits for a place."""
+        """Fails episodes over their time limit. It counts from the reset, not while they wait for an environment."""
         now, late = self._clock(), list[str]()
         for agent, host in self.environments.items():
             for uid in host.begun():
@@ -298,8 +298,8 @@ class Driver:
         if late:
             self._stop_calls(late)
         for uid in late:
-            if uid in self._open:  # else it was a task of another late one
-                self._stepping.pop(uid, None)  # a late task may just have given it a turn
+            if uid in self._open:  # else it was a task of another late episode
+                self._stepping.pop(uid, None)  # the end of a late task may just have started a step
                 episode = self._open[uid].episode
                 why = f"the episode took longer than {self.episode_seconds[episode.agent]:g} s"
                 self._carry_out(episode, episode.on_failure(Failure("environment", why, timed_out=True)))
@@ -309,7 +309,7 @@ class Driver:
         gone = {*ids}
         requests = [uid for uid, episode in self._sampling.items() if episode.id in gone]
         if requests:
-            self.engine.abort(requests)  # others go on: what comes of these is not listened to
+            self.engine.abort(requests)  # their events are ignored from now on
         for uid in requests:
             del self._sampling[uid]
         self._unsent = deque(each for each in self._unsent if each[0].id not in gone)
@@ -327,7 +327,7 @@ def _read(episode: Episode, result: Observation | Failure) -> Observation | Fail
 
 
 class BackgroundDriver(Driver):
-    """Makes turns in a thread all the time, starting at the first call. Waiting callers get its errors."""
+    """Makes turns continuously in a thread, started by the first call. Its errors are raised in waiting callers."""
 
     blocks = False
     turn_seconds = TURN_SECONDS
@@ -353,7 +353,7 @@ class BackgroundDriver(Driver):
         return future
 
     def pass_time(self, future: Future[Any], began: float | None = None) -> None:
-        """Waits for `future`, at most the time of one turn; the thread makes the turns."""
+        """Waits for `future`, at most for the time of one turn, while the thread makes turns."""
         wait([future], TURN_SECONDS)
 
     def leave(self) -> None:

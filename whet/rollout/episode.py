@@ -18,7 +18,7 @@ from whet.keyed import key
 from whet.rollout.protocol import Completion, Partial, Request, SamplingParams
 from whet.types import Failure, Limit, Media, Message, Prompt, Trajectory, Turn
 
-MAIN = ""  # the agent of an episode that is no task of another
+MAIN = ""  # agent of an episode that is not the task of another episode
 
 
 class Codec(Protocol):
@@ -35,7 +35,7 @@ class Codec(Protocol):
         ...
 
     def read(self, observation: Observation) -> Observation:
-        """Converts the observation for the model: tags become content parts, media are measured.  Raises: DataError."""
+        """Converts tags of the observation to content parts, and counts tokens of media.  Raises: DataError."""
         ...
 
     def opening(self, messages: Sequence[Message], media: Sequence[Media]) -> list[int]:
@@ -60,7 +60,7 @@ class EpisodeLimits:
     max_turn_tokens: int | None = None
     max_episode_tokens: int | None = None  # sampled in all turns
     max_context_tokens: int | None = None  # of a conversation before its first turn
-    fails_at: frozenset[Limit] = frozenset({"time"})  # at other limits an episode ends with what it has
+    fails_at: frozenset[Limit] = frozenset({"time"})  # at other limits an episode ends with its turns so far
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Rules:
     step: int
     purpose: str = "rollout"
     limits: EpisodeLimits = EpisodeLimits()
-    is_silent: bool = False  # no environment answers a turn: the episode ends with the first
+    is_silent: bool = False  # no environment replies: the episode ends after its first turn
     agents: Mapping[str, Rules] = field(default_factory=dict)  # of sub-agents, by name
 
 
@@ -118,10 +118,10 @@ Command = Reset | Sample | Step | Delegate | End
 
 @dataclass(frozen=True)
 class Conversation:
-    """The conversation that a player reads."""
+    """The conversation that a player reads as its context."""
 
     token_ids: tuple[int, ...]
-    row_start: int  # the tokens before it are no response
+    row_start: int  # number of tokens before the response of the row
     messages: tuple[Message, ...]
     media: tuple[Media, ...]
 
@@ -135,19 +135,19 @@ class Episode:
     rules: Rules
     seed: int = 0  # of the environment, equal for the samples of a prompt
     agent: str = MAIN
-    turns: list[Turn] = field(default_factory=list)  # with those of its sub-agents
-    messages: list[Message] = field(default_factory=list)  # all that were exchanged after the prompt
+    turns: list[Turn] = field(default_factory=list)  # including turns of its sub-agents
+    messages: list[Message] = field(default_factory=list)  # all messages after the prompt
     fields: dict[str, Any] = field(default_factory=dict)
     over: bool = False
     _partial: Completion | None = None  # of the turn that is being sampled, from aborted attempts
     _behind: int | None = None  # digest of the context of `_partial`, where an earlier run sampled it
     _attempt: int = 0
     _noted: Completion | None = None  # of the attempt that is running
-    _read: Observation = GOES_ON  # before the turn that is being sampled
+    _read: Observation = GOES_ON  # the observation before the turn that is being sampled
     _contexts: dict[str, Conversation] = field(default_factory=dict)  # by player
     _last: dict[str, int] = field(default_factory=dict)  # the player's last turn: its place in `turns`
-    _tasks: dict[str, Result | None] = field(default_factory=dict)  # by the trajectory that a task leads to
-    _num_turns: int = 0  # its own
+    _tasks: dict[str, Result | None] = field(default_factory=dict)  # by uid of the sub-agent's trajectory
+    _num_turns: int = 0  # without turns of its sub-agents
     _num_tasks: int = 0
 
     def __post_init__(self) -> None:
@@ -191,7 +191,7 @@ class Episode:
         return self._check_length() or [Sample(self._request())]
 
     def on_completion(self, completion: Completion) -> list[Command]:
-        """Reads a completion of the engine. After an aborted one, the next attempt samples the rest."""
+        """Adds a completion to the turn. After an aborted one, a new attempt samples the missing tokens."""
         if self.over:
             return []
         whole = completion if self._partial is None else joined(self._partial, completion)
@@ -206,7 +206,7 @@ class Episode:
             calls = tuple(self.rules.codec.calls(whole.token_ids, self._num_turns))
         except ToolError as error:
             failure = Failure("tool", str(error))
-        sampled = {name: each for name, each in vars(whole).items() if name != "likeliest"}  # clients ask for it
+        sampled = {name: each for name, each in vars(whole).items() if name != "likeliest"}  # for a server's clients
         turn = Turn(
             context.token_ids,
             **sampled,  # a turn has all other fields of a completion
@@ -228,13 +228,13 @@ class Episode:
         return [Step(Answer(text, calls, whole.token_ids, whole.finish_reason, media=turn.media))]
 
     def on_partial(self, partial: Partial) -> None:
-        """Records tokens that the running attempt has sampled so far."""
+        """Records the tokens that the running attempt at a request has sampled so far."""
         if partial.attempt == self._attempt:
             tokens, log_probs, versions = partial.token_ids, partial.log_probs, partial.versions
             self._noted = Completion(tokens, log_probs, "abort", versions, routed=partial.routed)
 
     def go_on_from(self, sampled: Completion, context_digest: int | None = None) -> None:
-        """Lets the first turn begin with tokens that an earlier run sampled, unless its context has changed."""
+        """Starts the first turn with the tokens `sampled` in an earlier run, unless the turn's context has changed."""
         self._partial, self._behind, self._attempt = sampled, context_digest, self._attempt + 1
 
     @property
@@ -252,8 +252,8 @@ class Episode:
         return joined(self._partial, self._noted)
 
     def on_failure(self, failure: Failure) -> list[Command]:
-        """Ends the episode with a failure of its environment or engine. At a deadline that is not in `fails_at`, the
-        episode ends with its turns so far instead."""
+        """Ends the episode with a failure of its environment or engine. If the failure is a deadline and `fails_at`
+        lacks "time", the episode ends with its turns so far instead."""
         if self.over:
             return []
         return self._stop("time", failure) if failure.timed_out else self._end(failure)
@@ -336,7 +336,7 @@ class Episode:
 
     @property
     def _turn_limit(self) -> int | None:
-        """The limit of the turn's tokens, set by the environment or the config."""
+        """The token limit of the next turn: the environment's, else the config's; None if both set none."""
         return self._read.max_tokens or self.rules.limits.max_turn_tokens
 
     @property
@@ -352,8 +352,8 @@ class Episode:
         return most if whole is None else min(most, whole - sum(len(turn.token_ids) for turn in self.turns))
 
     def _check_length(self) -> list[Command]:
-        """Ends the episode if no room is left for a turn, or if a conversation begins with too many tokens. For a
-        prompt without additions the data loader has checked this."""
+        """Ends the episode if token limits leave no token for a turn, or if a conversation is too long before its first
+        turn. The data loader has already checked the length of unchanged prompts."""
         length, most = len(self._context.token_ids), self.rules.limits.max_context_tokens
         is_given = not self.agent and self._context.token_ids == self.prompt.token_ids
         is_long = most is not None and length == self._context.row_start > most and not is_given
@@ -386,7 +386,7 @@ class Episode:
         return request if self._partial is None else self._continued(self._partial, request)
 
     def _continued(self, sampled: Completion, request: Request) -> Request:
-        if self._behind is not None and self._behind != self.context_digest:  # the environment begins differently now
+        if self._behind is not None and self._behind != self.context_digest:  # the first messages have changed
             self._partial = None
         else:
             self._partial = unfinished(sampled, request)
@@ -448,7 +448,7 @@ def unfinished(sampled: Completion, request: Request) -> Completion | None:
 
 
 def part(completion: Completion, start: int, end: int) -> Completion | None:
-    """Returns the tokens from `start` up to `end`; None if there are none."""
+    """Returns the completion's tokens from number `start` up to number `end`; None if there are none."""
     if start >= end:
         return None
     runs, first = list[tuple[int, int]](), 0  # number of the run's first token

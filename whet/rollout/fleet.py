@@ -20,12 +20,12 @@ from whet.rollout.episode import joined, part, unfinished
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request
 from whet.types import Failure
 
-RETRIES = 1 << 16  # an attempt of the caller has so many attempts on ranks
-BLOCKS_A_RANK = 4  # at least, of equal prompts: larger ones are split, so that every rank has its part
+RETRIES = 1 << 16  # most attempts on ranks for one attempt of the caller
+BLOCKS_A_RANK = 4  # least number of blocks for each rank: larger blocks are split
 SHORTEST_PREFIX = 16  # tokens that requests must share for one replica to be better than another
-MAX_PREFIXES = 65536  # that are remembered of a rank
+MAX_PREFIXES = 65536  # hashes kept for a rank
 AnyTask = Any  # Task or Request: with `uid` and `attempt`
-AnyEvent = Any  # what a rank says of them: Done or rollout.protocol.Event
+AnyEvent = Any  # event of a task: Done or rollout.protocol.Event
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Give:
 
 @dataclass(frozen=True)
 class FleetTask:
-    """A task other than a Request, or a later part of such a task."""
+    """A task that is no Request, such as an episode or a batch to score; or a later part of such a task."""
 
     uid: str
     what: Any
@@ -64,11 +64,11 @@ class Flight:
     the result of the part before. A new rank gets all parts again, but the caller gets no result twice."""
 
     task: AnyTask  # of the caller
-    rank: int | None = None  # that has it; None while it waits
+    rank: int | None = None  # the rank that has the task; None while it waits
     retries: int = 0
     is_aborted: bool = False  # by the caller
-    is_awaited: bool = False  # the result of the part that its rank has
-    parts: list[AnyTask] = field(default_factory=list)  # behind `task`
+    is_awaited: bool = False  # whether its rank still computes a part
+    parts: list[AnyTask] = field(default_factory=list)  # later parts, after `task`
     num_given: int = 0  # parts that its rank got
     num_told: int = 0  # results that the caller got
     most_retries: ClassVar[int] = sys.maxsize
@@ -80,11 +80,11 @@ class Flight:
 
     @property
     def attempt(self) -> int:
-        """The number of the attempt and of its part, counted over all ranks."""
+        """The number of the attempt and of its part, over all ranks. Events with another number are ignored."""
         return int(self.task.attempt) * RETRIES + self.retries + self.num_given
 
     def given(self) -> AnyTask:
-        """Returns the next part of the task."""
+        """Returns the next part of the task, to be sent to its rank."""
         part, self.is_awaited = [self.task, *self.parts][self.num_given], True
         self.num_given += 1
         return replace(part, attempt=self.attempt)
@@ -101,7 +101,7 @@ class Flight:
         self.rank, self.retries, self.num_given, self.is_awaited = None, self.retries + 1, 0, False
 
     def last(self) -> list[AnyEvent]:
-        """Returns the final events for the caller, if the task was aborted without a rank or lost too often."""
+        """Returns the final events for the caller of a task that was aborted without a rank, or lost too often."""
         return []
 
 
@@ -111,10 +111,10 @@ class Rank:
 
     generation: int  # grows from one connection to the next
     version: int | None = None  # of its weights
-    loading: int | None = None  # the version that is on its way to it: it answers by `on_loaded` or is lost
+    loading: int | None = None  # the version that it is loading, until `on_loaded` or the loss of the rank
     given: dict[str, Flight] = field(default_factory=dict)  # its unfinished tasks by uid, in their order
-    ended: list[str] = field(default_factory=list)  # uids that it is to end
-    prefixes: set[int] = field(default_factory=set)  # that it read with the newest weights, by their hashes
+    ended: list[str] = field(default_factory=list)  # uids of tasks that it must end
+    prefixes: set[int] = field(default_factory=set)  # hashes of prefixes that it read with the newest weights
 
     @property
     def is_ready(self) -> bool:
@@ -126,28 +126,28 @@ class Rank:
 class Fleet:
     """Distributes tasks over several ranks, at most `most` tasks a rank.
 
-    A rank gets tasks once it has the newest weights; version 0 means no weights. Tasks of a lost rank go to other
-    ranks, ahead of waiting tasks, with their `Flight` records. Methods that end tasks return the events for the caller,
-    with the attempt of the caller's task."""
+    A rank gets tasks once it has the newest weights; a fleet without weights stays at version 0. Tasks of a lost rank
+    go to other ranks, ahead of waiting tasks, with their `Flight` records. Methods that end tasks return the events for
+    the caller, with the attempt of the caller's task."""
 
     most: int = sys.maxsize  # unfinished tasks of a rank
     version: int = 0  # of the newest weights
-    restarts: int | None = None  # of each rank's process; None: nothing replaces one, and the others go on
+    restarts: int | None = None  # most replacements of a rank's process; None: never replaced, other ranks continue
     has_parts: bool = False  # a task stays with its rank until it is aborted
     flight: Callable[[AnyTask], Flight] = Flight
     ranks: dict[int, Rank] = field(default_factory=dict)
     flights: dict[str, Flight] = field(default_factory=dict)  # by uid
-    waiting: dict[str, Flight] = field(default_factory=dict)  # of them, those that no rank has, in their order
+    waiting: dict[str, Flight] = field(default_factory=dict)  # flights without a rank, in their order
     starts: dict[int, int] = field(default_factory=dict)  # of processes, by rank
-    is_paused: bool = False  # no task leaves those that wait
+    is_paused: bool = False  # waiting tasks are not given to ranks
     end: Exception | None = None  # the error that ended it
-    generations: int = 0  # connections so far; of a trainer that begins again, all that were ever
+    generations: int = 0  # number of connections so far, also before a restart of the trainer
 
     # ---- tasks
 
     def submit(self, task: AnyTask) -> None:
-        """Takes a task. A task with the uid and attempt of a present one is ignored, unless it is a part. A later
-        attempt replaces an earlier one.  Raises: the error that `on_death` has raised, if any."""
+        """Accepts a task. A task with the uid and attempt of an unfinished one is ignored or, with `has_parts`, is its
+        next part. A later attempt replaces an earlier one.  Raises: the error that `on_death` has raised, if any."""
         if self.end is not None:
             raise self.end
         flight = self.flights.get(task.uid)
@@ -158,7 +158,7 @@ class Fleet:
             flight.parts.append(task)
 
     def abort(self, uids: Collection[str], *, silently: bool = False) -> list[AnyEvent]:
-        """Ends tasks. A task on a rank ends with an event of the rank; `silently`, all end at once without one."""
+        """Ends tasks. Tasks on a rank end with later events of it; with `silently` all end now, without events."""
         told = list[AnyEvent]()
         for flight in [self.flights[uid] for uid in uids if uid in self.flights]:
             flight.is_aborted = True
@@ -235,9 +235,9 @@ class Fleet:
         return told
 
     def on_death(self, rank: int, cause: Exception, *, is_last: bool) -> int:
-        """Records that the process of a lost rank has ended. `is_last`: no other rank will join by itself.  Returns the
-        number of the replacement process to start, or 0.  Raises: `cause` if no replacement is allowed or no rank is
-        left."""
+        """Records that the process of a lost rank has ended. `is_last` means that no other rank is about to join.
+        Returns the number of the replacement process to start, or 0.  Raises: `cause` if no replacement is allowed or
+        no rank is left."""
         starts = self.starts.get(rank, 0)
         if (is_last and not self.ranks) or starts == self.restarts:
             self.end = cause
@@ -262,7 +262,7 @@ class Fleet:
 
     @property
     def is_synced(self) -> bool:
-        """Tells whether every working rank has the newest weights."""
+        """Tells whether every rank that has weights has the newest weights."""
         return all(each.version in (None, self.version) for each in self.ranks.values())
 
     def _is_current(self, rank: int, generation: int) -> bool:
@@ -276,12 +276,12 @@ class Fleet:
 
 @dataclass
 class PartlySampled(Flight):
-    """An unfinished request. If its rank is lost, another continues after the tokens received so far."""
+    """An unfinished request. If its rank is lost, another rank continues after the tokens received so far."""
 
     task: Request
-    so_far: Completion | None = None  # tokens that are known, behind those of `task`
-    kept: int = 0  # of them, those of attempts that were lost
-    most_retries: ClassVar[int] = 16  # it may be what ends replicas
+    so_far: Completion | None = None  # tokens received after the tokens of `task`
+    kept: int = 0  # number of these tokens that lost attempts sampled
+    most_retries: ClassVar[int] = 16  # the request itself may crash replicas
 
     def given(self) -> Request:
         """Returns the request of the current attempt."""
@@ -292,8 +292,8 @@ class PartlySampled(Flight):
         return replace(self.task, attempt=self.attempt, sampled_ids=self.task.sampled_ids + kept)
 
     def note(self, partial: Partial) -> Completion | None:
-        """Records tokens of the current attempt. Tokens after a gap are ignored: they come again, or with the
-        end.  Returns the new tokens; None if there are none."""
+        """Records tokens of the current attempt. Ignores `partial` if tokens before it are missing: they come again, or
+        with the end of the request.  Returns the new tokens; None if there are none."""
         held = len(self.task.sampled_ids) + (0 if self.so_far is None else len(self.so_far.token_ids))
         tokens, log_probs, versions = partial.token_ids, partial.log_probs, partial.versions
         chunk = Completion(tokens, log_probs, "abort", versions, None, partial.likeliest, partial.routed)
@@ -303,8 +303,8 @@ class PartlySampled(Flight):
         return new
 
     def hear(self, event: Event) -> list[Event]:
-        """Converts an event for the caller, so that it has the request's tokens of all attempts. For a streaming
-        request it has only the new tokens."""
+        """Converts a rank's event for the caller: adds the tokens of all earlier attempts on ranks. A Partial of a
+        streaming request has only the new tokens."""
         uid, attempt, offset = self.task.uid, self.task.attempt, len(self.task.sampled_ids)
         if isinstance(event, Partial):
             new = self.note(event)
@@ -319,20 +319,20 @@ class PartlySampled(Flight):
         return [Finished(uid, attempt, event.completion if kept is None else joined(kept, event.completion))]
 
     def retry(self) -> None:
-        """Keeps the tokens of the lost attempt. A token that may have ended the response is sampled again."""
+        """Requeues the request with the tokens sampled so far, except a last token that may have ended the response."""
         super().retry()
         self.so_far = self.so_far and unfinished(self.so_far, self.task)
         self.kept = 0 if self.so_far is None else len(self.so_far.token_ids)
 
     def last(self) -> list[Event]:
-        """Returns a failure if the request was lost too often; otherwise its tokens so far."""
+        """Returns a Failed event if the request was lost too often; otherwise Finished with its tokens so far."""
         uid, attempt = self.task.uid, self.task.attempt
         if self.retries <= self.most_retries:
             known = self.so_far or Completion((), (), "abort", ())
             return [Finished(uid, attempt, replace(known, stop=None))]
         why = (
-            f"{self.retries} replicas were lost with this request, at most {self.most_retries} are replaced; the log "
-            "of a replica says whether the request ended it"
+            f"{self.retries} replicas were lost with this request, which is given up after {self.most_retries}; the "
+            "log of a lost replica shows whether the request was the cause"
         )
         return [Failed(uid, attempt, Failure("engine", why))]
 
@@ -347,13 +347,13 @@ class Router(Fleet):
         """Assigns requests to ranks with `assign`."""
         requests: list[Request] = [each.task for each in self.waiting.values()]
         loads = {rank: len(self.ranks[rank].given) for rank in ready}
-        if len(ready) == 1:  # others may come
+        if len(ready) == 1:  # more ranks may join
             requests = requests[: max(0, self.most - loads[ready[0]])]
         found = assign(requests, loads, self.most, self._home) if requests else {}
         return {rank: [self.flights[each.uid] for each in found[rank]] for rank in ready if rank in found}
 
     def give(self, reachable: Collection[int] | None = None) -> list[Give]:
-        """Gives requests like `Fleet.give`. Records which rank read a prompt, for requests with the same prefix."""
+        """Gives requests like `Fleet.give`. Records the prompts that a rank reads, for requests with equal prefixes."""
         gives = super().give(reachable)
         for each in gives if len(self.ranks) > 1 else ():
             known = self.ranks[each.rank].prefixes
@@ -364,7 +364,7 @@ class Router(Fleet):
         return gives
 
     def _home(self, request: Request) -> int | None:
-        """Returns the rank that has read the longest prefix of a request."""
+        """Returns the rank that has read the longest prefix of a request; None if no rank has read one."""
         known = [(rank, each.prefixes) for rank, each in self.ranks.items() if each.prefixes]
         prefixes = _prefixes(request.prompt_ids) if known else ()
         return next((rank for prefix in prefixes for rank, read in known if prefix in read), None)
@@ -380,8 +380,8 @@ def assign(
 
     No rank gets more than `most`, nor more than an even share of all unfinished requests. If all fit, all start at
     once, as a decode step is hardly slower with more rows. Otherwise a rank that long responses keep busy gets fewer.
-    Requests with the highest limits come first. `home` is the rank that has read a block's prefix: it gets the block
-    while it has at most its even share."""
+    The longest possible sequences come first. `home` returns the rank that has read a request's prefix: this rank gets
+    the block unless it would exceed its even share."""
     loads = dict(unfinished)
     if len(loads) == 1:
         return {rank: list(waiting) for rank in loads}
@@ -399,7 +399,7 @@ def assign(
 
 
 def blocks_of(requests: Sequence[Request], ranks: int) -> list[list[Request]]:
-    """Groups requests with one prompt into blocks for one rank. There are enough blocks for every rank."""
+    """Groups requests with equal prompts into blocks for one rank; splits large ones, so that all ranks get some."""
     most = max(1, len(requests) // (BLOCKS_A_RANK * ranks))
     blocks = []
     for _, same in groupby(requests, lambda request: request.identity):
@@ -409,7 +409,7 @@ def blocks_of(requests: Sequence[Request], ranks: int) -> list[list[Request]]:
 
 
 def _prefixes(token_ids: tuple[int, ...]) -> list[int]:
-    """Hashes of the ids and of their first 16, 32, 64, ... ids, the longest first. Media are ignored: if only they
+    """Hashes of all ids and of the first 16, 32, 64, ... ids, the longest first. Media are ignored: if only media
     differ, any rank is equally good."""
     lengths = [SHORTEST_PREFIX << n for n in range(32) if SHORTEST_PREFIX << n < len(token_ids)]
     return [hash(token_ids[:length]) for length in (len(token_ids), *reversed(lengths))]

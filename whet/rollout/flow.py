@@ -36,7 +36,7 @@ class PromptSource(Protocol):
         ...
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Reads all sampled groups. They include groups that a filter drops."""
+        """Receives all scored groups, also groups that a filter drops; the next prompts may depend on them."""
         ...
 
     def state(self) -> Mapping[str, Any]:
@@ -49,7 +49,7 @@ class PromptSource(Protocol):
 
 
 class ReturnedFirst:
-    """A source that first returns the prompts that were put back, then the prompts of its own source, if it has one."""
+    """A source that first returns the prompts that were put back, then the prompts of another source, if it has one."""
 
     def __init__(self, source: PromptSource | None, first: Sequence[Prompt] = ()) -> None:
         self.source, self._returned = source, list(first)
@@ -57,7 +57,7 @@ class ReturnedFirst:
     def put_back(self, uids: Sequence[str]) -> None:
         """Puts prompts back so that they come first, and logs this.  Raises: DataError for a uid not in the data."""
         if uids:
-            log.warning("%d prompts that were sampled ahead begin again, as the next that are sampled", len(uids))
+            log.warning("%d prompts that were sampled ahead start again; they are the next to be sampled", len(uids))
         self._returned = [*map(self.find, uids), *self._returned]
 
     def take(self, n: int) -> list[Prompt]:
@@ -66,7 +66,7 @@ class ReturnedFirst:
 
     def find(self, uid: str) -> Prompt:
         if self.source is None:
-            raise DataError("source of prompts", None, "one that finds a prompt by its uid", "pass a data loader")
+            raise DataError("source of prompts", None, "a source that finds prompts by uid", "pass a data loader")
         return self.source.find(uid)
 
     def observe(self, groups: Sequence[Group]) -> None:
@@ -87,7 +87,7 @@ class ReturnedFirst:
 @dataclass(frozen=True)
 class Filter:
     """Chooses the groups to train on. `keeps` decides by the `metric` of a group's trajectories that did not fail.
-    Domains may have their own filter. A step starts a share of `extra` additional groups."""
+    Domains may have their own filter. `extra` is the share of groups that a step starts in addition to its batch."""
 
     keeps: Callable[..., bool]
     options: Mapping[str, Any]
@@ -131,20 +131,20 @@ class Score:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The groups of the step, sampled but not yet scored. No filter reads their scores."""
+    """Command: give the step its groups, which are sampled but not yet scored. Used if no filter reads scores."""
 
     groups: list[Group]
 
 
 @dataclass(frozen=True)
 class HandOut:
-    """The groups of a step: all kept ones, and all `dropped` ones in the order of admission."""
+    """Command: give the step its scored groups: kept and `dropped` ones, each in the order of admission."""
 
     step: int
     wanted: int
     kept: list[Group]
     dropped: list[Group]
-    num_aborted: int = 0  # of the groups that began beside a batch
+    num_aborted: int = 0  # number of aborted `extra` groups
 
     @property
     def groups(self) -> list[Group]:
@@ -160,11 +160,11 @@ class Admitted:
     """A prompt whose episodes have started and whose group is not handed out yet."""
 
     prompt: Prompt
-    step: int  # names its random draws: the one that it was admitted for
+    step: int  # the step that it was admitted for, a key of its random draws
     scored: dict[int, Trajectory] = field(default_factory=dict)  # by number of the sample
     is_kept: bool | None = None  # unknown until all are scored
-    sampled: dict[int, Trajectory] = field(default_factory=dict)  # those that ended, without scores
-    place: float = math.inf  # among the groups of its step, in the order in which they ended
+    sampled: dict[int, Trajectory] = field(default_factory=dict)  # ended trajectories, without scores
+    place: float = math.inf  # position among the groups of its step, in the order in which they ended
 
     def group(self, samples: Mapping[int, Trajectory]) -> Group:
         """Makes the group of these samples, scored or unscored."""
@@ -179,13 +179,13 @@ class Flow:
     """Collects the groups of each step. Samples ahead as far as `max_staleness` allows.
 
     With k = `max_staleness` at most B + floor(k B) groups (B = `batch_size`) are outstanding: admitted, not dropped,
-    and not yet part of the weights that sample. Then no token is more than ceil(k) versions older than the weights that
-    are trained with it, and of a fractional k at most that share of a batch is at the last version allowed.
+    and not yet trained into the weights that sample. Then no token is more than ceil(k) versions older than the weights
+    that are trained with it. With a fractional k, at most this fraction of a batch is ceil(k) versions old.
 
-    With k = 0 prompts start when a step asks for them: B and, while the filter drops groups, up to `max_refills` times
-    the missing number, in rounds; prompts of an abandoned step are forgotten. With k > 0 they start as soon as there is
-    room, and a step takes the first B kept groups among the next (1 + `max_refills`) B admitted ones. In both cases a
-    step gets fewer than B groups only if too many were dropped or failed.
+    With k = 0 prompts start when a step asks for them: B at first and, while the filter drops groups, as many as are
+    missing, in up to `max_refills` further rounds; prompts of an abandoned step are forgotten. With k > 0 they start as
+    soon as the limit allows, and a step takes the first B kept groups among the next (1 + `max_refills`) B admitted
+    ones. In both cases a step gets fewer than B groups only if too many were dropped or failed.
 
     With k = 0 the filter may ask for `extra` groups. A step then takes the first B kept groups in the order in which
     they ended, however late their scores come; the others are aborted, and their prompts do not start again."""
@@ -193,21 +193,21 @@ class Flow:
     n: int  # trajectories of a prompt
     batch_size: int  # groups of a step
     source: ReturnedFirst
-    episodes: Callable[[Sequence[Prompt], int], list[Episode]]  # of prompts, n each in their order, for a step
+    episodes: Callable[[Sequence[Prompt], int], list[Episode]]  # makes n episodes of each prompt, in order, for a step
     max_staleness: float = 0.0
     group_filter: Filter | None = None
     scores_alone: bool = False  # a trajectory is scored when it ends; else with its group or, with k = 0, its round
-    version: int = 0  # of the weights that sample: that of the last step whose weights every replica has
+    version: int = 0  # of the weights that sample: the last step whose weights every replica has
     last_step: float = math.inf  # no prompt is started for a later one
     queue: dict[str, Admitted] = field(default_factory=dict)  # by uid of the prompt, in the order of admission
     training: HandOut | None = None  # the step whose weights do not sample yet
-    _waits_for: type[Command] | None = None  # what a step that asks gets next: Chosen, then HandOut
-    _rounds: list[int] = field(default_factory=list)  # prompts that were started for it at a time
+    _waits_for: type[Command] | None = None  # the next command for the step that asked: Chosen, then HandOut
+    _rounds: list[int] = field(default_factory=list)  # numbers of prompts started for the step, by round
     _before: Mapping[str, Any] | None = None  # with k = 0: state of the source before the step
 
     @property
     def is_ahead(self) -> bool:
-        """Tells whether groups are sampled before a step asks for them. With k = 0 they are not."""
+        """Tells whether groups are sampled before a step asks for them, which needs `max_staleness` above 0."""
         return self.max_staleness > 0
 
     @property
@@ -238,7 +238,7 @@ class Flow:
         return ended, self.batch_size * self.n
 
     def ask(self, step: int) -> list[Command]:
-        """Asks for the groups of a step. A HandOut follows, now or later."""
+        """Asks for the groups of a step. The returned commands or later ones contain a HandOut."""
         if not self.is_ahead:
             self._before = copy.deepcopy(dict(self.source.state()))
             self.restart(step - 1, [])
@@ -249,7 +249,7 @@ class Flow:
     def on_sampled(self, trajectory: Trajectory) -> list[Command]:
         """Records the end of an episode."""
         admitted = self.queue.get(trajectory.prompt.uid)
-        if admitted is None:  # of a step that was left
+        if admitted is None:  # of an abandoned step
             return []
         admitted.sampled[trajectory.sample] = trajectory
         if len(admitted.sampled) == self.n:
@@ -269,17 +269,17 @@ class Flow:
         return self._advance()
 
     def restart(self, version: int, queue: Sequence[Admitted]) -> None:
-        """Resumes after `version`, with the groups of a checkpoint in the order of their admission."""
+        """Resumes after step `version`, with the groups of a checkpoint in the order of their admission."""
         self.version, self.training, self._waits_for = version, None, None
         self.queue = {each.prompt.uid: each for each in queue}
 
     def place(self) -> Mapping[str, Any]:
-        """Returns the position of the next prompt; with k = 0, until a step is trained, of the step's first prompt."""
+        """Returns the position in the prompts. Without staleness it is before the step until the step is trained."""
         return self._before or dict(self.source.state())
 
     def most_age(self, place: int) -> int:
-        """The largest age, in versions, of tokens at a place of the queue: each batch that is trained before them adds
-        one. A filter may leave a step fewer groups; then later groups wait longer."""
+        """The largest age in versions that tokens at a `place` of the queue may have now: each batch trained before
+        them adds one. A filter may leave a step fewer groups; then later groups wait longer."""
         most = self.batch_size * (1 + math.ceil(self.max_staleness)) if self.group_filter else self.most_outstanding
         return (most - 1 - place) // self.batch_size
 
@@ -300,20 +300,20 @@ class Flow:
 
     @property
     def _most_read(self) -> float:
-        """The largest number of groups, dropped ones included, that a step reads. With k = 0 only refills limit it."""
+        """The most groups, dropped ones included, that a step reads. Without staleness only refills limit it."""
         if self.group_filter is None or not self.is_ahead:
             return math.inf
         return (1 + self.group_filter.max_refills) * self.batch_size
 
     def _together(self, admitted: Admitted, ended: Callable[[Admitted], Sized]) -> list[Admitted]:
-        """The groups to score and filter together: with k = 0 without `extra`, a round. Empty until all have ended."""
+        """The groups to score and filter together: `admitted`, or all of its round. Empty until all have ended."""
         if len(ended(admitted)) < self.n:
             return []
         together = [admitted] if self.is_ahead or self._extra else self._undecided
         return together if all(len(ended(each)) == self.n for each in together) else []
 
     def _choose(self) -> list[Command]:
-        """Returns the requested groups in a Chosen once all are sampled, if no filter reads scores."""
+        """Returns a Chosen with the requested groups once all are sampled, if no filter reads scores."""
         first = list(islice(self.queue.values(), self.batch_size)) if self._waits_for is Chosen else []
         if len(first) < self.batch_size or any(len(each.sampled) < self.n for each in first):
             return []
@@ -337,11 +337,11 @@ class Flow:
         return [*self._hand_out(), *self._start()]
 
     def _start(self) -> list[Command]:
-        """Fills the free room with new prompts. The keys of their random draws contain the step that will use them."""
+        """Starts as many prompts as the limits allow. Keys of their random draws contain the step that uses them."""
         live, wanted, most, commands = self._live, self.batch_size, self._most_read, list[Command]()
-        taken = 0 if self.training is None else wanted  # a step takes its place even with fewer groups
+        taken = 0 if self.training is None else wanted  # a step in training counts as a full batch
         most_live = self.most_outstanding + self._extra - taken
-        # Dropped groups count too: behind more of them one would wait for too many steps.
+        # Dropped groups count too: a group behind too many of them would wait for too many steps.
         most_queued = min(most + most_live - wanted, most * max(1, self.last_step + 1 - self.next_step))
         room = int(min(most_live - live, most_queued - len(self.queue)))
         if not self.is_ahead and (self._waits_for is None or self._undecided):
@@ -356,7 +356,7 @@ class Flow:
         return commands
 
     def _hand_out(self) -> list[Command]:
-        """Hands out the requested groups as soon as all groups before them are decided. Aborts `extra` groups."""
+        """Hands out the requested groups once all earlier groups are kept or dropped. Aborts unused `extra` groups."""
         if self._waits_for is None:
             return []
         read, kept = list[Admitted](), 0

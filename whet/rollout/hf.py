@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simple, slow rollout engine: transformers' forward and cache, left padding; a batch runs until all rows end."""
+"""A simple, slow rollout engine: transformers' forward and cache, left padding; a batch runs until all rows end."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class PaddedRows:
     tokens: torch.Tensor  # [S, T] of the responses
     log_probs: torch.Tensor  # [S, T]
     counts: torch.Tensor  # [S] tokens of the responses so far
-    going_on: torch.Tensor  # [S] bool
-    ids: torch.Tensor  # [S, L] to be fed next
-    positions: torch.Tensor  # of these, [S, L] or [3, S, L]
-    mask: torch.Tensor  # [S, L of all that was fed and is to be]
-    cache: Any  # None before the first forward, and after it of a model that keeps none: then `ids` are all tokens
-    seen: Mapping[str, Any]  # what the forward of these is given of their media
-    found: dict[int, str] = field(default_factory=dict)  # the stop string that ended a row
+    going_on: torch.Tensor  # [S] bool, the rows that have not ended
+    ids: torch.Tensor  # [S, L] inputs of the next forward
+    positions: torch.Tensor  # of `ids`, [S, L] or [3, S, L]
+    mask: torch.Tensor  # [S, number of all tokens fed so far and of `ids`]
+    cache: Any  # None before the first forward, and for a model without cache, for which `ids` has all tokens
+    seen: Mapping[str, Any]  # arguments of the next forward for media in `ids`
+    found: dict[int, str] = field(default_factory=dict)  # the stop string that ended each row
 
     @classmethod
     def of(cls, rows: list[LiveRequest], module: PreTrainedModel) -> PaddedRows:
-        """Makes a batch of rows. Each starts, or continues after the tokens that it has."""
+        """Makes a batch of requests, a row each. A row starts, or continues after the tokens that the request has."""
         device, requests = module.device, [each.request for each in rows]
         fed = [[*each.request.prompt_ids, *each.tokens] for each in rows]
         width, media = max(map(len, fed)), [each for request in requests for each in request.media]
@@ -92,7 +92,7 @@ class PaddedRows:
         return is_stop(chosen, self.sampling.stop_ids)
 
     def read(self) -> None:
-        """Copies the tokens and log-probs so far into every unfinished row."""
+        """Copies the tokens and log-probs sampled so far from the tensors into the unfinished requests of `rows`."""
         columns = self.going_on.tolist(), self.counts.tolist(), self.tokens.tolist(), self.log_probs.tolist()
         for each, going_on, count, tokens, log_probs in zip(self.rows, *columns, strict=True):
             if going_on:
@@ -101,12 +101,12 @@ class PaddedRows:
 
 @register_rollout("hf")
 class HFEngine(InProcessEngine[LiveRequest]):
-    """transformers' own forward and cache, every row until all are done: slow, but supports every language model.
+    """Uses transformers' forward and cache; a batch runs until all rows end. Slow, but supports every language model.
 
     on_new_weights: running requests continue when weights change; they recompute their keys and values (recompute), or
         keep the old ones (keep).
-    weight_delta: weights from processes of the actor come as the elements that changed since the last version, exactly;
-        each end keeps a copy of the weights in the host's memory for it.
+    weight_delta: the actor's processes send only elements that changed since the last version; the result is exact.
+        Sender and receiver each keep a copy of the weights in the host's memory.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class HFEngine(InProcessEngine[LiveRequest]):
 
     @classmethod
     def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
-        """Bytes of the cache. It has one tensor per layer, which is copied to grow."""
+        """Returns the bytes of the cache: one tensor for each layer, and a copy of one of them, by which it grows."""
         rows, lengths = decoding.rows, decoding.lengths
         longest = max(lengths.prompts) + lengths.response
         used = rows * (longest * decoding.token_bytes + decoding.sequence_bytes)
@@ -146,7 +146,7 @@ class HFEngine(InProcessEngine[LiveRequest]):
         """Samples a token for each row of the batch. Without a batch, starts one with the oldest requests."""
         batch = self._batch = self._batch or PaddedRows.of(self._next(module), module)
         text = module.config.get_text_config()
-        if text._attn_implementation == NAME:  # which works with whet's cache alone
+        if text._attn_implementation == NAME:  # this attention needs whet's cache
             text._attn_implementation = "sdpa" if module._supports_sdpa else "eager"
             self._restore.callback(setattr, text, "_attn_implementation", NAME)
         name, support = cache_argument(module), support_of(module)
@@ -178,7 +178,7 @@ class HFEngine(InProcessEngine[LiveRequest]):
         return [(batch.rows[row], reasons[row], batch.found.get(row)) for row in ended.nonzero().squeeze(1).tolist()]
 
     def _next(self, module: PreTrainedModel) -> list[LiveRequest]:
-        """Returns the oldest requests. If left padding would change results, all have the length of the oldest."""
+        """Returns the oldest requests for a batch; all of one length if left padding would change results."""
         oldest = list(self.unfinished.values())
         if not support_of(module).pads_left:
             lengths = [len(each.request.prompt_ids) + len(each.tokens) for each in oldest]

@@ -30,17 +30,17 @@ from whet.types import FinishReason, Versions, last_versions
 
 @dataclass(eq=False)
 class LiveRequest:
-    """An unfinished request. While it is being sampled, the engine keeps its newest tokens until they are read."""
+    """An unfinished request. While it is sampled, only the engine has its newest tokens, until they are read."""
 
     request: Request
     tokens: list[int]  # of the response
-    log_probs: list[float]  # of them; 0 for tokens of earlier attempts
+    log_probs: list[float]  # of `tokens`; 0 for tokens of earlier attempts
     submitted_at: float = field(default_factory=time.monotonic)
     versions: Versions = ()  # of the tokens up to the last change of weights
     preemptions: int = 0
     num_streamed: int = 0  # tokens of the response that were given as Partial
-    likeliest: list[Likeliest] = field(default_factory=list)  # of this attempt, where they are asked for
-    routed: list[bytes] = field(default_factory=list)  # of this attempt, where the engine tells them
+    likeliest: list[Likeliest] = field(default_factory=list)  # most probable tokens of this attempt, if requested
+    routed: list[bytes] = field(default_factory=list)  # experts of this attempt, if the engine reports them
 
     @property
     def late_at(self) -> float:
@@ -57,7 +57,7 @@ class LiveRequest:
             self.versions = (*self.versions, (version, new))
 
     def completion(self, version: int, reason: FinishReason, stop: str | None = None) -> Completion:
-        """Returns the completion of the request, as if it ended now. Its newest tokens get the stamp `version`."""
+        """Returns the completion of the request, as if it ended now. Its newest tokens are stamped with `version`."""
         self.stamp(version)
         new = slice(len(self.request.sampled_ids), None)
         tokens, log_probs = tuple(self.tokens[new]), tuple(self.log_probs[new])
@@ -65,7 +65,7 @@ class LiveRequest:
         return Completion(tokens, log_probs, reason, self.versions, stop, *told, self.preemptions)
 
     def partial(self, version: int) -> Partial:
-        """Returns the tokens that no earlier Partial has. The newest get the stamp `version`."""
+        """Returns the tokens that no earlier Partial has. The newest tokens are stamped with `version`."""
         self.stamp(version)
         first, self.num_streamed = self.num_streamed, len(self.tokens)
         tokens, log_probs = tuple(self.tokens[first:]), tuple(self.log_probs[first:])
@@ -85,14 +85,14 @@ Done = tuple[L, FinishReason, str | None]  # a request that ended, why, and at w
 
 
 class Policy:
-    """The module to sample from: none yet, another component's, or the engine's own, which it may fill and offload."""
+    """The module to sample from: none yet, a shared one, or the engine's own, which it may fill and offload."""
 
     def __init__(self) -> None:
         self.module: PreTrainedModel | None = None
         self.version = -1
         self._is_own = False
-        self._coming: int | None = None  # the version that is being filled in, or was when it broke off
-        self._device: torch.device | None = None  # where it belongs, while it is away
+        self._coming: int | None = None  # the version that is being loaded, or whose load failed
+        self._device: torch.device | None = None  # the module's device, while the module is on the host
 
     def set(self, module: PreTrainedModel, version: int, *, is_own: bool) -> None:
         """Makes `module` the module to sample from."""
@@ -131,8 +131,8 @@ class Policy:
 
 
 class InProcessEngine(ABC, Generic[L]):
-    """Decodes while the caller polls. With `keep_cache`, running requests keep their keys and values when weights
-    change. Otherwise they are recomputed, so that each log-prob belongs to exactly one version."""
+    """Base of engines that decode while the caller polls. With `keep_cache`, running requests keep their keys and
+    values when weights change. Otherwise these are recomputed, so that each log-prob belongs to exactly one version."""
 
     def __init__(
         self, dtype: torch.dtype, max_batch_size: int, load_tokenizer: LoadTokenizer | None, keep_cache: bool
@@ -141,15 +141,15 @@ class InProcessEngine(ABC, Generic[L]):
         self.load_tokenizer = load_tokenizer  # called only for requests with stop strings
         self.policy, self.vocab_size = Policy(), 0
         self.unfinished = Ledger[L]()
-        self._streaming: dict[str, L] = {}  # those of them that give their tokens as they come
-        self._restore = ExitStack()  # undoes what sampling changed of the module, once nothing runs
+        self._streaming: dict[str, L] = {}  # unfinished requests that stream their tokens
+        self._restore = ExitStack()  # undoes changes of the module by sampling, once no request runs
         self._events: list[Event] = []
         self._stops = LastStops()
         self._paused = False
         self._first_late_at = float("inf")
 
     def submit(self, request: Request) -> bool:
-        """Accepts a request; False at MAX_UNFINISHED requests.  Raises: EngineError for one that can never fit."""
+        """Accepts a request; False if MAX_UNFINISHED are unfinished.  Raises: EngineError if it can never fit."""
         if (answer := self.unfinished.answer(request)) is not None:
             return answer
         self._end([self.unfinished[request.uid]] if request.uid in self.unfinished else [])
@@ -240,12 +240,12 @@ class InProcessEngine(ABC, Generic[L]):
         self.attach(own, self.policy.version, is_own=True)
 
     def load(self, weights: Weights, version: int) -> None:
-        """Fills the engine's own module.  Raises: WeightSyncError; errors of `weights`."""
+        """Copies weights into the engine's own module.  Raises: WeightSyncError; errors of `weights`."""
         self._before_new_weights(forget=not self.keep_cache)
         self.policy.fill(weights, version)
 
     def prompt_log_probs(self, prompt: Sequence[int], count: int) -> PromptLogProbs:
-        """Returns log-probs of all prompt tokens but the first, and the `count` most probable at each position."""
+        """Returns log-probs of all prompt tokens but the first, and `count` most probable tokens at each position."""
         module = self.policy.require_whole()
         settings = ForwardSettings(packing=support_of(module).is_own, dtype=self.dtype)
         return prompt_log_probs(module, prompt, count, settings)
@@ -285,11 +285,11 @@ class InProcessEngine(ABC, Generic[L]):
 
     @abstractmethod
     def _use(self, module: PreTrainedModel) -> None:
-        """Prepares for another module.  Raises: EngineError for a module that the engine does not support."""
+        """Prepares to sample from `module`.  Raises: EngineError if the engine does not support the module."""
 
     @abstractmethod
     def _take(self, request: Request) -> L:
-        """Puts a request at the end of the queue.  Raises: EngineError for one that can never fit."""
+        """Puts a request at the end of the queue.  Raises: EngineError for a request that can never fit."""
 
     @abstractmethod
     def _step(self, module: PreTrainedModel) -> list[Done[L]]:
@@ -297,19 +297,19 @@ class InProcessEngine(ABC, Generic[L]):
 
     @abstractmethod
     def _read(self) -> None:
-        """Copies the tokens and log-probs so far into every request."""
+        """Copies the tokens and log-probs sampled so far into every running request."""
 
     def _read_streaming(self, live: Sequence[L]) -> None:
-        """Copies at least the tokens and log-probs so far into these requests. Some may be waiting."""
+        """Copies the tokens and log-probs sampled so far into at least these requests. Some of them may be waiting."""
         self._read()
 
     @abstractmethod
     def _drop(self, live: Sequence[L]) -> None:
-        """Removes requests, running or waiting. Their tokens have been read."""
+        """Removes requests, running or waiting. The caller has called `_read` before."""
 
     @abstractmethod
     def _forget(self) -> None:
-        """Puts running requests back into the queue, and drops their cache. Their tokens have been read."""
+        """Puts running requests back into the queue, and drops their cache. The caller has called `_read` before."""
 
     def _forget_finished(self) -> None:
         """Frees the cached blocks of finished requests."""
@@ -332,7 +332,7 @@ class InProcessEngine(ABC, Generic[L]):
                 self._events.append(each.partial(self.policy.version))
 
     def _before_new_weights(self, *, forget: bool) -> None:
-        """Stamps the tokens so far with the version that sampled them. Drops the cache unless it is kept."""
+        """Stamps the tokens so far with the version that sampled them. With `forget` drops the cache."""
         self._forget_finished()
         if not self.unfinished:
             return

@@ -11,7 +11,7 @@ from whet.kernels.sampling import check_rules
 from whet.rollout.protocol import Failed, Request, Status
 from whet.types import Failure
 
-MAX_UNFINISHED = 65536  # requests; more are refused until some are done
+MAX_UNFINISHED = 65536  # requests; further ones are refused until some finish
 
 
 L = TypeVar("L", bound=Any)  # with a `request` and its time `submitted_at`
@@ -21,15 +21,15 @@ class Ledger(dict[str, L]):
     """Unfinished requests by uid, the oldest first."""
 
     def answer(self, request: Request) -> bool | None:
-        """Returns the result of `submit` if the engine need not act: True for an attempt that is present or was
-        replaced by a later one, False at MAX_UNFINISHED requests. Otherwise None."""
+        """Returns the result of `submit` if the engine has nothing to do: True if this attempt or a later one is
+        unfinished, False if MAX_UNFINISHED requests are unfinished. Otherwise None."""
         if (earlier := self.get(request.uid)) is not None:
             return True if request.attempt <= earlier.request.attempt else None
         return None if len(self) < MAX_UNFINISHED else False
 
     def status(self, version: int, running: int) -> Status:
         """Returns the status of an engine with these requests."""
-        unfinished = list(self.values())  # at once: another thread may submit
+        unfinished = list(self.values())  # a copy, because another thread may submit
         oldest = next(iter(unfinished), None)
         return Status(
             version=version,
@@ -46,15 +46,15 @@ def check_request(request: Request, vocab_size: int) -> None:
     if not request.prompt_ids or params.max_new_tokens <= len(request.sampled_ids):
         found = f"{len(request.prompt_ids)} prompt tokens, {len(request.sampled_ids)} tokens sampled earlier and "
         found += f"max_new_tokens={params.max_new_tokens}"
-        raise EngineError(f"request {request.uid}", found, "a prompt token, and room for one more token")
+        raise EngineError(f"request {request.uid}", found, "a prompt token, and a max_new_tokens above that number")
     if params.allowed_token_ids is not None or params.bad_words:
         check_rules((params.allowed_token_ids, params.bad_words), vocab_size)
 
 
 def check_whole(coming: int | None, version: int) -> None:
-    """Checks that no newer version has replaced a part of `version`.  Raises: WeightSyncError if `coming` has."""
+    """Checks that the weights are not a mix of two versions.  Raises: WeightSyncError if `coming` is not None."""
     if coming is not None:
-        found = f"did not arrive whole, and may be mixed with version {version}"
+        found = f"did not arrive completely, and may be mixed with version {version}"
         raise WeightSyncError(f"version {coming} of the weights", found, change="send all weights of a version")
 
 

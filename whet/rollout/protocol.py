@@ -20,17 +20,17 @@ from whet.models.positions import patches
 from whet.phases import counted
 from whet.types import Failure, FinishReason, Likeliest, Media, SamplingParams, Versions
 
-Identity = tuple[int | str, ...]  # of a prompt: its token ids, and digests in the place of each media's first token
+Identity = tuple[int | str, ...]  # token ids of a prompt, with a media's digest instead of its first token
 Weights = Iterable[tuple[str, torch.Tensor]]  # under their Hugging Face names
 
 
 @dataclass(frozen=True)
 class Span:
-    """The part of a server on one of several nodes."""
+    """The part of a server that one of several nodes runs."""
 
     nodes: int
     number: int  # of the node; the server answers on node 0
-    address: str  # of node 0, where the parts meet
+    address: str  # of node 0, to which all parts connect
     port: int
 
 
@@ -41,17 +41,17 @@ class Request:
     `sampled_ids` are tokens of the response that an earlier attempt sampled. Draws, penalties, stops and
     `params.max_new_tokens` count from the start of the response, so the tokens are those of an undisturbed attempt."""
 
-    uid: str  # names the request among those of the engine
+    uid: str  # unique among the requests of the engine
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     key: int  # from whet.keyed.key
     attempt: int = 0
     sampled_ids: tuple[int, ...] = ()
     media: tuple[Media, ...] = ()  # of the prompt
-    opening: int | None = None  # tokens of the prompt before the first response in it; unset: all
+    opening: int | None = None  # number of prompt tokens before the first response in the prompt; unset: all
     deadline_seconds: float | None = None  # from submission; a request that takes longer fails
     keeps_cache: bool = False  # a request that begins with this prompt and its response may follow
-    streams: bool = False  # new tokens come as Partial events while it runs, where the engine can; none comes twice
+    streams: bool = False  # new tokens come as Partial events while it runs, if the engine can; each token once
 
     @cached_property
     def identity(self) -> Identity:
@@ -79,9 +79,9 @@ class Completion:
     finish_reason: FinishReason
     versions: Versions  # the weights that sampled the tokens, stamped by the engine
     stop: str | None = None  # the stop string that ended it
-    likeliest: tuple[Likeliest, ...] = ()  # in the place of each token, where they are asked for
-    routed: tuple[bytes, ...] = ()  # in the place of each token, where the engine tells them: see `Turn.routed`
-    preemptions: int = field(default=0, compare=False)  # times it made room for others: no part of the response
+    likeliest: tuple[Likeliest, ...] = ()  # most probable tokens at each position, if requested
+    routed: tuple[bytes, ...] = ()  # experts at each position, if the engine reports them: see `Turn.routed`
+    preemptions: int = field(default=0, compare=False)  # times it lost its cache to other requests
 
     def as_partial(self, uid: str, attempt: int, offset: int) -> Partial:
         """The completion's tokens as a Partial of a running request."""
@@ -170,8 +170,8 @@ class RolloutEngine(Protocol):
         ...
 
     def load(self, weights: Weights, version: int) -> None:
-        """Fills the engine's own module between two decode steps. Running requests continue with the new weights;
-        cached keys and values are recomputed or, if the engine is configured so, kept.
+        """Copies weights into the engine's own module between two decode steps. Running requests continue with the new
+        weights; cached keys and values are recomputed or, if the engine is configured so, kept.
 
         Raises: WeightSyncError for weights that do not fit; errors of `weights`. After an error nothing is sampled
         until all weights of a version have come."""
@@ -204,7 +204,7 @@ class SharesModule(Protocol):
 class LoadsAdapter(Protocol):
     """An engine that can sample with an adapter on fixed base weights."""
 
-    takes_adapter: bool  # built for it
+    takes_adapter: bool  # whether the engine was built to load adapters
 
     def load_adapter(self, weights: Weights, version: int) -> None:
         """Replaces the adapter between two decode steps; `weights` are named as in an adapter's folder; `model.lora`
@@ -226,7 +226,7 @@ class Sleeps(Protocol):
     """An engine that can free the device for training between rollouts."""
 
     def sleep(self) -> None:
-        """Frees the device memory that only sampling needs: of the key and value cache, and of its own module."""
+        """Frees the device memory that only sampling needs: the key and value cache, and the engine's own module."""
         ...
 
     def wake(self) -> None:
@@ -274,7 +274,7 @@ def generate(engine: RolloutEngine, requests: Sequence[Request], deadline_second
     Raises: DeadlineError; EngineError for a failed request and for equal uids; errors of the engine."""
     if len(uids := Counter(request.uid for request in requests)) < len(requests):
         [(uid, count)] = uids.most_common(1)
-        raise EngineError(f"request {uid}", f"is one of {count} with this uid", "a uid of its own for each")
+        raise EngineError(f"request {uid}", f"is one of {count} with this uid", "a different uid for each request")
     waiting, done, deadline = deque(requests), dict[str, Completion](), time.monotonic() + deadline_seconds
     try:
         while len(done) < len(requests):
@@ -296,7 +296,7 @@ def generate(engine: RolloutEngine, requests: Sequence[Request], deadline_second
 
 def drop(engine: RolloutEngine, uids: Collection[str]) -> None:
     """Aborts requests after an error, because nobody will read their completions."""
-    with suppress(WhetError):  # of an engine that the error came from
+    with suppress(WhetError):  # the engine itself may have failed
         engine.abort(uids)
         engine.poll(0.0)
 

@@ -3,7 +3,7 @@
 
 The ranks of a rollout form one engine. If a rank is lost, other ranks continue its requests. If only its engine is
 lost, the rank restarts it; a process that died or hangs is replaced by a new one, which samples after the next weight
-sync. If it cannot be replaced, or no rank with weights is left, `poll` raises its error."""
+sync. If it cannot be replaced, or no rank with weights is left, `poll` raises the error of the process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from whet.rollout.ledger import MAX_UNFINISHED
 from whet.rollout.protocol import Event, Lost, Request, Restarts, RolloutEngine, Status, Weights
 
 log = logging.getLogger(__name__)
-RESTARTS = 3  # of a rank's process: what ends it again and again would end the next one too
+RESTARTS = 3  # of a rank's process: a cause that ends it several times would end the next one too
 GATHER_SECONDS = 0.02  # a rank in another process gathers results for this time: a call costs a fraction of it
 
 
@@ -33,14 +33,14 @@ class RankDriver:
     `concurrent` several."""
 
     def __init__(self, group: WorkerGroup, fleet: Fleet, *options: bool, concurrent: bool = False) -> None:
-        """`options` are further arguments of `serve`."""
+        """`options` are passed to `serve` after its other arguments."""
         self.fleet, self._group, self._options, self._concurrent = fleet, group, options, concurrent
         self.num_lost = 0  # ranks, since the start
-        self._turn = threading.RLock()  # over all that follows
-        self._events: list[AnyEvent] = []  # that the caller is to know
-        self._calls: dict[PendingCall, int] = {}  # under way, with their ranks: serve, restart (an engine), start
+        self._turn = threading.RLock()  # guards all attributes below
+        self._events: list[AnyEvent] = []  # for the next `turn` to return
+        self._calls: dict[PendingCall, int] = {}  # running calls with their ranks: serve, restart (an engine), start
         self._heard = defaultdict[int, float](float)  # times of the last result, by rank
-        self._to_start: list[int] = []  # ranks lost during a weight sync, whose calls no other process may get
+        self._to_start: list[int] = []  # ranks lost during a weight sync, to be started after it
         self._is_syncing = False
 
     def submit(self, task: AnyTask) -> bool:
@@ -55,14 +55,14 @@ class RankDriver:
             self._events += self.fleet.abort(uids, silently=silently)
 
     def join(self, ranks: Iterable[int], version: int | None = 0) -> None:
-        """Connects ranks that already have the weights of `version`."""
+        """Connects ranks that already have the weights of `version`; None for ranks that have none."""
         for rank in ranks:
             self._events += self.fleet.on_join(rank, version)
 
     def turn(self, timeout_seconds: float, rank_seconds: float = GATHER_SECONDS) -> list[AnyEvent]:
         """Gives tasks to free ranks, and returns the first events. A rank waits at most `rank_seconds` for events.
 
-        Raises: errors of workers; the error of a lost rank that the others need."""
+        Raises: errors of workers; the error of a lost rank that cannot be replaced."""
         with self._turn:
             self._call(rank_seconds)
             awaited = [call for call in self._calls if call.method != "start"]
@@ -70,7 +70,7 @@ class RankDriver:
         if waits and awaited:
             replies = [reply for call in awaited for reply in call.replies.values()]
             wait(replies, timeout=timeout_seconds, return_when=FIRST_COMPLETED)
-        elif waits:  # for weights
+        elif waits:  # until ranks have weights
             time.sleep(min(rank_seconds, GATHER_SECONDS))
         with self._turn:
             for call, rank in list(self._calls.items()):
@@ -94,7 +94,7 @@ class RankDriver:
         self._calls[self._group.start_on(rank, method, *arguments)] = rank
 
     def _take(self, call: PendingCall) -> None:
-        """Waits for a call, and processes its result."""
+        """Waits for the result of a call, and processes it."""
         rank = self._calls.pop(call)
         try:
             found = call.result()
@@ -142,12 +142,12 @@ class Replicas(RankDriver):
     time. `sync` brings weights; another thread may call it. Without `weight_sync` the ranks have weights from the
     start."""
 
-    reads_trained_weights = False  # each has a copy, or a process of its own
+    reads_trained_weights = False  # each rank has its own copy of the weights
 
     def __init__(
         self, group: WorkerGroup, max_batch_size: int, *, gathers: bool, weight_sync: Callable[..., str] | None = None
     ) -> None:
-        # A rank has a few more than it can run, so that it need not wait for the next ones; a single one has all.
+        # A rank gets a few requests more than it can run, so that it never waits for new ones; a single rank gets all.
         most = max_batch_size + max_batch_size // 4 if len(group.reporting) > 1 else sys.maxsize
         super().__init__(group, Router(most, restarts=RESTARTS), gathers)
         self._weight_sync, self._version = weight_sync, 0
@@ -182,7 +182,7 @@ class Replicas(RankDriver):
 
     def load(self, weights: Weights, version: int) -> None:
         """Raises: EngineError always, because only the weight sync may load weights into the ranks."""
-        raise EngineError("weights of a rollout's ranks", "given to one object", "a weight sync", "call the run's sync")
+        raise EngineError("weights of a rollout's ranks", "passed to `load`", "a weight sync", "call the run's sync")
 
     def sync(self, version: int) -> str:
         """Sends the weights of `version` to all ranks, including new ones. Waits until all sampling ranks have them,
@@ -195,7 +195,7 @@ class Replicas(RankDriver):
             away = self._calls.values()
             self.join([n for n in self._group.reporting if n not in self.fleet.ranks and n not in away], None)
             restarting = [rank for call, rank in self._calls.items() if call.method == "restart"]
-            # An engine that starts keeps the weights for later.
+            # An engine that is starting stores the weights for later.
             processes = {rank: self.fleet.starts.get(rank, 0) for rank in sorted([*self._loading, *restarting])}
             self._is_syncing = True
         lost = dict[int, LostWorkerError | DeadlineError]()
@@ -203,7 +203,7 @@ class Replicas(RankDriver):
         with self._turn:
             self._is_syncing = False
             self._start_processes()
-            for rank in [rank for rank in processes if rank in self._loading]:  # others were lost meanwhile
+            for rank in [rank for rank in processes if rank in self._loading]:  # other ranks were lost during the sync
                 if rank in lost:
                     self._replace(rank, lost[rank])
                 else:
@@ -254,7 +254,7 @@ class RestartingEngine(RolloutEngine, Restarts, Protocol):
 class Restarted:
     """A single engine that restarts after a loss. The loss delays requests, but does not change their tokens.
 
-    Methods of `RolloutEngine` that are missing here are the engine's own."""
+    All other methods of `RolloutEngine` are the methods of `engine`."""
 
     def __init__(self, engine: RestartingEngine) -> None:
         self.engine, self._fleet = engine, Router(MAX_UNFINISHED)

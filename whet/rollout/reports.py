@@ -14,15 +14,15 @@ from whet.rollout.flow import HandOut
 from whet.types import Failure, FailureSource, Group, Trajectory
 
 log = logging.getLogger(__name__)
-PATIENCE = 3  # batches in a row that may fail as a whole: what worked before may be away for a while
-OF_ENVIRONMENT = ("environment", "tool", "sandbox")  # whatever the responses are, these should work
-RECENT = 8  # batches of which more than half of all trajectories may not fail in the environment
+PATIENCE = 3  # bad batches in a row that end the run: a service that worked before may be down for a while
+OF_ENVIRONMENT = ("environment", "tool", "sandbox")  # sources that should not fail, whatever the responses are
+RECENT = 8  # batches in which more than half of all trajectories must not fail in the environment
 ERRORS: dict[FailureSource, type[WhetError]] = {"reward": RewardError, "sandbox": SandboxError, "tool": ToolError}
 
 
 def count_failures(groups: Sequence[Group], metrics: Metrics, spent: dict[str, float]) -> None:
-    """Counts failures by source, deadlines and preemptions. Adds tokens and cost of judges, including failed calls, to
-    `spent`, and reports the sums."""
+    """Records failures by source, exceeded deadlines and preemptions. Adds the tokens and cost of judges, also of
+    failed calls, to `spent`, and records the sums."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if preemptions := sum(turn.preemptions for trajectory in trajectories for turn in trajectory.turns):
         metrics.sum("rollout/preemptions", preemptions)
@@ -42,8 +42,8 @@ def count_failures(groups: Sequence[Group], metrics: Metrics, spent: dict[str, f
 
 
 def measure_filter(found: HandOut, metrics: Metrics, *, warns: bool) -> None:
-    """Records the groups that the filter read, and the share that it dropped. With `warns`, warns of a step without a
-    group to train on."""
+    """Records the groups that the filter read, and the share that it kept. With `warns`, logs a warning for a step
+    without a group to train on."""
     kept, dropped = found.kept, found.dropped
     metrics.sum("filter/dropped_groups", len(dropped))
     if found.num_aborted:
@@ -55,8 +55,8 @@ def measure_filter(found: HandOut, metrics: Metrics, *, warns: bool) -> None:
         metrics.mean("filter/sampled_accuracy", fmean(each.accuracy or 0.0 for each in sampled), len(sampled))
     if warns and not kept and not all(each.failure for group in dropped for each in group.trajectories):
         log.warning(
-            "step %d trains on nothing: algorithm.filter dropped all %d groups, refills included; this is said "
-            "again only after a step that keeps some",
+            "step %d trains on nothing: algorithm.filter dropped all %d groups, refills included; this is "
+            "logged again only after a step that keeps groups",
             *(found.step, len(dropped)),
         )
 
@@ -77,16 +77,16 @@ def measure_staleness(found: HandOut, metrics: Metrics) -> None:
 
 
 def _versions(trajectories: Iterable[Trajectory]) -> Iterable[tuple[int, int]]:
-    """Yields the runs of equal versions in all turns, as (version, number of tokens)."""
+    """Yields (version, number of tokens) for each run of tokens with equal versions, in all turns."""
     return (run for trajectory in trajectories for turn in trajectory.turns for run in turn.versions)
 
 
 class FailureWatch:
     """Reads the scored groups of each step, validation or evaluation, and warns of failed trajectories.
 
-    A batch is bad if all of its trajectories failed, or more than half in `OF_ENVIRONMENT`. Until a good batch has come
-    in this process, one bad batch ends the run; afterwards `PATIENCE` bad batches in a row do, or one if more than half
-    of the trajectories in it and the last `RECENT` batches failed in `OF_ENVIRONMENT`."""
+    These groups are a batch, which is bad if all trajectories failed, or more than half in environments, tools or
+    sandboxes. Before the first good batch in this process, one bad batch ends the run; afterwards `PATIENCE` in a row
+    do, or one if more than half of the trajectories in it and the last `RECENT` batches failed there."""
 
     def __init__(self) -> None:
         self._left = 1
@@ -94,7 +94,7 @@ class FailureWatch:
         self._warned: set[FailureSource] = set()
 
     def record(self, groups: Sequence[Group]) -> None:
-        """Reads a step's groups.  Raises: RewardError, SandboxError, ToolError or EngineError by the first failure."""
+        """Reads a batch.  Raises: RewardError, SandboxError, ToolError or EngineError, by the source of failures."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         failures = [(each.uid, each.failure) for each in trajectories if each.failure is not None]
         of_environment = [(uid, failure) for uid, failure in failures if failure.source in OF_ENVIRONMENT]
@@ -120,7 +120,7 @@ class FailureWatch:
     def _count(
         self, failures: Sequence[tuple[str, Failure]], of_environment: Sequence[tuple[str, Failure]], total: int
     ) -> None:
-        """Counts a bad batch, and ends the run at the last one allowed."""
+        """Counts a bad batch and warns; raises the error that ends the run at the last bad batch allowed."""
         self._left -= 1
         is_most = len(of_environment) > total / 2
         failed, played = map(sum, zip(*self._recent, strict=True))

@@ -20,8 +20,8 @@ Sampling = SamplingParams | SamplingConfig  # of a request, or of a section of t
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths of a step's sequences in tokens: `prompts` (a sample of the data, or the limit) and the longest
-    `response`. For runs on examples the lengths are of whole examples."""
+    """The lengths of a step's sequences in tokens: of `prompts` (all in the data, or one limit) and of the longest
+    `response`. In runs on examples `prompts` has the lengths of whole examples."""
 
     prompts: tuple[int, ...]
     response: int
@@ -34,7 +34,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Decoding:
-    """The sequences that one process decodes together."""
+    """The sequences that one process decodes together: their number, lengths and bytes."""
 
     rows: int
     n: int  # completions of a prompt
@@ -50,23 +50,23 @@ class RolloutBytes:
     """Memory that an engine takes in addition to the model's weights."""
 
     cache: int  # reserved for keys, values and states
-    written: int  # of the cache, at the most
-    is_kept: bool  # between two rollouts
+    written: int  # the most of the cache that is used
+    is_kept: bool  # whether the cache is kept between two rollouts
     prompt_rows: int  # prompts whose logits exist at once
     prompt_tokens: int  # tokens of prompts that are computed together
-    smaller: Mapping[str, Any] = field(default_factory=dict)  # options with which it would take less
+    smaller: Mapping[str, Any] = field(default_factory=dict)  # options that would reduce the memory
     host_copies: int = 0  # of the weights, in the host's memory, while new ones are sent
 
 
 @dataclass(frozen=True)
 class CacheRoom:
-    """The room for the key and value cache if `kv_cache_bytes=auto`, beside all other memory on the accelerator."""
+    """Limits of the key and value cache with `kv_cache_bytes=auto`: other memory, and the most bytes it fills."""
 
     beside: int = 0  # most bytes of other tensors of the process while there is a cache
     most: float = math.inf  # bytes that the sequences of a step fill
 
     def bytes(self, device_bytes: int, allocated: int = 0) -> int:
-        """Returns the size of the cache: the bytes that remain beside the largest use of the process's tensors. The
+        """Returns the size of the cache: the bytes that the process's other tensors leave free when they take most. The
         process may use `device_bytes` of the accelerator; its tensors have `allocated` now."""
         left = room_for_tensors(device_bytes) - max(self.beside, allocated)
         return max(KV_CACHE_BYTES, int(min(self.most, left)))
@@ -100,5 +100,5 @@ class ChecksMedia(Protocol):
     """A class of rollout engines that support images only for some models."""
 
     def check_media(self, encoders: Encoders | None, media: Sequence[Media], whose: str) -> None:
-        """Checks that the engine supports the media of `whose` prompt. A class method.  Raises: EngineError."""
+        """Checks that the engine supports media of the prompt named `whose`. A class method.  Raises: EngineError."""
         ...

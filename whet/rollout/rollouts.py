@@ -40,7 +40,7 @@ from whet.rounding import reaches
 from whet.types import Failure, Group, Outcome, Outcomes, Prompt, RewardItem, RewardResult, Scorer, Trajectory
 
 log = logging.getLogger(__name__)
-HELP = {  # by the part that limits a run
+HELP = {  # by bottleneck of a run
     "sampling": "more rollout ranks, a higher rollout.max_batch_size, or rollout.max_staleness=1 where it is below",
     "environments": "a pool for environments (cluster.placement)",
     "rewards": "a higher reward.num_workers, or a faster reward function",
@@ -48,13 +48,13 @@ HELP = {  # by the part that limits a run
     "saving": "a higher trainer.save_freq, or a faster disk",
     "sync": "a higher data.train_batch_size, which brings new weights less often",
 }
-DOES = {"save": "saving", "time/sync": "sync"}  # by phase of the loop; in the others it trains
+DOES = {"save": "saving", "time/sync": "sync"}  # by phase of the loop; all other phases count as training
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Taken:
-    """The result of `take`: groups and their metrics."""
+    """The result of `Rollouts.take`: groups and their metrics."""
 
     groups: list[Group]
     metrics: Metrics
@@ -64,15 +64,15 @@ class Taken:
 
 @dataclass(frozen=True)
 class SampledTrajectories(Generic[T]):
-    """Sampled trajectories. Their scores may still be pending."""
+    """Groups whose trajectories are sampled; `result` waits for their scores."""
 
-    groups: list[Group]  # without rewards, unless they are known
+    groups: list[Group]  # with rewards only if they are known
     result: Callable[[], T]  # waits for the scores and returns the same trajectories with them; to be called once
 
 
 @dataclass
 class Asked:
-    """A flow, and the futures that its caller waits for."""
+    """A flow that is asked for groups. `chosen` completes when they are sampled, `handed_out` when they are scored."""
 
     flow: Flow
     purpose: str = "rollout"
@@ -106,21 +106,21 @@ class Rollouts:
         length_stages: Mapping[int, int] | None = None,
         sampling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`batch_size` groups per step are sampled ahead. Without staleness, each step asks for its own number."""
+        """`batch_size` is the number of groups of each step with `max_staleness`. Without it `take` sets the number."""
         self.length_stages = dict(length_stages or {})
         self.collector, self.driver, self.scorer, self.tokenizer = collector, collector.driver, scorer, tokenizer
         self.n, self.params, self.correct_threshold = n, params, correct_threshold
         self.sampling = sampling  # entered while the engine is to sample
-        self.val_scorer: Scorer | None = None  # gives the accuracy of validation, where it is another function
-        self.judge: Rollouts | None = None  # gives verdicts in the place of the policy
-        self.failures, self.held_out = FailureWatch(), FailureWatch()  # of what is trained on, of validation
+        self.val_scorer: Scorer | None = None  # accuracy function of validation, if it has its own
+        self.judge: Rollouts | None = None  # samples verdicts of the judge instead of the policy's responses
+        self.failures, self.held_out = FailureWatch(), FailureWatch()  # of training, of validation
         self.spent: dict[str, float] = {}  # by judges, since the run began
         self._kept_some = True
-        self.may_stop: Callable[[], None] = lambda: None  # called where a step waits and may be left; may raise
+        self.may_stop: Callable[[], None] = lambda: None  # called while a step waits and may be abandoned; may raise
         self.prompts = ReturnedFirst(prompts)
         self._restored: Sequence[Mapping[str, Any]] | None = ()  # of a checkpoint, until the first weights come
-        self._watched, self._idle_seconds = ExitStack(), 0.0  # phases of the loop; of the engine, up to a hand-out
-        self._noted = Future[None]()  # the last version
+        self._watched, self._idle_seconds = ExitStack(), 0.0  # phases of the loop; the engine's idle time so far
+        self._noted = Future[None]()  # done once the flow knows the last version
         self._noted.set_result(None)
         self.flow = Flow(
             n,
@@ -139,16 +139,16 @@ class Rollouts:
         return self.start(n, step=step).result()
 
     def start(self, n: int, *, step: int) -> SampledTrajectories[Taken]:
-        """Starts `take`. Returns once all trajectories are sampled and, if there is a filter, scored."""
+        """Starts `take`: returns once all trajectories are sampled and, if there is a filter, scored."""
         if self.prompts.source is None:
-            raise DataError("source of prompts", None, "one to take from", "pass prompts to Rollouts, or call sample")
+            raise DataError("source of prompts", None, "prompts to sample", "pass prompts to Rollouts, or call sample")
         metrics, flow = Metrics(), self.flow
         if not flow.is_ahead:
             flow.batch_size = n
         elif n != flow.batch_size:
-            expected = f"data.train_batch_size={flow.batch_size}, as they are sampled ahead"
+            expected = f"data.train_batch_size={flow.batch_size}, because groups are sampled ahead"
             raise DataError("groups of a step", n, expected)
-        # without staleness a step ends where it is whole: what it sampled is in no checkpoint
+        # without staleness no checkpoint has the groups of an unfinished step, so it is not abandoned
         between = self.may_stop if flow.is_ahead else None
         begun = self._begin(self._training, step, metrics, between)
         return SampledTrajectories(begun.groups, lambda: self._taken(begun.result(), metrics))
@@ -176,30 +176,30 @@ class Rollouts:
         return groups
 
     def on_weights(self, version: int) -> None:
-        """Records that the engine has a step's weights. Sampling may then continue as far ahead as they allow."""
+        """Records that the engine has a step's weights, so that groups of later steps may be sampled with them."""
         if self._restored is not None:
             if self.flow.is_ahead:
                 self._watched.enter_context(watching(self._watch))
             again = partial(restore, self.flow, self.prompts, version, self._restored)
             self._restored = None
             self.driver.finish(lambda: self._carry_out(self._training, again()))
-        # Training need not wait for a thread: what it is called for next comes behind this.
+        # Training does not wait for the thread, which runs later calls after this one.
         self._noted = self.driver.call(lambda: self._carry_out(self._training, self.flow.on_version(version)))
 
     def state(self) -> Mapping[str, Any]:
         """Returns the position in the prompts for the next step, and under `stream` every group that was sampled ahead.
-        Without staleness, while groups are not trained on yet, it is the position of their step."""
+        Without staleness the position stays before the current step until the step is trained on."""
         if self._restored:
             return {**self.prompts.state(), "stream": list(self._restored)}
         return self.driver.finish(self._snapshot)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a saved state when the first weights come."""
+        """Resumes from a saved state; its groups continue at the first call of `on_weights`."""
         self.prompts.load_state(state)
         self._restored = state.get("stream", ())
 
     def close(self) -> None:
-        """Ends the driver, and the processes of environments and rewards. Logs the part that the others waited for."""
+        """Ends the driver and the processes of environments and rewards. Logs the bottleneck of asynchronous runs."""
         self._watched.close()
         self.collector.close()
         for scorer in filter(None, (self.scorer, self.val_scorer)):
@@ -213,7 +213,7 @@ class Rollouts:
             log.info("%s limited the run (others waited for %s); what would help: %s", slowest, shown, HELP[slowest])
 
     def params_at(self, step: int) -> SamplingParams:
-        """Returns the sampling parameters of a step. The stage of the step sets the length limit."""
+        """Returns the sampling parameters of a step, with the length limit that `length_stages` sets for it."""
         begun = [start for start in self.length_stages if start <= step]
         if not begun:
             return self.params
@@ -237,7 +237,7 @@ class Rollouts:
 
         with self.sampling():
             self.driver.finish(lambda: self._carry_out(asked, asked.flow.ask(step)))
-            self._noted.result()  # done, or failed, before the question
+            self._noted.result()  # has run, or failed, before the flow was asked
             groups = wait("time/rollout", asked.chosen)
         return SampledTrajectories(groups, lambda: wait("time/reward", asked.handed_out))
 
@@ -260,7 +260,7 @@ class Rollouts:
                     asked.handed_out.set_result(command)
 
     def _on_scored(self, asked: Asked, trajectories: Sequence[Trajectory], found: Sequence[Sequence[Outcome]]) -> None:
-        """Passes the reward's outcomes to the flow. A separate accuracy function, if any, sets the accuracy."""
+        """Passes the outcomes of scorers to the flow. A separate accuracy function, if any, sets the accuracy."""
         outcomes = found[0] if len(found) == 1 else list(map(_with_accuracy, *found))
         self._carry_out(asked, asked.flow.on_scored(with_outcomes(trajectories, outcomes)))
 
@@ -293,7 +293,7 @@ class Rollouts:
 
     @contextmanager
     def _watch(self, phase: str) -> Iterator[None]:
-        """Records a phase of the loop."""
+        """Tells the driver the phase of the loop during the block, so that it can record the bottleneck."""
         before, self.driver.does = self.driver.does, DOES.get(phase, self.driver.does)
         try:
             yield
@@ -301,7 +301,7 @@ class Rollouts:
             self.driver.does = before
 
     def _taken(self, found: HandOut, metrics: Metrics) -> Taken:
-        """Measures the groups to train on. If the filter kept none, dropped groups keep the run going."""
+        """Makes the result of `take` and measures its groups: dropped groups if the filter kept none."""
         count_failures((*found.kept, *found.dropped), metrics, self.spent)
         if self.flow.is_ahead:
             measure_staleness(found, metrics)
@@ -323,7 +323,7 @@ class Rollouts:
 
 
 def reward_item(prompt: Prompt, text: str, response_ids: Sequence[int], trajectory: Mapping[str, Any]) -> RewardItem:
-    """Makes the input of reward functions for a response."""
+    """Makes the input of reward functions from a prompt and a response."""
     return RewardItem(
         data_source=prompt.data_source,
         solution_str=text,

@@ -42,7 +42,7 @@ def restore(flow: Flow, source: ReturnedFirst, version: int, entries: Sequence[M
     """Restores the groups of a snapshot. Scored groups go into the queue; the others continue to be sampled or scored.
 
     A group starts again from its prompt if its row has changed in the data, or if its tokens are too old for this run.
-    Prompts without room return to the source, and come first."""
+    Groups beyond the limit are dropped: their prompts go back to the source, which returns them first."""
     queue, sampled, episodes = list[Admitted](), list[Trajectory](), list[Episode]()
     room, again = flow.most_outstanding if flow.is_ahead else 0, Counter[str]()
     for place, entry in enumerate(entries[:room]):
@@ -64,20 +64,20 @@ def restore(flow: Flow, source: ReturnedFirst, version: int, entries: Sequence[M
         sampled += samples.values()
     if queue:
         log.info(
-            "%d groups that were sampled ahead go on from the checkpoint, %d of them complete; of %d responses the "
-            "rest is sampled; %d episodes of several turns begin again, with their seeds",
+            "%d groups that were sampled ahead continue from the checkpoint, %d of them complete; %d responses are "
+            "sampled to their end; %d episodes of several turns start again, with the same seeds",
             *(len(queue) - again.total(), sum(each.is_kept is True for each in queue), len(episodes)),
             sum(entry.get("again", 0) for entry in entries),
         )
     for why, count in again.items():
-        log.warning("%d groups of the checkpoint begin again from their prompts: %s", count, why)
+        log.warning("%d groups of the checkpoint start again from their prompts: %s", count, why)
     source.put_back([entry["uid"] for entry in entries[room:]])
     flow.restart(version, queue)
     return [*(command for each in sampled for command in flow.on_sampled(each)), RunEpisodes(episodes)]
 
 
 def _digest(prompt: Prompt) -> int:
-    """A hash of the fields of a row that are read. Of an object that JSON cannot hold only the type counts."""
+    """A hash of the prompt fields that a step reads. An object that JSON cannot hold counts by its type only."""
     read = (prompt.token_ids, prompt.ground_truth, [media.digest for media in prompt.media])
     return key(0, "prompt", json.dumps(read, default=lambda value: type(value).__name__, skipkeys=True))
 
@@ -85,7 +85,7 @@ def _digest(prompt: Prompt) -> int:
 def _misfit(entry: Mapping[str, Any], prompt: Prompt, oldest: int) -> str:
     """The reason why a saved group's tokens cannot be used; "" if they can. `oldest` is the first valid version."""
     if entry.get("prompt") not in (None, _digest(prompt)):  # older checkpoints have none
-        return "the data has other rows now under their numbers"
+        return "the rows of their prompts have changed in the data"
     turns = chain(*(each["turns"] for each in entry["samples"]), entry["partial"].values())
     is_old = any(version < oldest for turn in turns for version, _ in turn["versions"])
     return "tokens are older than rollout.max_staleness and data.train_batch_size allow now" if is_old else ""
@@ -95,11 +95,11 @@ def _plain(value: Any) -> Any:
     """Converts a numpy scalar to a Python number, for JSON.  Raises: TypeError for other objects."""
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(f"{type(value).__name__} has no form in JSON")
+    raise TypeError(f"JSON cannot represent a {type(value).__name__}")
 
 
 def _entry(admitted: Admitted, running: Sequence[Episode]) -> dict[str, Any]:
-    """Converts a group to JSON values. Trajectories that JSON cannot hold (environment objects) are sampled again."""
+    """Converts a group to JSON values. Leaves out trajectories with environment objects; they are sampled again."""
     is_scored = admitted.is_kept is True
     samples = []
     for trajectory in (admitted.scored if is_scored else admitted.sampled).values():
@@ -107,7 +107,7 @@ def _entry(admitted: Admitted, running: Sequence[Episode]) -> dict[str, Any]:
             values = TRAJECTORY.serializer.to_python(trajectory, mode="json", exclude={"prompt"}, fallback=_plain)
             samples.append(values)
         except (TypeError, ValueError) as error:
-            log.warning("the checkpoint leaves out %s, which would be sampled again: %s", trajectory.uid, error)
+            log.warning("the checkpoint leaves out %s, which a resumed run samples again: %s", trajectory.uid, error)
             is_scored = False
     return {
         "uid": admitted.prompt.uid,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stop strings: a response ends with the token after which its text contains one of them.
+"""Stop strings: a response ends with the token after which its text contains a stop string.
 
 The text is the decoded response without special tokens, as environments and rewards read it."""
 
@@ -12,16 +12,16 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 LoadTokenizer = Callable[[], PreTrainedTokenizerBase]
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a part of a character is decoded to
-KEPT = 64  # different stop strings whose tables are kept
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # the text of an incomplete character
+KEPT = 64  # StopStrings kept for later requests
 
 
 class StopStrings:
     """A set of stop strings, and the tokenizer that decodes the text to search.
 
     Only the last tokens are decoded, and only if the newest one can end a string. Every token with text stands for at
-    least one byte, so a string of b bytes lies in the last b of them; one more is read, because many tokenizers leave
-    out the space before the first. A cut in the middle of a character breaks only this character."""
+    least one byte, so a string of b bytes lies in the last b such tokens. One more token is decoded, because many
+    tokenizers leave out the space before the first. A cut in the middle of a character breaks only this character."""
 
     def __init__(self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
         self.strings, self._tokenizer = strings, tokenizer
@@ -32,7 +32,7 @@ class StopStrings:
         self._can_end: dict[int, bool] = {}
 
     def found(self, newest: int, response: torch.Tensor | Sequence[int]) -> str | None:
-        """Returns the string, or None, that `newest`, the last of `response` [T], completes: the first in the text."""
+        """Returns the first stop string that `newest`, the last token of `response` [T], completes in it; or None."""
         if newest not in self._can_end:
             # Twice, because many tokenizers leave out the space before the first word.
             text = self._decode([newest, newest])
@@ -56,7 +56,7 @@ class StopStrings:
 
 
 class LastStops:
-    """The stop strings of recent requests. Older ones are dropped, as a server's clients may always send new ones."""
+    """A cache of recent stop strings. Drops the oldest, because clients of a server may always send new ones."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, ...], StopStrings] = {}  # the oldest first

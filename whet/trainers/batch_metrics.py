@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a step's batch. They have verl's names where they mean the same."""
+"""Metrics of a step's batch. Metrics that verl also has, with the same meaning, have verl's names."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ OWN = {"accuracy", "groups_all_equal", "overlong_penalty", "truncated", "judge_t
 
 
 def measure_groups(metrics: Metrics, groups: Sequence[Group], environment: str = "") -> None:
-    """Records scores, accuracy, reward parts and the environment's metrics over the trajectories that did not fail.
-    Also the share of groups with equal scores. `environment` is the environment's name in metrics."""
+    """Records scores, accuracy, reward parts and the environment's metrics over the trajectories that did not fail, and
+    the share of groups whose scores are all equal. `environment` is the environment's name in metrics."""
     measure_environment(metrics, groups, f"env/{environment}")
     groups = by_player(groups)
     valid = [[each for each in group.trajectories if each.failure is None] for group in groups]
@@ -54,7 +54,7 @@ def measure_environment(metrics: Metrics, groups: Sequence[Group], area: str) ->
     trajectories = [each for group in groups for each in group.trajectories if each.failure is None]
     reported: dict[str, list[float]] = {}
     for field, value in chain.from_iterable(each.fields.items() for each in trajectories):
-        if isinstance(value, int | float) and not field.startswith("tools/"):  # these are counted
+        if isinstance(value, int | float) and not field.startswith("tools/"):  # `count_failures` records these
             reported.setdefault(field, []).append(float(value))
     for field, values in reported.items():
         _average(metrics, f"{area}/{field}", values)

@@ -97,10 +97,10 @@ def train(
 ) -> Run:
     """Builds the run, trains it to the end and returns it.
 
-    `reward`, `data` and `val_data` stand in for `reward.function`, `data.train_files` and `data.val_files`. With
-    `dry_run` everything is built, one batch of prompts is loaded and shown, and nothing is trained or written. After
-    the loss of a worker the run restarts, at most `trainer.max_restarts` times. Raises: WhetError for everything that a
-    user can mend; Stopped, a KeyboardInterrupt, where a signal ended it."""
+    `reward`, `data` and `val_data` replace `reward.function`, `data.train_files` and `data.val_files`. With `dry_run`
+    everything is built, one batch of prompts is loaded and shown, and nothing is trained or written. After the loss of
+    a worker the run restarts, at most `trainer.max_restarts` times. Raises: WhetError for every error that a user can
+    correct; Stopped, a KeyboardInterrupt, if a signal ended the run."""
     restarts = config.trainer.max_restarts  # the rows may be read again
     rows, val_rows = (list(each) if each is not None and restarts else each for each in (data, val_data))
     return with_restarts(config, lambda once: _train(once, rows, val_rows, dry_run=dry_run, reward=reward))
@@ -109,7 +109,7 @@ def train(
 def _train(config: TrainConfig, data: Rows, val_data: Rows, *, dry_run: bool, reward: Callable[..., Any] | None) -> Run:
     loop: Callable[[Run], None] = load_target(config.trainer.loop) if config.trainer.loop else fit
     for reference in config.trainer.callbacks:
-        load_target(reference)  # a wrong name is told before data and models are loaded
+        load_target(reference)  # a wrong name raises before data and models are loaded
     if config.cluster.backend == "local":  # another machine may have what this one lacks
         check_engine(config)
     # Its processes start before a model is in memory.
@@ -159,7 +159,7 @@ def build(
     has_reward = scorer is None and is_scored(config, reward)
     specs = [*worker_specs(config, columns, total_steps), *_helpers(config, reward, has_reward)]
     inputs = digests(config, begun.prompts, val_prompts, reward)
-    with ExitStack() as ahead:  # what an environment refuses is said before an earlier run is deleted
+    with ExitStack() as ahead:  # refused options raise before an earlier run is deleted
         hosts = None if config.cluster.lists(ENVIRONMENT) else open_environments(config.environment, ahead)
         counts = Counts(len(lengths), len(val_prompts), total_steps, likely=likely_steps(begun.callbacks, total_steps))
         taken = opened_for(config, setup, lengths, inputs, counts, dry_run=dry_run)
@@ -194,7 +194,7 @@ def build(
 
 @dataclass(frozen=True)
 class Begun:
-    """Tokenizer, data and plan of a run, read before anything starts."""
+    """The tokenizer, data and plan of a run, all of which are read before anything is started."""
 
     tokenizer: PreTrainedTokenizerBase
     prompts: Sequence[Prompt]
@@ -262,7 +262,7 @@ def _prompts(
 
 
 def setup(config: TrainConfig, prompt_lengths: Sequence[int] = ()) -> Setup:
-    """Returns the setup for the memory plan. Without `prompt_lengths`, each prompt counts as the longest."""
+    """Returns the setup for the memory plan. Without `prompt_lengths`, each prompt has the maximum length."""
     columns = plan(config)
     roles = {spec.role: spec.args[0] for spec in worker_specs(config, columns, 1) if spec.cls is TrainWorker}
     if (judge := config.reward_model.judge) is not None:
@@ -275,7 +275,7 @@ def setup(config: TrainConfig, prompt_lengths: Sequence[int] = ()) -> Setup:
 
 
 def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> list[WorkerSpec]:
-    """Returns the workers of a process. A worker comes after the worker whose weights it reads: `ref` after `actor`."""
+    """Returns the specifications of a run's workers. `ref` follows `actor`, whose weights it may read."""
     model, ref, critic, cluster = config.model, config.ref, config.critic, config.cluster
 
     def trained(role: ActorConfig, path: str | None, steps: int) -> RoleSettings:
@@ -319,7 +319,7 @@ def judge_worker(config: TrainConfig) -> WorkerSpec:
 
 
 def _with_room(specs: Iterable[WorkerSpec], plan: Setup) -> Iterator[WorkerSpec]:
-    """Yields the workers with sizes that fit their accelerators: micro-batch tokens, bytes of the rollout's cache."""
+    """Yields the specifications with sizes that fit the accelerators: micro-batch tokens, bytes of the cache."""
     plan, planned = replace(plan, device=free_accelerator(plan.config.cluster)), planner()
     for spec in specs:
         if spec.cls is RolloutWorker:
@@ -331,7 +331,7 @@ def _with_room(specs: Iterable[WorkerSpec], plan: Setup) -> Iterator[WorkerSpec]
 
 
 def _helpers(config: TrainConfig, reward: Callable[..., Any] | None, has_reward: bool) -> Iterator[WorkerSpec]:
-    """Yields the workers that have no model (environments, reward processes), for pools that list them."""
+    """Yields the specifications of workers without a model (environments, rewards) that pools of the config list."""
     if has_reward and config.cluster.lists(REWARD):
         yield WorkerSpec(REWARD, RewardWorker, (config.reward, reward, config.model))
     if config.cluster.lists(ENVIRONMENT):
@@ -382,7 +382,7 @@ def judge_of(group: WorkerGroup, config: TrainConfig) -> Rollouts:
 
 
 def _engine(config: TrainConfig, roles: Mapping[str, WorkerGroup]) -> Replicas | Direct:
-    """Returns this process's engine, if it cannot be restarted; otherwise all rollout ranks as one engine."""
+    """Returns the engine of this process, if it has one that cannot restart; else all rollout ranks as one engine."""
     ranks = roles["rollout"]
     if ranks.here is not None:
         worker = ranks.here.by_role["rollout"]
@@ -439,7 +439,7 @@ def dry_run_elsewhere(config: TrainConfig, device_gib: float | None, host_gib: f
     """Checks a run's config, tokenizer, templates, data, ground truths and rewards. Checks that it fits accelerators of
     `device_gib` and nodes of `host_gib`; None is this machine's size. Loads no model, starts no worker.
 
-    Raises: WhetError for everything that a user can mend."""
+    Raises: WhetError for every error that a user can correct."""
     planned = planner(is_needed=True)
     if config.trainer.loop:
         load_target(config.trainer.loop)
@@ -460,7 +460,7 @@ def dry_run_elsewhere(config: TrainConfig, device_gib: float | None, host_gib: f
 
 
 def _score(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]) -> None:
-    """Logs the rewards of two test responses: the ground truth, and an empty text.  Raises: RewardError."""
+    """Logs the rewards of two test responses, ground truth and empty text, to each prompt.  Raises: RewardError."""
     scorer = scorer_of(config)
     if scorer is None:
         return

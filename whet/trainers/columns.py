@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Providers of batch columns. Functions name the columns that they read; `whet.columns` has the provider of each.
 
-Most are one output of a role's model. Any other has a function, registered under the column's name:
+Most columns are an output of a role's model. Any other column has a function, registered under its name:
     @register_provider("prompt_difficulty", reads=("accuracy",))
     def prompt_difficulty(batch, sources): ...
-It returns the column, or a function that waits for it (`sources.start`): then providers wait for their models side by
-side. Parameters after `*` are values of the config, as `options_of` names them.
+It returns the column, or a function that waits for it (`sources.start`), so that several models compute at the same
+time. Parameters after `*` are values of the config, as `options_of` names them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Provider = Callable[..., Values]  # of a batch and `Sources`
 @dataclass(frozen=True)
 class Sources:
     """Inputs of a provider beside the batch: the roles; the step's groups, in the order of the batch's `uid`; and the
-    rollouts, if the run samples. A provider of scores adds the uids of trajectories that got no score to `failures`."""
+    rollouts, if the run samples. A provider of scores adds failures of trajectories that got no score to `failures`."""
 
     roles: Mapping[str, WorkerGroup]
     step: int
@@ -56,7 +56,7 @@ class Sources:
     def rollouts(self) -> Rollouts:
         """The rollouts of a run that samples.  Raises: EngineError in a run that does not sample."""
         if self.made_by is None:
-            raise EngineError("rollouts", None, "a run that samples, as a column asks the policy")
+            raise EngineError("rollouts", None, "a run that samples, because a column needs its rollouts")
         return self.made_by
 
     def forward(self, role: str, batch: Batch, output: str) -> torch.Tensor:
@@ -78,12 +78,11 @@ def register_provider(
     unscored: bool = False,
     shape: str = "B, R",
 ) -> Callable[[Provider], Provider]:
-    """Decorator: registers the function that computes a column, and the column itself where `whet.columns` does not
-    have it.
+    """Decorator: registers the function that computes a column, and the column itself if `whet.columns` lacks it.
 
     `roles` names the models that the function calls, `reads` the columns of other providers that it reads. With
     `unscored` it needs no rewards, and runs while responses are being scored; its seconds are logged as `time/<phase>`.
-    Raises: RegistryError where the name is taken."""
+    Raises: RegistryError if the name is taken."""
 
     def decorate(function: Provider) -> Provider:
         if name in COLUMNS and name not in PROVIDERS:
@@ -107,7 +106,7 @@ class ColumnPlan:
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """The roles whose models compute columns: each role as often as it runs a forward pass."""
+        """The roles whose models compute columns, with one entry for each forward pass."""
         return tuple(role for column in self.providers for role in column.roles)
 
     @property
@@ -152,8 +151,8 @@ class ColumnPlan:
 
 
 def judged(groups: Sequence[Group], batch: Batch) -> list[Group]:
-    """Adds the results of providers to the groups: failures, and the score of the reward model or judge as part
-    `reward_model`. An episode with several players gets the mean of their scores."""
+    """Adds the results of providers to the groups: failures, and the score of the reward model or judge as reward part
+    `reward_model`. A trajectory with several players gets the mean of the players' scores."""
     scores = next((batch[name].tolist() for name in SCORED_BY.values() if name in batch), None)
     return list(groups) if scores is None and not any(batch["error"]) else _judged(groups, batch, scores)
 
@@ -173,7 +172,7 @@ def _judged(groups: Sequence[Group], batch: Batch, scores: list[float] | None) -
 
 
 def with_truth(scored: Group, judged: Group) -> Group:
-    """Returns the `judged` group. If the judge failed, a trajectory keeps its own score; `logged` has the reason."""
+    """Returns the `judged` group. If the judge failed, a trajectory stays as `scored`, with the reason in `logged`."""
 
     def of(own: Trajectory, each: Trajectory) -> Trajectory:
         if each.failure is None or own.failure is not None:
@@ -186,7 +185,7 @@ def with_truth(scored: Group, judged: Group) -> Group:
 def _unscored(columns: Sequence[Column]) -> list[Column]:
     """The columns that need no scores, directly or through other columns."""
     later: set[str] = set()
-    for column in columns:  # what one reads comes before it
+    for column in columns:  # columns that a column reads come before it
         if column.when != "unscored" or not later.isdisjoint(column.reads):
             later.add(column.name)
     return [column for column in columns if column.name not in later]
@@ -244,9 +243,10 @@ def options_of(config: TrainConfig) -> dict[str, dict[str, Any]]:
 
 
 def unread(config: TrainConfig, plan: ColumnPlan) -> list[str]:
-    """Returns a warning, with possible readers, for each config section with changed keys and unread columns.
+    """Returns a warning for each config section with changed keys if no function in use reads the section's columns.
 
-    Empty with a loop or a provider of the user, since the columns that these read are unknown here."""
+    A warning names possible readers. Empty with a loop or a provider of the user, since the columns that these read are
+    unknown here."""
     if config.trainer.loop is not None or any(COLUMNS[column.name] not in TABLE for column in plan.providers):
         return []
     found = []
@@ -270,7 +270,7 @@ def unread(config: TrainConfig, plan: ColumnPlan) -> list[str]:
 
 
 def plan_columns(readers: Iterable[tuple[str, Reader, Iterable[str]]], fields: Sequence[str]) -> ColumnPlan:
-    """The plan for the columns of `readers`; `fields` are the columns that the reward function reports.
+    """Plans the columns that `readers` read. `fields` are columns that the reward function reports.
 
     Raises: ConfigError for a column without a provider, naming its reader, or for a field whose name is taken."""
     for name in fields:
@@ -292,7 +292,7 @@ def plan_columns(readers: Iterable[tuple[str, Reader, Iterable[str]]], fields: S
         for read in column.reads:
             want(f"the provider of {name}", "estimator", read)
         if column.output is None:
-            entry_at(PROVIDERS, who, name)  # of a plugin that may not be there
+            entry_at(PROVIDERS, who, name)  # raises if its plugin is missing
         planned[name] = column
 
     for who, reader, names in readers:
@@ -349,7 +349,7 @@ def reward_baselines(batch: Batch, sources: Sources) -> torch.Tensor:
 
 @register_provider("draws")
 def draws(batch: Batch, sources: Sources, *, seed: int) -> torch.Tensor:
-    """A uniform number in [0, 1) for each token, by seed, name of the trajectory and place of the token.   [B, R]"""
+    """A uniform number in [0, 1) for each token, by seed, trajectory name and position of the token.   [B, R]"""
     keys = torch.tensor([key(seed, "draws", name) for name in batch["trajectory_uid_name"]])
     return uniforms(keys[:, None], torch.arange(batch["responses"].shape[1]))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distillation: a student learns the teacher's next-token distribution in responses of the data or of its own."""
+"""Distillation: a student learns a teacher's next-token distribution, on responses of the data or of the student."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class DistillRun(ExamplesRun):
             if each.source not in config.teachers and OTHERS not in config.teachers:
                 found = f"no teacher for the data source {each.source!r} (example {number})"
                 expected = f"data sources with a teacher: {', '.join(config.teachers)}"
-                raise ConfigError("teachers", found, expected, "add it, or one for all others as '*'")
+                raise ConfigError("teachers", found, expected, "add a teacher for it, or for all others as '*'")
 
     @cached_property
     def served(self) -> dict[str, ServedTeacher]:
@@ -181,7 +181,7 @@ class DistillRun(ExamplesRun):
         return int(config.get_text_config().vocab_size)
 
     def batch(self, examples: Sequence[SupervisedExample]) -> Batch:
-        """Makes rows of prompts and responses. A multi-turn conversation also has its context."""
+        """Makes a row of each example. Tokens before the first trained one are the prompt, others the response."""
         rows = []
         for each in examples:
             first = each.loss_mask.index(1)
@@ -238,7 +238,7 @@ class DistillRun(ExamplesRun):
         return batch
 
     def _told(self, name: str, batch: Batch) -> dict[str, Tensor]:
-        """Gets the distributions of teacher `name` for the rows of `batch`."""
+        """Gets the distributions of teacher `name` for the rows of `batch`, from its worker or its server."""
         if name in self.served:
             assert self.top_k is not None
             return self.served[name].outcomes(batch, self.top_k, self.vocab_size)
@@ -295,5 +295,5 @@ def prompt_of(example: SupervisedExample) -> tuple[int, ...]:
 def distill(
     config: DistillConfig, *, data: Rows = None, val_data: Rows = None, callbacks: Callbacks = (), dry_run: bool = False
 ) -> DistillRun:
-    """Distils a teacher as `train_on_examples` does."""
+    """Distils a teacher into a student. Arguments and errors are as in `train_on_examples`."""
     return train_on_examples(DistillRun, config, data=data, val_data=val_data, callbacks=callbacks, dry_run=dry_run)

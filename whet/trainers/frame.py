@@ -49,11 +49,11 @@ R = TypeVar("R")
 
 @dataclass(kw_only=True, repr=False)
 class Frame:
-    """Base class of the runs of all trainers. A subclass adds its parts; the methods `state`, `load_state` and
-    `check_health`; and a loop, which `train` runs in a `Schedule`."""
+    """Base class of the runs of all trainers. A subclass adds its fields, the methods `state`, `load_state` and
+    `check_health`, and a loop for `train`, which makes its steps in a `Schedule`."""
 
-    columns_shown: ClassVar[tuple[ConsoleColumn, ...]] = COLUMNS  # of the console's line
-    tokens_metric: ClassVar[str] = "perf/total_num_tokens"  # what the throughput counts
+    columns_shown: ClassVar[tuple[ConsoleColumn, ...]] = COLUMNS  # columns of the console's line
+    tokens_metric: ClassVar[str] = "perf/total_num_tokens"  # metric with the tokens of the throughput
     default_best_metric: ClassVar[str] = "val/accuracy"
 
     config: RunConfig
@@ -64,9 +64,9 @@ class Frame:
     total_steps: int
     callbacks: Sequence[Callable[..., None]] = ()
     step: int = 0  # steps done
-    score: float | None = None  # trainer.best_metric where the last step was validated
-    is_good: bool = True  # no update was skipped since the last that was not
-    history: list[dict[str, float]] = field(init=False)  # what the run has logged so far, with `step`
+    score: float | None = None  # trainer.best_metric of the last step, if it was validated
+    is_good: bool = True  # the last update was not skipped
+    history: list[dict[str, float]] = field(init=False)  # metrics logged so far, each record with its `step`
     meter: SystemMeter = field(default_factory=SystemMeter)
     flops: dict[str, float] = field(default_factory=dict)  # of the step's updates by process, where peaks are known
     first_update_at: float | None = None  # time.time() after the first optimizer step of this process
@@ -82,8 +82,8 @@ class Frame:
             columns=self.columns_shown,
         )
         self.stays_here = self.config.cluster.stays_here
-        self.trackers = Trackers([*([console] if "console" in loggers else []), self.services])  # get all numbers
-        self.metrics_file, self.timings_file = (  # of the mathematics, equal in equal runs; and of the clock
+        self.trackers = Trackers([*([console] if "console" in loggers else []), self.services])  # get metrics and times
+        self.metrics_file, self.timings_file = (  # metrics of the algorithm, equal in equal runs; and times
             JsonlTracker(self.run_dir / name) if "jsonl" in loggers else Trackers([]) for name in METRIC_FILES
         )
         self.signals = StopSignals(self.run_dir / "stop")
@@ -148,7 +148,7 @@ class Frame:
     def start(self) -> None:
         """Resumes from the checkpoint, if there is one. Otherwise starts from the initial weights.
 
-        Raises: CheckpointError where the checkpoint belongs to another model."""
+        Raises: CheckpointError if the checkpoint belongs to another model."""
         folder = self.opened.found
         try:
             if folder is not None:
@@ -159,8 +159,8 @@ class Frame:
                 self.saved_at = time.monotonic()
                 if (before := state.get("metric") or self.best_metric) != self.best_metric:
                     log.warning(
-                        "%s was scored by %s, and trainer.best_metric is %s now: their scores are not compared, so the "
-                        "best checkpoint will be one that is saved from here on",
+                        "%s was scored by %s, and trainer.best_metric is %s now: the scores are not compared, so the "
+                        "best checkpoint will be one that is saved from now on",
                         *(folder, before, self.best_metric),
                     )
         except EngineError as error:
@@ -182,7 +182,7 @@ class Frame:
     def train(self, loop: Callable[[Self], None]) -> None:
         """Runs `loop` until it returns or a signal ends it.
 
-        Raises: Stopped, after a checkpoint of the steps done; StorageError where the disk is full."""
+        Raises: Stopped, after a checkpoint of the steps done; StorageError if the disk is full."""
         ranks = partial(recorded, self.roles, self.config.cluster)
         watched = observed(self.run_dir, self.config.trainer.profile, lambda: self.step + 1, ranks)
         write_state(self.run_dir, "running", self.total_steps)
@@ -216,7 +216,7 @@ class Frame:
         return self.saved_at is None or time.monotonic() - self.saved_at > SAVE_SECONDS or self.is_due(0)
 
     def count_flops(self) -> None:
-        """Asks the ranks for the operations of the step's updates, if the accelerators' peak speeds are known."""
+        """Asks the ranks for the FLOPs of the step's updates, if the accelerators' peak speeds are known."""
         if self._peak_flops:
             asked = asked_of_trained(self.roles, self.config.cluster, "update_flops")
             self.flops = {name: sum(numbers) for name, numbers in asked.items()}
@@ -255,9 +255,9 @@ class Frame:
     def save(self) -> Path:
         """Writes a checkpoint of this step.  Returns its folder.
 
-        Raises: EngineError where weights are not finite; CheckpointError where the folder cannot be written;
-        ConfigError where the first checkpoint does not fit on the disk."""
-        if self.saved_at is None:  # other programs may have used the room since the start
+        Raises: EngineError if weights are not finite; CheckpointError if the folder cannot be written; ConfigError if
+        the first checkpoint does not fit on the disk."""
+        if self.saved_at is None:  # other programs may have filled the disk since the start
             check_disk(self.opened.checkpoint_bytes, self.run_dir)
         with phase("save"):
             self._check_weights()
@@ -283,7 +283,7 @@ class Frame:
         return folder
 
     def close(self) -> None:
-        """Ends workers and trackers, then unlocks the folder. After a failure it still closes the other parts."""
+        """Ends workers and trackers, then unlocks the folder. An error in one part does not keep others open."""
         with ExitStack() as stack:
             stack.callback(self.opened.close)
             if self.uploads is not None:
@@ -300,7 +300,7 @@ class Frame:
         return {name: max(each) for name, each in asked.items()} if all(map(all, asked.values())) else {}
 
     def _check_weights(self) -> None:
-        """Raises: EngineError where a weight, or a model output computed with the weights, is NaN or infinite."""
+        """Raises: EngineError if a weight, or a model output computed with the weights, is NaN or infinite."""
         for role in checkpoint.TRAINED_ROLES:
             if role in self.roles and not all(self.roles[role].has_finite_weights()):
                 found = "weights, their squares or outputs are NaN or infinite, so the run stops without saving"
@@ -333,8 +333,8 @@ def opened_for(
     dry_run: bool = False,
 ) -> Iterator[tuple[RunDir, Trackers]]:
     """Checks that a run fits the machines, locks its folder, opens the trackers in `trainer.logger` and logs the first
-    lines, all before workers start. Closes them if the block fails. A dry run only checks the fit. `inputs` are digests
-    of code and data.
+    lines, all before workers start. Closes folder and trackers if the block fails. A dry run only checks the fit.
+    `inputs` are digests of code and data.
 
     Raises: ConfigError, CheckpointError, StorageError."""
     trainer, run_dir = config.trainer, run_folder(config.trainer)
@@ -394,14 +394,14 @@ def with_restarts(config: C, attempt: Callable[[C], R]) -> R:
 def with_named_dtypes(config: C) -> C:
     """Replaces each dtype `auto` in the config: by the dtype of the resumed run, else by one that the machines support.
 
-    Raises: ConfigError where another key conflicts with the dtype."""
+    Raises: ConfigError if another key conflicts with the dtype."""
     resume, own = config.trainer.resume, run_folder(config.trainer)
     folders = [] if resume in checkpoint.AFRESH else [own]
     if resume not in ("auto", *checkpoint.AFRESH):
         folders.insert(0, Path(resume).expanduser().absolute().parents[1])
     named = with_dtypes(config, next(filter(None, map(partial(_dtypes_before, config), folders)), None))
     if named.model.dtype != config.model.dtype:
-        check(named, ("reward", "data", "val_data"))  # what a caller may pass as objects was checked before
+        check(named, ("reward", "data", "val_data"))  # arguments that a caller may pass as objects were checked before
     return named
 
 

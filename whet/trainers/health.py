@@ -21,32 +21,32 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 SKIPPED_IN_A_ROW = 3  # updates, after which a run stops
-EQUAL_IN_A_ROW = 3  # steps without a difference inside any group, after which the run says so
-REMEMBERED = 20  # steps that a jump is measured against
-ENOUGH = 5  # of them
+EQUAL_IN_A_ROW = 3  # steps with equal scores in every group, after which the run warns
+REMEMBERED = 20  # most earlier steps to compare with
+ENOUGH = 5  # fewest earlier steps to compare with
 JUMPED = "step %d: %s is %.3g, over %g times the largest of the steps before (%.3g)%s"
 NOTHING_TO_LEARN = (
     "step %d: for %d steps all responses to a prompt had the same reward, for every prompt, so all advantages are 0 "
     "and nothing is learned; look at rollouts/, then change the reward, the data (neither too hard nor too easy), "
     "rollout.n or rollout.temperature"
 )
-JUMP = 5.0  # times the largest of the steps remembered
+JUMP = 5.0  # times the largest value of the remembered steps
 SMALLEST_KL = 0.01  # nats a token: below this no KL is a jump
-SMALLEST_GAP, FIRST_GAP = 0.3, 1.0  # nats a token: no gap up to these is a jump, after other steps and in the first
+SMALLEST_GAP, FIRST_GAP = 0.3, 1.0  # nats a token: smaller gaps are no jump, after earlier steps and in the first step
 ROWS_NAMED = 4
 SAMPLER = "rollout/log_probs"
 WATCHED = ("actor/grad_norm", "critic/grad_norm", "actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty")
 
 
 class Health:
-    """Warns if a metric of a step jumps, compared with the last steps. Checkpoints keep the compared values."""
+    """Warns if a metric jumps far above its values in the last steps. Checkpoints keep these values."""
 
     def __init__(self) -> None:
         self._seen: dict[str, list[float]] = {}
         self._equal_in_a_row = 0
 
     def check(self, run: Run, batch: Batch, step: int, metrics: Metrics) -> None:
-        """Warns of a jump in a metric, with its rows.  Raises: EngineError after three skipped updates in a row."""
+        """Warns of a jump, with its trajectories.  Raises: EngineError after three skipped updates in a row."""
         checks = [check_skipped(role, f"{role}.optim.lr", metrics, run.run_dir) for role in ("actor", "critic")]
         run.is_good = all(checks)
         self._check_groups(run, step, metrics)
@@ -56,8 +56,8 @@ class Health:
                 log.warning(JUMPED, step, name, value, JUMP, before, _named(heaviest_rows(run, batch, name), step))
 
     def check_sampler(self, run: Run, batch: Batch, step: int) -> None:
-        """Compares log-probs of rollout and trainer, if the rollout has a copy of the weights or replays recorded
-        steps. Warns of a jump.  Raises: WeightSyncError for a jump if both have the same weights."""
+        """Compares log-probs of rollout and trainer, unless the rollout computes with the trainer's tensors on a CPU.
+        Warns of a jump in their distance.  Raises: WeightSyncError for a jump if both have the same weights."""
         if not run.engine.reads_trained_weights:
             self._check_gap(*sampler_gap(run, batch, step), step, run.run_dir)
 
@@ -66,19 +66,19 @@ class Health:
         limit = max(SMALLEST_GAP, JUMP * max(before)) if before else FIRST_GAP
         if found < float("inf"):
             self._seen[SAMPLER] = [*before, found][-REMEMBERED:]
-        if found <= limit:  # NaN is not
+        if found <= limit:  # false for NaN
             return
         gap = f"the log-probs of rollout and trainer are {found:.3g} nats a token apart, and at most "
         gap += f"{max(before, default=0.0):.3g} in the steps before"
         if lag > 0:
             log.warning("step %d: %s; the rollout's weights are %d steps older than the trainer's", step, gap, lag)
             return
-        expected = f"those of the same weights, of step {step - 1}, which did not arrive as they were sent"
-        change = "resume the run, which did not train on this step; if it comes again, try rollout.engine.name=native"
+        expected = f"equal ones, as both have weights of step {step - 1}, which did not arrive as sent"
+        change = "resume the run, which did not train on this step; if this comes again, try rollout.engine.name=native"
         raise WeightSyncError(f"step {step}", gap, expected, f"{change}; {last_good(run_dir)}")
 
     def _check_groups(self, run: Run, step: int, metrics: Metrics) -> None:
-        """Warns if all trajectories of every group are equal for several steps, and the estimator compares them."""
+        """Warns if, for several steps, all scores in each group are equal although the estimator compares them."""
         is_equal = metrics.value("reward/groups_all_equal") == 1 and "uid" in run.estimator.columns
         self._equal_in_a_row = self._equal_in_a_row + 1 if is_equal else 0
         if self._equal_in_a_row == EQUAL_IN_A_ROW:
@@ -106,7 +106,7 @@ class Health:
 def sampler_gap(run: Run, batch: Batch, step: int) -> tuple[float, int]:
     """Returns the mean distance between log-probs of rollout and trainer, in nats per token, and the age in steps of
     the rollout's newest weights. Reads only tokens that these weights sampled: of all rows if the batch has the
-    trainer's log-probs, else of the shortest row per rank."""
+    trainer's log-probs, else only of the shortest rows, one for each rank."""
     actor, version = run.roles["actor"], batch["policy_version"]
     newest = int((version * (batch["response_mask"] != 0)).max())
     mask = batch["response_mask"] * (version == newest)

@@ -38,7 +38,7 @@ class LossObjective:
     fixed_length: int = 1  # F of seq-mean-token-sum-norm
     temperature: float = 1.0
     block: int | str = 1
-    bound: Bound | None = field(default=None, repr=False, compare=False)  # the loss with its options, of a run
+    bound: Bound | None = field(default=None, repr=False, compare=False)  # the loss with the options of the run
     kind: ClassVar[Registry] = POLICY_LOSSES
 
     @cached_property
@@ -52,7 +52,7 @@ class LossObjective:
 
     def call(self, columns: Columns, supplied: Mapping[str, Any] | None = None) -> PolicyLoss:
         """Calls the loss on whole sequences: sequence ratios use all sampled tokens, but only trained tokens get a
-        gradient. A function with an aggregation of its own gets only the trained tokens."""
+        gradient. A loss function that aggregates its values itself gets only the trained tokens."""
         trained = loss_mask(columns)
         if trained is columns["response_mask"]:
             return policy_loss(self.function, columns, supplied)
@@ -93,8 +93,8 @@ class LossObjective:
     def _share(self, loss: PolicyLoss, batch: Columns, counts: Columns) -> torch.Tensor:
         assert loss.aggregated is not None
         if "token_weights" in batch:
-            found, expected = "returns a sum, whose tokens cannot be weighed", "a loss per token [B, R]"
-            change = "return that, or unset algorithm.correction.weight"
+            found, expected = "returns an aggregated loss, whose tokens cannot be weighted", "a loss per token [B, R]"
+            change = "return a loss per token, or unset algorithm.correction.weight"
             raise RegistryError(f"loss {self.loss_name!r}", found, expected, change)
         if self.aggregation == "token-sum":
             return loss.aggregated
@@ -131,8 +131,8 @@ def measure_share(metrics: Metrics, name: str, share: torch.Tensor, batch: Colum
 
 def interpolated(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, lag: torch.Tensor) -> torch.Tensor:
     """u + d / (d + 1) (l - u): estimates the log-probs before the update without a forward pass. u =
-    `rollout_log_probs` are from the weights that sampled. d = `lag` is the number of versions from these weights to the
-    weights before the update. l = `log_probs` are one version later than the latter.   [B, R]
+    `rollout_log_probs` are from the weights that sampled, l = `log_probs` from weights that are d + 1 versions newer.
+    d = `lag` is the number of versions from the weights that sampled to the weights before the update.   [B, R]
 
     At d = 0, where the policy before the update sampled the token, the estimate is u. AReaL's log-linear proximal
     policy, Fu et al. 2025, https://arxiv.org/abs/2505.24298."""
@@ -149,7 +149,7 @@ class PolicyObjective(LossObjective):
     entropy_coef: float = 0.0
     kl_form: str | None = None  # unset: no KL in the loss
     kl_coef: float = 0.0
-    supplied: Any = None  # what a foreign loss is given as `config`
+    supplied: Any = None  # the argument `config` of loss functions written for verl
     interpolates: bool = False  # old log-probs between the sampler's and the policy's
     version: int = 0  # of the policy before the update
 
@@ -386,7 +386,7 @@ class GroupObjective(PolicyObjective):
         return self._with_terms(losses.sum() / counts["num_pairs"].clamp(min=1), columns, counts, metrics), metrics
 
     def _compared(self, columns: Columns) -> dict[str, Tensor]:
-        """Builds the loss's columns. A pair is two adjacent rows, the better first; a row has a whole trajectory."""
+        """Builds the loss's columns: for each pair two adjacent rows, the better first, with whole trajectories."""
         read = {*self.function.columns, "log_probs", "ref_log_probs", "advantages", "uid", "trajectory_uid"}
         own = {name: columns[name] for name in read & columns.keys()} | {"response_mask": loss_mask(columns)}
         whole = whole_trajectories(own)
@@ -430,7 +430,7 @@ class PreferenceObjective:
 
 @dataclass(frozen=True)
 class StepObjective(PreferenceObjective):
-    """Averages the loss of process reward models over steps. `response_mask` is 1 on the token after each."""
+    """Averages process reward losses over reasoning steps. `response_mask` is 1 on the token after each step."""
 
     needs = frozenset({"values"})
     block = 1

@@ -54,14 +54,14 @@ class MovingReference(TrainWorker):
         """Copies the policy's weights.  Raises: EngineError if policy and reference have different engines."""
         own, actor = self.engine, actor_beside(self).engine
         if not isinstance(own, Engine) or type(actor) is not type(own):
-            found, expected = type(actor).__name__, f"the reference's, {type(own).__name__}, by whet's base"
+            found, expected = type(actor).__name__, f"{type(own).__name__} for both, derived from whet's Engine"
             raise EngineError("engine of the policy", found, expected, "unset reference.update_steps")
         own.copy_from(actor)
 
 
 @dataclass(kw_only=True, repr=False)
 class PreferenceRun(ExamplesRun):
-    """A run on preferences."""
+    """A run that trains a model on preferences."""
 
     columns_shown = COLUMNS
     tokens_metric = "preference/tokens"
@@ -70,7 +70,7 @@ class PreferenceRun(ExamplesRun):
     config: PreferenceConfig
     log_ratios: tuple[float, int] = (0.0, 0)  # sum and number of S(l - b) of all rows so far, for `mean_log_ratio`
     cached: ReferenceCache | None = None
-    has_warned: bool = False  # of better responses that become less likely
+    has_warned: bool = False  # whether the run has warned of responses that become less likely
 
     @classmethod
     def objective_of(cls, config: PreferenceConfig) -> ComparisonObjective:
@@ -140,7 +140,7 @@ class PreferenceRun(ExamplesRun):
         return batch.with_columns(ref_log_probs=own, reference_point=point.expand(len(batch)).clone())
 
     def _reference(self, batch: Batch) -> Tensor:
-        """Computes log-probs under the reference model. Before the first step it equals the policy.   [B, R]"""
+        """Computes log-probs under the reference: role `ref`, else the policy before its first step.   [B, R]"""
         log_probs: Tensor = self.roles.get("ref", self.roles["actor"]).forward(batch, ("log_probs",))["log_probs"]
         return log_probs
 
@@ -149,7 +149,7 @@ class PreferenceRun(ExamplesRun):
         path = Path(self.config.reference.file or self.run_dir / "reference.safetensors")
         examples = [*self.examples, *self.val_examples]
         inputs = {"rows": digest_of_all(examples), "dtype": str(self.config.model.dtype)}
-        is_known = "ref" in self.roles or self.step == 0  # else the policy has moved
+        is_known = "ref" in self.roles or self.step == 0  # else the policy has been trained
         if is_known:
             inputs["model"] = self.roles.get("ref", self.roles["actor"]).digest()[0]
         elif not path.exists():
@@ -165,8 +165,8 @@ class PreferenceRun(ExamplesRun):
             )
 
     def with_baseline(self, batch: Batch, examples: Sequence[Comparison], *, counts: bool = True) -> Batch:
-        """Adds the mean log-ratio of all rows so far to the batch, if the loss reads it. With `counts` the mean
-        includes these rows from now on."""
+        """Adds the mean log-ratio of all earlier rows and these to the batch, if the loss reads it. With `counts` later
+        means include these rows too."""
         if "mean_log_ratio" in self.config.entry.columns:
             found = self._log_ratios(batch)
             total, number = self.log_ratios[0] + found.double().sum().item(), self.log_ratios[1] + len(found)
@@ -198,12 +198,12 @@ class PreferenceRun(ExamplesRun):
             self.has_warned = True
             log.warning(
                 "step %d: the better responses have lost %.1f nats and the worse ones %.1f: both become less likely, "
-                "and others that no row has take their place; add an SFT term (loss=rpo), lower optim.lr or raise beta",
+                "and responses outside the data more likely; add an SFT term (loss=rpo), lower optim.lr or raise beta",
                 *(self.step, -last["preference/chosen_moved"], -last["preference/rejected_moved"]),
             )
 
     def _fell(self, name: str) -> bool:
-        """Tells whether the responses lost a tenth of their log-prob, compared with the reference."""
+        """Tells whether the `name` responses (chosen, rejected) lost over a tenth of their reference log-prob."""
         last = self.history[-1]
         moved = last.get(f"preference/{name}_moved", 0.0)
         return moved < 0 and moved < 0.1 * (last[f"preference/{name}_log_probs"] - moved)
@@ -231,13 +231,13 @@ def train_preference(
     callbacks: Callbacks = (),
     dry_run: bool = False,
 ) -> PreferenceRun:
-    """Trains on preferences as `train_on_examples` does."""
+    """Trains a model on preferences. Arguments and errors are as in `train_on_examples`."""
     return train_on_examples(PreferenceRun, config, data=data, val_data=val_data, callbacks=callbacks, dry_run=dry_run)
 
 
 def mismatched(examples: Sequence[Comparison], seed: int, step: int) -> list[Comparison]:
-    """Pairs each prompt with the response to another prompt. The pairs are a cycle through the responses, in an order
-    drawn by seed and step."""
+    """Pairs each prompt with the response of another row: the next row in a cyclic order, which is drawn by seed and
+    step."""
     rows = [(each, response) for each in examples for response in each.responses]
     order = list(range(len(rows)))
     Random(key(seed, "mismatched", step)).shuffle(order)
@@ -261,7 +261,7 @@ def rows_of(examples: Sequence[Comparison], of: str, list_size: int) -> list[tup
 
 
 def to_batch(examples: Sequence[Comparison], pad_token_id: int, of: str, list_size: int) -> Batch:
-    """Makes the batch of `rows_of`: prompts padded left, responses right; `label` is 1 for good and for best ones."""
+    """Makes the batch of `rows_of`: prompts padded left, responses right; `label` is 1 for good or best responses."""
     rows = rows_of(examples, of, list_size)
     texts = [(each.prompt_ids, ((), ()) if number is None else each.responses[number]) for _, each, number in rows]
     scores = [0.0 if number is None else each.scores[number] for _, each, number in rows]

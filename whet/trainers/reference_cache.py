@@ -22,7 +22,7 @@ Rows = Sequence[tuple[int, Comparison, int | None]]  # of `whet.trainers.prefere
 
 
 class ReferenceCache:
-    """Log-probs of responses (one [R] each, R differs), and digests of the inputs that they were computed from."""
+    """Log-probs of responses, a tensor [R] for each, and digests of the inputs that they were computed from."""
 
     def __init__(self, inputs: Mapping[str, str], log_probs: Mapping[Key, Tensor]) -> None:
         self.inputs, self._log_probs = inputs, log_probs
@@ -40,8 +40,8 @@ class ReferenceCache:
             raise StorageError(str(path), f"cannot be read ({error!r})", "a file of this run", "delete it") from error
         for name, digest in inputs.items():
             if found.get(name) != digest:
-                change = "delete it, or name another as reference.file"
-                raise StorageError(str(path), f"is of another {name} ({found.get(name)})", digest, change)
+                change = "delete it, or set reference.file to another file"
+                raise StorageError(str(path), f"was computed from another {name} ({found.get(name)})", digest, change)
         log.info("the reference's log-probs of %d responses come from %s", len(keys), path)
         return cls(found, log_probs)
 

@@ -43,9 +43,9 @@ def fit(run: Run) -> None:
 
 def sample(run: Run, step: int, metrics: Metrics) -> Batch:
     """Samples and scores responses to the next prompts with the weights of the step before, writes them to rollouts/,
-    and adds all columns that the algorithm reads. Models that need no scores run during scoring.
+    and adds all columns that the algorithm reads. Columns that need no scores are computed during scoring.
 
-    Raises: RewardError and its like where every response failed."""
+    Raises: RewardError, SandboxError, ToolError or EngineError if too many responses failed."""
     sampled = run.rollouts.start(run.config.data.train_batch_size, step=step)
     batch = unscored(sampled.groups, pad_token_id=run.pad_token_id)
     batch = run.columns.add(batch, run.sources(sampled.groups, step), metrics, is_scored=False)
@@ -117,7 +117,7 @@ def mini_batches(run: Run, batch: Batch, role: ActorConfig, step: int) -> Iterat
 
 
 def validate(run: Run, step: int) -> Metrics:
-    """Accuracy, reward and length on the held-out prompts: over all, by data source and by domain."""
+    """Measures accuracy, reward and length on the held-out prompts: over all, by data source and by domain."""
     metrics, n = Metrics(), run.config.trainer.validation.n
     with metrics.time("time/validation"):
         # Its own collector: these seconds and failures are no part of a step's.

@@ -39,10 +39,10 @@ from whet.trainers.shape import AdaptiveEntropy, Correction, Fixed, Shaper
 from whet.types import Group, Prompt
 
 log = logging.getLogger(__name__)
-TOKEN_MARKS = ("response_mask", "loss_mask", "turn_ids", "policy_version")  # whole numbers of a token
+TOKEN_MARKS = ("response_mask", "loss_mask", "turn_ids", "policy_version")  # columns of whole numbers
 MAX_COPIED_BYTES = 32 * 2**20  # of an image or video
 WINDOW = 5  # steps whose mean is the training reward
-GAP = 0.25  # of the range of rewards; a gap that is as large, and grew by as much, is worth a warning
+GAP = 0.25  # share of the range of rewards: warn of a gap that is as large and grew by as much
 LONGEST_LIST = 10
 Record = Mapping[str, Any]
 
@@ -63,8 +63,8 @@ class Run(Frame):
     val_prompts: Sequence[Prompt]
     val_params: SamplingParams
     health: Health = field(default_factory=Health)
-    has_gap: bool = False  # between rewards and held-out accuracy, and it was said
-    digests: dict[int, str] = field(default_factory=dict)  # of the weights that the rollout was given, by version
+    has_gap: bool = False  # whether the run has warned of a gap between rewards and held-out accuracy
+    digests: dict[int, str] = field(default_factory=dict)  # of the rollout's weights, by version
 
     @property
     def engine(self) -> Replicas | Direct:
@@ -99,7 +99,7 @@ class Run(Frame):
         if not self.columns.judges.providers:
             return list(groups)
         found = list[Group]()
-        for start in range(0, len(groups), self.config.data.train_batch_size):  # memory as a step has it
+        for start in range(0, len(groups), self.config.data.train_batch_size):  # no more memory than a step
             own = groups[start : start + self.config.data.train_batch_size]
             batch = to_batch(own, pad_token_id=self.pad_token_id)
             found += judged(own, self.columns.judges.add(batch, self.sources(own, step), Metrics()))
@@ -173,13 +173,13 @@ class Run(Frame):
             copy_media(self.run_dir / MEDIA, groups)
         if purpose == "validation":
             self._write_jumps(path, list(chain.from_iterable(lines)))
-        if not OWN_TRACKERS.issuperset(self.config.trainer.logger):  # these show no tables
+        if not OWN_TRACKERS.issuperset(self.config.trainer.logger):  # console and jsonl show no tables
             rows = table_rows(lines, self.config.trainer.table_rows)
             self.trackers.add_table(f"generations/{purpose}", rows)
 
     def write_tokens(self, step: int, batch: Batch) -> None:
-        """Writes a JSON object for each row to tokens/: each token as text, with its value in every column. If no
-        function of the run reads the policy's entropy and log-probs, they are computed for this file."""
+        """Writes a JSON object for each row to tokens/: each token as text, with its value in every column. If the
+        batch lacks the policy's entropy or log-probs, they are computed for this file."""
         every = self.config.trainer.log_tokens
         if every and step % every == 0:
             self._write_tokens(step, batch)
@@ -201,9 +201,9 @@ class Run(Frame):
         self.has_gap = True
         log.warning(
             "step %d: the training reward is %.0f %% of its range above the held-out accuracy, %.0f %% more than at "
-            "first: the reward may pay for something else than right responses. Read rollouts/jumps_%06d.jsonl (the "
+            "first: the reward may pay for something other than correct responses. Read rollouts/jumps_%06d.jsonl (the "
             "held-out responses whose reward grew most) and the best paid ones in rollouts/, and try "
-            "`whet check-reward` (not said again)",
+            "`whet check-reward` (this is logged once)",
             *(step, 100 * gap, 100 * growth, step),
         )
 
@@ -240,7 +240,7 @@ def copy_media(folder: Path, groups: Sequence[Group]) -> None:
 
 
 def table_rows(lines: Sequence[Sequence[dict[str, Any]]], limit: int) -> list[TableRow]:
-    """Returns up to `limit` rows: the first trajectory of each group, then the second. `lines` are from `readable`."""
+    """Returns up to `limit` rows: all groups' first trajectories, then the second ones. `lines` are from `readable`."""
 
     def row(read: dict[str, Any]) -> TableRow:
         failure = read["failure"]
@@ -280,8 +280,8 @@ def reward_gap(history: Sequence[Mapping[str, float]]) -> tuple[float, float]:
     """Returns the gap at the last validation, and its growth since the first; both 0 if there is nothing to compare.
 
     The gap is the mean training reward of the last steps, as a share of the range of all rewards so far, minus the
-    held-out accuracy. With a reward model, its score is the training reward, if the reward function pays anything,
-    because its accuracy then has a meaning. `history` has the numbers of all steps, each with its `step`."""
+    held-out accuracy. If the reward function's scores are all equal, there is nothing to compare. With a reward model,
+    the training reward includes its score. `history` has the numbers of all steps, each with its `step`."""
     trained = [record for record in history if "critic/score/mean" in record]
     validated = [record for record in history if "val/accuracy" in record]
     if not trained or not validated:

@@ -45,9 +45,9 @@ from whet.types import Example, Prompt
 log = logging.getLogger(__name__)
 STEP_FOLDERS = ("rollouts", "tokens")  # files that end in _STEP.jsonl
 MEDIA = "media"  # images and videos by digest
-OWN = {*STEP_FOLDERS, MEDIA, "checkpoints", "profile"}  # trackers have folders of theirs, and may have links in them
-# What may differ from the config that a run was started with: it changes where and how fast a run goes, how far, and
-# what is written of it, but not what a step computes.
+OWN = {*STEP_FOLDERS, MEDIA, "checkpoints", "profile"}  # trackers write other folders, which may have links
+# Keys that a resumed run may change: they change where, how fast and how long a run computes, and
+# which files it writes, but not the computation of a step.
 FREE = (
     *("cluster.", "extra.", "trainer.", "data.val_", "reward.timeout_seconds", "reward.num_workers", "reward.given"),
     *("reward.manager", "reward.limits"),
@@ -56,7 +56,7 @@ FREE = (
     *("rollout.max_batch_size", "rollout.deadline_seconds"),
     *("rollout.free_cache_engine", "data.hub_deadline_seconds", "model.gradient_checkpointing"),
 )
-BOUND = ("trainer.seed", "trainer.loop")  # of the free ones
+BOUND = ("trainer.seed", "trainer.loop")  # keys below FREE that must not change
 LOCKS = weakref.WeakSet[TextIOWrapper]()  # that this process holds
 OTHER_FOLDER = "choose another trainer.run_dir or trainer.experiment_name"
 Items = Sequence[Prompt] | Sequence[Example]
@@ -67,10 +67,10 @@ class RunDir:
     """A run folder, locked against other runs while it is open."""
 
     path: Path
-    found: Path | None = None  # the checkpoint to go on from
+    found: Path | None = None  # the checkpoint to resume from
     lock: TextIOWrapper | None = None  # None in a dry run, which writes nothing
-    history: list[dict[str, float]] = field(default_factory=list)  # what was logged up to that checkpoint
-    checkpoint_bytes: int = 0  # as planned
+    history: list[dict[str, float]] = field(default_factory=list)  # metrics up to that checkpoint
+    checkpoint_bytes: int = 0  # planned size of a checkpoint
 
     @property
     def first_step(self) -> int:
@@ -113,7 +113,7 @@ def open_run_dir(path: Path, config: RunConfig, inputs: Mapping[str, str] | None
         if found is None:
             log.info("starting afresh in %s", path)
         elif begun and resume not in ("auto", str(found)):
-            log.info("resuming from %s, which this run came to from %s", found, resume)
+            log.info("resuming from %s: this run, which began from %s, has reached it", found, resume)
         else:
             log.info("resuming from %s", found)
         history = cut_back_files(path, found, is_logged=found is None or resume != "auto")
@@ -141,7 +141,7 @@ def cut_back_files(run_dir: Path, found: Path | None, *, is_logged: bool = False
     for name, records in kept.items():
         last = records[-1]["step"] if records else 0
         if found is not None and found.parent == run_dir / "checkpoints" and last < step and (run_dir / name).exists():
-            log.warning("%s ends with step %d: its lines up to step %d are lost", run_dir / name, last, step)
+            log.warning("%s ends with step %d: its lines from there to step %d are missing", run_dir / name, last, step)
     for name in STEP_FOLDERS:
         numbered = {path: re.search(r"_([0-9]+)$", path.stem) for path in (run_dir / name).glob("*.jsonl")}
         later = [path for path, at in numbered.items() if at and int(at[1]) > step and not path.is_dir()]
@@ -189,7 +189,7 @@ def _check_links(path: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Deletes the files of an earlier run in the folder. Media stay, because the new run has added to them."""
+    """Deletes the files of an earlier run in the folder. Media stay, because they include media of the new run."""
     for name in (*OWN - {MEDIA}, *METRIC_FILES, CONFIG, INPUTS):
         place = path / name
         if place.is_dir() and not place.is_symlink():
@@ -208,7 +208,7 @@ os.register_at_fork(after_in_child=_unlock)
 
 
 def is_begun(path: Path, config: RunConfig, inputs: Mapping[str, str]) -> bool:
-    """Tells whether the folder holds the run that `config` and `inputs` describe, started as `trainer.resume` says.
+    """Tells whether the folder holds the run of `config` and `inputs`, begun with the same `trainer.resume` or `auto`.
 
     Raises: ConfigError with the keys that would change the computation of a step, if `trainer.resume` is `auto`."""
     before = noted(path, config)
@@ -241,7 +241,7 @@ def noted(path: Path, config: RunConfig) -> dict[str, Any]:
                 found |= dict(flatten(values))
         except (yaml.YAMLError, OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
             raise ConfigError(
-                str(file), f"cannot be read ({error})", "", "put the run's own back, or delete it"
+                str(file), f"cannot be read ({error})", "", "restore the file of the run, or delete it"
             ) from error
     if found.get("rollout.dtype", "") is None:  # an older run: that of the model
         found["rollout.dtype"] = found.get("model.dtype")
@@ -274,7 +274,7 @@ def _of(content: bytes) -> str:
 
 
 def _of_rows(rows: Items) -> str:
-    """Digest of the parts of the rows that a step reads. Of an object that JSON cannot hold only the type counts."""
+    """Digest of the parts of the rows that a step reads. An object that JSON cannot hold counts by its type only."""
     found = hashlib.sha256()
     for row in rows:
         read = (*row.content, [media.digest for media in row.media]) if row.media else row.content
@@ -303,7 +303,7 @@ def _imported(file: Path) -> dict[str, Path]:
     found, waiting = {file}, [file]
     while waiting:
         code = waiting.pop()
-        with suppress(SyntaxError, ValueError, OSError, IndexError):  # it will say so where it is run
+        with suppress(SyntaxError, ValueError, OSError, IndexError):  # the error is raised when the code runs
             for base, name in _import_names(ast.parse(code.read_bytes()), code, root):
                 for place in [each for each in (base / name, *(base / name).parents) if base in each.parents]:
                     for path in {place.with_name(f"{place.name}.py"), place / "__init__.py"} - found:

@@ -21,8 +21,8 @@ class Schedule(Generic[F]):
     """Runs the actions between the steps of a loop. `validate` returns the metrics of the held-out data after a step.
 
     If the rollout has its own processes, they are idle while models train, and still have the weights of the previous
-    step. A validation waits until then, and runs beside the training. The step's line in the log waits too. If a
-    checkpoint is due, nothing waits, because the checkpoint stores the validation's score."""
+    step. A validation is then delayed and runs during the next training, and the step's line in the log waits for it.
+    If a checkpoint is due, nothing waits, because the checkpoint stores the validation's score."""
 
     def __init__(self, run: F, validate: Callable[[F, int], Metrics]) -> None:
         self._run, self._validate = run, validate
@@ -38,7 +38,7 @@ class Schedule(Generic[F]):
         return self
 
     def sampling(self) -> AbstractContextManager[None]:
-        """Marks the block at the start of a step that changes no weights. A stop request ends the run in it."""
+        """Marks the block at the start of a step that changes no weights. A stop request ends the run inside it."""
         return self._run.interruptible()
 
     def training(self) -> AbstractContextManager[None]:
@@ -75,6 +75,6 @@ class Schedule(Generic[F]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._contention.close()
-        if isinstance(error, Stopped):  # a step that is saved has its line
+        if isinstance(error, Stopped):  # so that a saved step also has a line in the log
             with self.training():
                 pass

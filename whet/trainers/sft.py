@@ -90,7 +90,7 @@ class ExamplesRun(Frame):
 
     @classmethod
     def specs(cls, config: Any, total_steps: int) -> list[WorkerSpec]:
-        """Returns the workers of one process. The settings are the argument of a worker with its own model."""
+        """Returns the workers of one process. A worker with its own model has the model's settings as argument."""
         return [WorkerSpec("actor", TrainWorker, (cls.settings_of(config, total_steps),))]
 
     @classmethod
@@ -106,7 +106,7 @@ class ExamplesRun(Frame):
         return self.batch(examples)
 
     def updated(self) -> None:
-        """Runs after each update."""
+        """Hook that `fit` calls after each update."""
 
     def validate(self, step: int = 0) -> Metrics:
         """Computes the metrics of the held-out examples."""
@@ -132,7 +132,7 @@ class ExamplesRun(Frame):
         return bool(self.val_examples) and super().validates
 
     def check_health(self, batch: Batch, metrics: Metrics) -> None:
-        """Warns of a skipped update, then calls the callbacks.  Raises: EngineError after three of them in a row."""
+        """Warns of a skipped update, then calls the callbacks.  Raises: EngineError after three in a row."""
         name = self.objective_of(self.config).name
         self.is_good = check_skipped(name, "optim.lr", metrics, self.run_dir)
         for callback in self.callbacks:
@@ -183,7 +183,7 @@ def train_on_examples(
     replaces `data.val_files`.
 
     With `dry_run` everything is built, and nothing is trained or written. `callbacks` come before the callbacks of
-    `trainer.callbacks`.  Raises: WhetError for everything that a user can mend."""
+    `trainer.callbacks`.  Raises: WhetError for every error that a user can correct."""
     run = with_restarts(config, lambda once: _train(kind, once, data, val_data, callbacks, dry_run))
     if dry_run:
         counts = len(run.examples), run.noun, len(run.val_examples), run.total_steps
@@ -250,7 +250,7 @@ def _train(kind: type[R], config: Any, data: Rows, val_data: Rows, callbacks: Ca
 def train_sft(
     config: SFTConfig, *, data: Rows = None, val_data: Rows = None, callbacks: Callbacks = (), dry_run: bool = False
 ) -> SFTRun:
-    """Fine-tunes a model as `train_on_examples` does."""
+    """Fine-tunes a model on examples. Arguments and errors are as in `train_on_examples`."""
     return train_on_examples(SFTRun, config, data=data, val_data=val_data, callbacks=callbacks, dry_run=dry_run)
 
 

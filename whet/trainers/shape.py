@@ -52,7 +52,8 @@ class Shaper:
         )
 
     def rewards(self, batch: Batch, metrics: Metrics) -> Batch:
-        """Computes `token_level_rewards` from `token_level_scores`. truncated=drop masks cut-off responses."""
+        """Computes `token_level_rewards` from `token_level_scores`. algorithm.truncated=drop masks truncated responses
+        first."""
         if self.config.algorithm.truncated == "drop":
             batch = without_truncated(batch, metrics)
         rewards = batch["token_level_scores"]
@@ -127,7 +128,7 @@ class Shaper:
         return found
 
     def _with_model(self, scores: Tensor, batch: Batch, metrics: Metrics) -> Tensor:
-        """Replaces reward-function scores by the reward model's or judge's, or adds these to them.   [B, R]"""
+        """Replaces the reward function's scores by the reward model's or judge's, or adds up both.   [B, R]"""
         role = self.config.reward_model
         paid = forms.pay_on_last_token(role.weight * batch[str(self._scored_by)], batch["response_mask"])
         return paid if role.combine == "replace" else scores + paid
@@ -193,9 +194,8 @@ class AdaptiveKL:
 
 
 class AdaptiveEntropy:
-    """c += delta after a step with H < target, else c -= delta, within [0, highest]; the weight is 0 while H >= target.
-
-    He et al. 2025 (Skywork-OR1), https://arxiv.org/abs/2505.22312.
+    """c += delta after a step with H < target, else c -= delta, within [0, highest]; the weight is c, or 0 while H >=
+    target. H is the mean entropy of the step.  He et al. 2025 (Skywork-OR1), https://arxiv.org/abs/2505.22312.
     """
 
     def __init__(self, coef: float, target: float, delta: float, highest: float) -> None:
@@ -270,7 +270,7 @@ class Correction:
         return batch.with_columns(loss_mask=kept.to(batch["response_mask"].dtype))
 
     def _measure(self, mini_batch: Batch, weights: torch.Tensor, counted: torch.Tensor, metrics: Metrics) -> None:
-        """Records the spread of the weights. If the weight has bounds, also counts the ratios outside them."""
+        """Records the spread of the weights. If the weight has bounds, also records the share of ratios outside."""
         assert self.weight is not None
         spread, options = weight_metrics(weights, counted), self.weight.options
         for name, value in spread.items():

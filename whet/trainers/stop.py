@@ -31,7 +31,7 @@ class Stopped(KeyboardInterrupt):
 class EarlyStop:
     """A callback that ends the run after the step at which `is_enough(run)` is true."""
 
-    likely_steps: int | None  # at which that is expected; None: unknown
+    likely_steps: int | None  # expected last step; None: unknown
     is_enough: Callable[[Any], bool]  # of a run
 
     def __call__(self, run: Any, *_: object) -> None:
@@ -58,7 +58,7 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # no other may take signals
+        if threading.current_thread() is threading.main_thread():  # only the main thread may set signal handlers
             self.file.unlink(missing_ok=True)
             self._before = {number: signal.signal(number, self._take) for number in SIGNALS}
         return self
@@ -90,5 +90,5 @@ class StopSignals:
         self._asked = Stopped("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name, number)
         if self._at_once:
             raise self._asked
-        # No logging: the handler may stand in the middle of a line of the console.
+        # No logging: the signal may come in the middle of a line of the console.
         os.write(2, f"{self._asked}: the run ends after this step; again: at once, without saving\n".encode())

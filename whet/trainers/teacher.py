@@ -33,7 +33,7 @@ Hints = list[list[str | None]]  # by group and trajectory
 def teacher_log_probs(
     batch: Batch, sources: Sources, *, teacher: TeacherConfig, data: DataConfig, environment: ToolsConfig
 ) -> Values:
-    """Computes log-probs of the responses by their data source's teacher or the policy; `teacher.hint` changes prompts.
+    """Computes log-probs of responses under their data source's teacher or the policy; `teacher.hint` changes prompts.
 
     Raises: ConfigError for a row without a teacher."""
     asked = batch
@@ -45,7 +45,7 @@ def teacher_log_probs(
     if "*" in routed and "*" not in teacher.model_paths:
         expected = f"data sources with a teacher: {', '.join(teacher.model_paths)}"
         found = f"no teacher for the data source {batch['data_source'][routed.index('*')]!r}"
-        raise ConfigError("teacher.model_paths", found, expected, "add it, or one for all others as '*'")
+        raise ConfigError("teacher.model_paths", found, expected, "add a teacher for it, or for all others as '*'")
     rows = {name: [row for row, each in enumerate(routed) if each == name] for name in dict.fromkeys(routed)}
     begun = {name: sources.start(teacher_role(name), asked[own], "log_probs") for name, own in rows.items()}
 
@@ -89,7 +89,7 @@ def hints_of(sources: Sources, teacher: TeacherConfig, chat: PromptFormat) -> Hi
 
 
 def encode_hinted(asked: Sequence[tuple[Prompt, str]], teacher: TeacherConfig, chat: PromptFormat) -> list[list[int]]:
-    """Encodes each prompt with `teacher.hint_template` in place of its last message."""
+    """Encodes each prompt with its hint: `teacher.hint_template`, rendered with both, replaces the last message."""
     tokenizer, template = chat.tokenizer, Template("teacher.hint_template", teacher.hint_template)
     conversations = []
     for prompt, hint in asked:
@@ -104,7 +104,7 @@ def encode_hinted(asked: Sequence[tuple[Prompt, str]], teacher: TeacherConfig, c
 
 
 def chat_of(tokenizer: PreTrainedTokenizerBase, data: DataConfig, environment: ToolsConfig) -> PromptFormat:
-    """Returns a PromptFormat without `format_prompt`, because it has already been applied to the messages."""
+    """Returns the chat format of prompts, without `format_prompt`, which has already been applied to the messages."""
     kwargs = with_tools(data, environment).chat_template_kwargs
     return PromptFormat(tokenizer, apply_chat_template=data.apply_chat_template, chat_template_kwargs=kwargs)
 

@@ -107,7 +107,7 @@ def train_reward(
     callbacks: Callbacks = (),
     dry_run: bool = False,
 ) -> RewardTrainingRun:
-    """Trains a reward model as `train_on_examples` does."""
+    """Trains a reward model. Arguments and errors are as in `train_on_examples`."""
     kind = RewardTrainingRun
     return train_on_examples(kind, config, data=data, val_data=val_data, callbacks=callbacks, dry_run=dry_run)
 

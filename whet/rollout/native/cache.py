@@ -29,9 +29,9 @@ def blocks_for(tokens: int) -> int:
 
 
 class BlockCache:
-    """Keys [layers, blocks, KV, D, 16] and values [layers, blocks, KV, 16, V] within a budget in bytes; `by_head`, as
+    """Keys [layers, blocks, KV, D, 16] and values [layers, blocks, KV, 16, V] within a budget in bytes. With `by_head`,
     on an accelerator, both are [layers, KV, blocks, 16, .], with a spare block at the end for padding. Latents are
-    stored as keys; their first numbers are the values. `states` has states of layers, outside the budget.
+    stored as keys; the first numbers of each are its values. `states` has the states of layers, outside the budget.
 
     A block may belong to several sequences (a prompt's to all its samples) and is free when the last one releases it.
     """
@@ -50,7 +50,7 @@ class BlockCache:
         paged = {layer: each for layer, each in enumerate(every) if isinstance(each, Pages)}
         [pages] = {*paged.values()}
         (kv_heads, key_size, value_size), per_block = pages.stored, BLOCK_SIZE * token_bytes(config, dtype.itemsize)
-        self.place = {layer: place for place, layer in enumerate(paged)}  # of a layer among keys and values
+        self.place = {layer: place for place, layer in enumerate(paged)}  # index of a layer in keys and values
         self.is_plain = len(paged) == len(every) and key_size == value_size  # as the kernels of accelerators need it
         self.states = States.of(config, slots, dtype, device)
         self.num_blocks = budget_bytes // per_block
@@ -62,7 +62,7 @@ class BlockCache:
             # Empty, not zero: the operating system hands out pages when they are first written.
             self.keys = torch.empty(layers, self.num_blocks, kv_heads, key_size, BLOCK_SIZE, dtype=dtype)
             self.values = torch.empty(layers, self.num_blocks, kv_heads, BLOCK_SIZE, value_size, dtype=dtype)
-        else:  # zeros: a product with what no token may see must be a number
+        else:  # zeros: masked values are multiplied by 0, so they must not be NaN
             shape = (layers, kv_heads, self.num_blocks + 1, BLOCK_SIZE)
             self.keys, values = (torch.zeros(*shape, n, dtype=dtype, device=device) for n in (key_size, value_size))
             self.values = values if pages.latent is None else self.keys[..., : pages.latent[0]]
@@ -119,7 +119,7 @@ class Prefixes:
 
     def __init__(self, cache: BlockCache) -> None:
         self.cache = cache
-        self._blocks = OrderedDict[Prefix, int]()  # the next to be let go first
+        self._blocks = OrderedDict[Prefix, int]()  # the next to be released first
 
     def keep(self, identity: Identity, blocks: Sequence[int]) -> None:
         """Keeps the blocks of a sequence. All tokens of `identity` are computed, or will be before a request shares
@@ -128,7 +128,7 @@ class Prefixes:
         if self.cache.states is not None:
             return
         new = zip(_prefixes(identity), blocks, strict=False)
-        for prefix, block in reversed([*new]):  # the end of a sequence is let go before its beginning
+        for prefix, block in reversed([*new]):  # the end of a sequence is released before its beginning
             if prefix not in self._blocks:
                 self.cache.add_owner([block])
                 self._blocks[prefix] = block
@@ -174,8 +174,8 @@ class PagedBatch:
     attention.
 
     `longest` (the most tokens that a sequence has among them) and `context` (the largest position + 1) are read from
-    the accelerator if the caller does not pass them. Without a `flow` each token is the next of the sequence in the
-    slot of its row."""
+    the accelerator if the caller does not pass them. Without a `flow` each token is the next token of the sequence
+    whose slot is in `rows`."""
 
     compiles = False
 

@@ -21,7 +21,7 @@ from whet.models.linear_attention import TokenFlow
 from whet.rollout.native.cache import BlockCache, PagedBatch
 
 MIN_ROWS = 16
-# For gates of a number a token: torch computes exp of what is left behind a multiple of 32 by another function.
+# For gates, one number a token: torch computes exp of the numbers after a multiple of 32 by another function.
 GATED_ROWS = 32
 # Batches of a graph: small ones by 16 rows, larger ones by 64, so that few graphs serve a run and few rows are padding.
 FINE_ROWS, FINE_STEP, COARSE_STEP = 64, 16, 64
@@ -47,7 +47,7 @@ class SampledTokens(NamedTuple):
 class Columns(Protocol):
     """Values of each slot, in memory that the device reads."""
 
-    late: int  # steps that may be on their way when the next begins
+    late: int  # steps that may be in flight when the next begins
 
     def resize(self, rows: int, width: int) -> None:
         """Makes room for `rows` slots with `width` blocks each."""
@@ -56,27 +56,27 @@ class Columns(Protocol):
         """Sets the newest token and all blocks of new rows."""
 
     def extend(self, slots: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Adds one block to each of some rows, at `places` of their block tables."""
+        """Adds one block to each of the `slots`, at `places` of their block tables."""
 
     def moved(self, sampling: SamplingState) -> SamplingState:
         """Copies the sampling parameters to the device."""
 
     def decode(self, forward: Forward, cache: BlockCache, rows: Rows) -> tuple[torch.Tensor, SampledTokens]:
-        """Feeds the newest token of each row and samples the next. Returns the logits [n, V] too."""
+        """Feeds the newest token of each row to `forward` and samples the next. Also returns the logits [n, V]."""
 
     def pick(self, logits: torch.Tensor, rows: Rows) -> SampledTokens:
         """Samples from logits [n, V] as `sampling.sample` does. Stores the tokens as the newest of their slots."""
 
 
 class Rows(NamedTuple):
-    """The host's description of n rows to sample together."""
+    """The rows that a step samples: n slots, with positions, counts and sampling parameters, on the host."""
 
     slots: torch.Tensor  # [n]
-    positions: torch.Tensor  # [n] places of their newest tokens
-    shifts: torch.Tensor  # [n] from these to the rotary ones
+    positions: torch.Tensor  # [n] of the newest tokens
+    shifts: torch.Tensor  # [n] from `positions` to the rotary positions
     counts: torch.Tensor  # [n] tokens of their responses so far
     sampling: SamplingState  # by slot
-    generated: torch.Tensor | None  # [n, T] these tokens, where constraints read them
+    generated: torch.Tensor | None  # [n, T] tokens of the responses, if constraints read them
 
 
 class HostColumns:
@@ -87,7 +87,7 @@ class HostColumns:
     def __init__(self) -> None:
         self.newest = torch.zeros(0, dtype=torch.int64)
         self.tables = torch.zeros(0, 0, dtype=torch.int32)
-        self._rows: tuple[SamplingState, torch.Tensor, SamplingState] | None = None  # of which state, which, chosen
+        self._rows: tuple[SamplingState, torch.Tensor, SamplingState] | None = None  # by slot, slots, of slots
 
     def resize(self, rows: int, width: int) -> None:
         more, wider = max(0, rows - len(self.newest)), max(0, width - self.tables.shape[1])
@@ -191,8 +191,8 @@ class Graphs:
 
 
 class DeviceColumns:
-    """Columns at fixed addresses of an accelerator, so that a recorded step can be replayed. The host sends a step's
-    values in one copy. It reads tokens and log-probs in one copy, one step later."""
+    """Columns at fixed addresses of an accelerator, so that a recorded step can be replayed. One copy sends a step's
+    inputs to the device. One copy brings its tokens and log-probs to the host, one step later."""
 
     late = 1
 
@@ -203,7 +203,7 @@ class DeviceColumns:
         self.tables = torch.zeros(max_rows + 1, width, dtype=torch.int32, device=device)
         self._inputs = torch.zeros(5 * batch_size(max_rows), dtype=torch.int64, device=device)
         self._sampling = SamplingState.of([], 0, HOST).wider(max_rows + 1).to(device)
-        self._blocks = torch.zeros(max_rows + 1, dtype=torch.int64)  # on the host: that of the next token of a slot
+        self._blocks = torch.zeros(max_rows + 1, dtype=torch.int64)  # on the host: block of the next token, by slot
         self._addresses: tuple[int, ...] = ()
 
     def at(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -238,7 +238,7 @@ class DeviceColumns:
 
     @staticmethod
     def _drawn(sampling: SamplingState) -> tuple[torch.Tensor, ...]:
-        """The columns that a recorded step reads."""
+        """The sampling parameters that a recorded step reads."""
         return sampling.keys, sampling.temperature, sampling.greedy
 
     def decode(self, forward: Forward, cache: BlockCache, rows: Rows) -> tuple[torch.Tensor, SampledTokens]:
@@ -296,7 +296,7 @@ class DeviceColumns:
         self._fix(logits, slots, results)
 
     def _fix(self, logits: torch.Tensor, slots: torch.Tensor, results: torch.Tensor) -> None:
-        """Computes log-probs with the trainer's kernels."""
+        """Computes the log-probs again with the trainer's kernels, if `fixed` (option `batch_invariant`)."""
         if self.fixed:
             from whet.kernels.log_probs_triton import statistics
 

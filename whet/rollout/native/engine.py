@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native rollout engine: admit, prefill, grow, decode, finish, until nothing waits and nothing runs.
+"""The native rollout engine: admit, prefill, grow, decode, finish, until no request waits or runs.
 
 A request gives the same tokens alone and among others: every matrix product has at least 16 rows (kernels for fewer
 rows round differently), and attention is computed token by token."""
@@ -53,9 +53,9 @@ from whet.rollout.protocol import Request
 from whet.rollout.requirements import CacheRoom, Decoding, RolloutBytes
 from whet.types import Media
 
-LOGIT_BYTES = 24  # of a logit while tokens are chosen: itself, in float32, its probability and sums
-SIZES = 256, 512, 768, 1024, 1536, 2048, 3072, 4096  # tokens of a batch that is recorded
-SHARE = 16  # it has room for so many times fewer stretches
+LOGIT_BYTES = 24  # for each logit during sampling: itself, in float32, its probability and sums
+SIZES = 256, 512, 768, 1024, 1536, 2048, 3072, 4096  # tokens of recorded batches
+SHARE = 16  # tokens of a batch for each stretch that it has room for
 
 
 @register_rollout("native", compiles=True)
@@ -66,12 +66,12 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
     compile: compiles the decode step: slower to start, faster to run. Unset: on an accelerator.
     on_new_weights: running requests continue when weights change; they recompute their keys and values (recompute), or
         keep the old ones (keep).
-    routed_experts: reports the experts that computed each token of a mixture, so that the trainer uses them too; on a
-        CPU.
-    batch_invariant: uses kernels with tiles of one shape, in the trainer too: a request has the same numbers alone and
-        among others, and its log-probs equal the trainer's. On an accelerator, in bfloat16.
-    weight_delta: weights from processes of the actor come as the elements that changed since the last version, exactly;
-        each end keeps a copy of the weights in the host's memory for it.
+    routed_experts: for mixtures of experts on a CPU: reports the experts that computed each token, so that the trainer
+        uses the same ones.
+    batch_invariant: uses kernels with tiles of one shape, in the trainer too, so that a request has the same numbers in
+        every batch, and its log-probs equal the trainer's. On an accelerator, in bfloat16.
+    weight_delta: the actor's processes send only elements that changed since the last version; the result is exact.
+        Sender and receiver each keep a copy of the weights in the host's memory.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
     ) -> None:
         super().__init__(dtype, max_batch_size, load_tokenizer, on_new_weights == "keep")
         if compile and batch_invariant:
-            expected = "false: it fuses what batch_invariant=true keeps apart"
+            expected = "false, because batch_invariant=true needs operations that it fuses"
             raise EngineError("rollout.engine.options.compile", compile, expected, "unset one of them")
         self.kv_cache_bytes, self.compile_decode, self.fixed = kv_cache_bytes, compile, batch_invariant
         self._cache_room = CacheRoom() if cache_room is None else cache_room
@@ -98,18 +98,18 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         self._routed: list[bytes] = []  # of the rows of the last pass
         self._form = LogitForm()
         self._columns: Columns = HostColumns()
-        self._prompts: Prefill | None = None  # where they are computed by kernels
+        self._prompts: Prefill | None = None  # computes prompts by kernels, on an accelerator
         self._compiled: Forward | None = None  # the decode step
         self._cache: BlockCache | None = None
         self._prefixes: Prefixes | None = None  # in the cache
         self._scheduler: Scheduler | None = None  # while there are requests
         self._running: RunningSlots | None = None
         self._ended: list[Done[ScheduledRequest]] = []  # not given to the caller yet
-        self._tower: tuple[int, object] | None = None  # version of the weights, and those of the vision tower
+        self._tower: tuple[int, object] | None = None  # version of the weights, and fingerprint of the vision tower
 
     @classmethod
     def planned_bytes(cls, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
-        """Bytes of the whole cache. Its blocks fill as completions grow; samples of a prompt share its blocks."""
+        """Returns the bytes of the cache, and of the part that completions fill; a prompt's samples share blocks."""
         rows, n, lengths = decoding.rows, decoding.n, decoding.lengths
         per_block, prompts = decoding.token_bytes * BLOCK_SIZE, lengths.spread(-(-rows // n))
         given, blocks = options["kv_cache_bytes"], 0
@@ -187,7 +187,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         return done
 
     def _columns_on(self, module: PreTrainedModel) -> Columns:
-        """Returns the columns of slots on the module's device, valid for the current addresses."""
+        """Returns the columns of slots on the module's device; drops recorded steps if memory addresses changed."""
         return self._device_columns(module) if is_stepwise(module.device) else HostColumns()
 
     def _device_columns(self, module: PreTrainedModel) -> Columns:
@@ -239,7 +239,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
 
     def _before_new_weights(self, *, forget: bool) -> None:
         super()._before_new_weights(forget=forget)
-        if self._running is not None:  # rows that keep their cache go on, perhaps from other addresses
+        if self._running is not None:  # rows that keep their cache continue, perhaps at other addresses
             self._columns_on(self.policy.require())
 
     def _prefill(self, scheduler: Scheduler, admitted: Sequence[ScheduledRequest], running: RunningSlots) -> None:
@@ -253,7 +253,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         states, ends = scheduler.cache.states, {each: each.prompt.end or {} for each in [*resumed, *started]}
         scheduler.copy_partial_blocks(started if states is None else [*resumed, *started])
         stretches = dict[ScheduledRequest, Stretch]()
-        for each in resumed:  # a state is that after the prompt; keys and values are shared up to its last full block
+        for each in resumed:  # states are known after the prompt; keys and values up to its last full block
             start = each.prompt.num_full * BLOCK_SIZE if states is None else len(each.prompt.token_ids)
             if ids := each.cached_ids[start:]:
                 stretches[each] = Stretch(ids, start, each.blocks, each.prompt, end=each.prompt.end)
@@ -267,7 +267,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
             running.begin(torch.stack(first_logits), slots[len(resumed) :], routed)
 
     def _compute(self, stretches: Sequence[Stretch]) -> list[tuple[torch.Tensor, End | None]]:
-        """Computes stretches into their cache blocks.  Returns the logits and states after each stretch."""
+        """Computes keys and values of stretches into their blocks.  Returns logits and states after each stretch."""
         batches = by_tokens(stretches) if self._prompts is None else in_parts(stretches)
         pairs = (pair for batch in batches for pair in zip(batch, self._compute_batch(batch), strict=True))
         return [after for stretch, after in pairs if stretch.is_last]
@@ -313,7 +313,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         if encoders is not None and encoders.both_ways:
             found = f"has {media[0].kind}s, whose tokens attend in both directions in {encoders.config.model_type}"
             change = "set rollout.engine.name=hf, or train on text alone"
-            raise EngineError(whose, found, "a model whose media attend to what is before them", change)
+            raise EngineError(whose, found, "a model whose media tokens attend only to earlier tokens", change)
 
     def _seen(self, stretches: Sequence[Stretch]) -> Mapping[str, Any]:
         """Returns the forward arguments for media in stretches. Each media is encoded once per version of the tower."""
@@ -338,7 +338,7 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
         keep: torch.Tensor | None,
         seen: Mapping[str, Any],
     ) -> torch.Tensor:
-        """Computes logits after each token, or after the tokens `keep`: [T] -> [T, V]. `rotary` is [T] or [3, T]."""
+        """Computes logits after each token, or after the tokens at `keep`: [T] -> [T, V]. `rotary` is [T] or [3, T]."""
         module = self.policy.require()
         # [1, T], or [3, 1, T]
         places = rotary[..., None, :]
@@ -377,12 +377,12 @@ class NativeEngine(InProcessEngine[ScheduledRequest]):
 
 
 def is_stepwise(device: torch.device) -> bool:
-    """Tells whether steps run asynchronously on the device, and the cache has the layout of its kernels."""
+    """Tells whether the device is an accelerator: steps run asynchronously, and its kernels set the cache layout."""
     return device != HOST
 
 
 class Prefill:
-    """Computes batches of stretches from columns at fixed addresses. `graphs` has the graphs of decode steps too."""
+    """Computes batches of stretches on an accelerator, from memory at fixed addresses. Decode steps share `graphs`."""
 
     def __init__(self, columns: DeviceColumns, tile: int) -> None:
         self.graphs, self.device, self.tile = columns.graphs, columns.device, tile
@@ -396,13 +396,13 @@ class Prefill:
         return cls(columns, tile) if has_kernels(columns.device) else None
 
     def _parts(self, size: int) -> list[int]:
-        """The sizes of a batch's parts: ids, positions, slots, last tokens, and the largest number of tiles."""
+        """The lengths of a batch's inputs: ids, positions, slots, last tokens, and four numbers for each tile."""
         return [size, size, size, size // SHARE, 4 * (-(-size // self.tile) + size // SHARE)]
 
     def logits(
         self, forward: Forward, cache: BlockCache, stretches: Sequence[Stretch], seen: Mapping[str, Any]
     ) -> torch.Tensor:
-        """Computes at most SIZES[-1] tokens into their cache blocks.  Returns the logits after each stretch [S, V]."""
+        """Computes keys and values of at most SIZES[-1] tokens.  Returns the logits after each stretch [S, V]."""
         count, tables = len(stretches), rectangular([each.blocks for each in stretches])
         lengths = torch.tensor([len(each.token_ids) for each in stretches])
         starts, rows = torch.tensor([each.start for each in stretches]), torch.arange(count)
@@ -431,7 +431,7 @@ class Prefill:
             return forward(ids, rotary if axes is None else axes, paged, last, seen)
 
         found = self.graphs.run(("prefill", size), step) if axes is None and not seen else step()
-        return found[:count].clone()  # what was recorded writes its result there again
+        return found[:count].clone()  # a recorded step overwrites its result when it is replayed
 
 
 def in_parts(stretches: Sequence[Stretch]) -> Iterator[list[Stretch]]:

@@ -60,7 +60,7 @@ class RunningSlots:
         return len(self.order)
 
     def add(self, live: Sequence[ScheduledRequest], stops: Sequence[StopStrings | None]) -> torch.Tensor:
-        """Gives each request a slot. `begin` samples the first token of a new request.  Returns the slots."""
+        """Gives each request a slot, and returns the slots. For a new request `begin` samples the first token."""
         self._make_room(live)
         chosen = [self._free_slots.pop() for _ in live]
         for slot, each, strings in zip(chosen, live, stops, strict=True):
@@ -110,7 +110,7 @@ class RunningSlots:
         self._coming.append(SampledStep(slots, self._guests[slots], rows.counts, sampled, told, routed))
         self.positions[slots] += 1
         self.counts[slots] += 1
-        if self._late:  # a row that has all its tokens is not sampled again while the last is on its way
+        if self._late:  # a row whose last token is in flight is not sampled again
             has_room = self.counts[self.order] < self._limits[self.order]
             self.order = self.order if bool(has_room.all()) else self.order[has_room]
 
@@ -119,7 +119,7 @@ class RunningSlots:
         return [self.live[slot] for slot in self.order[self.positions[self.order] % BLOCK_SIZE == 0].tolist()]
 
     def extend(self, blocks: Mapping[ScheduledRequest, int]) -> None:
-        """Adds one block to some of the requests without room."""
+        """Adds the new blocks of requests without room to their block tables."""
         if not blocks:
             return
         slots = [slot for slot in self.order.tolist() if self.live[slot] in blocks]
@@ -128,7 +128,7 @@ class RunningSlots:
         self.columns.extend(where, self.positions[where] // BLOCK_SIZE, torch.tensor(new, dtype=torch.int32))
 
     def read(self) -> None:
-        """Copies the tokens and log-probs so far into every request."""
+        """Copies the tokens and log-probs sampled so far into every running request."""
         self._settle(0)
         for slot, live in self.live.items():
             self._read(slot, live)
@@ -143,7 +143,7 @@ class RunningSlots:
                 each.log_probs += self.out_log_probs[slot, new].tolist()
 
     def remove(self, live: Sequence[ScheduledRequest]) -> None:
-        """Removes requests. Their tokens have been read."""
+        """Removes requests. The caller has called `read` before."""
         gone = set(live)
         self._done = [each for each in self._done if each[0] not in gone]
         self._free([slot for slot, each in self.live.items() if each in gone])
@@ -155,7 +155,7 @@ class RunningSlots:
         return done
 
     def _settle(self, late: int) -> None:
-        """Enters the tokens of all steps except the `late` newest, and removes the requests that they end."""
+        """Stores the tokens of all steps in flight except the `late` newest, and removes the requests that end."""
         while len(self._coming) > late:
             step = self._coming.popleft()
             tokens, log_probs = step.sampled.here()
@@ -234,7 +234,7 @@ class RunningSlots:
             self.order = self.order[~torch.isin(self.order, gone)]
 
     def _read_sampling(self) -> None:
-        """Reads the parameters of all slots again; free slots copy any request's."""
+        """Makes the sampling parameters of all slots again; free slots get the parameters of any request."""
         anybody = next(iter(self.live.values()))
         requests = [self.live.get(slot, anybody).request for slot in range(len(self.counts))]
         here = SamplingState.of(requests, self._vocab_size, HOST)

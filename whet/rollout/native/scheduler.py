@@ -23,8 +23,8 @@ from whet.rollout.native.states import End
 from whet.rollout.protocol import Identity, Request
 from whet.types import Media
 
-# A request starts, or goes on, only where every running one finds this many more blocks, up to those that its longest
-# response takes: without any, new work is thrown away again; with all, the worst case is reserved.
+# A request starts or resumes only if each running request could take so many more blocks (at most the blocks of its
+# longest response). With 0, new requests are soon preempted; with all blocks, the worst case is reserved.
 HEADROOM_BLOCKS = 1
 PREFILL_TOKENS = 4096  # of prompts that are computed together
 
@@ -33,17 +33,17 @@ PREFILL_TOKENS = 4096  # of prompts that are computed together
 class SharedPrompt:
     """A prompt with its requests and, while it is cached, its blocks and the logits after it.
 
-    It owns its blocks until its last request is done. While none of its requests runs, others may take the blocks."""
+    It owns its blocks until its last request is done. While none of its requests runs, the blocks may be taken away."""
 
-    request: Request  # any of them
-    waiting: deque[ScheduledRequest] = field(default_factory=deque)  # have not started
+    request: Request  # any of its requests
+    waiting: deque[ScheduledRequest] = field(default_factory=deque)  # requests that have not started
     unfinished: int = 0
     running: int = 0
     blocks: list[int] = field(default_factory=list)
-    num_computed: int = 0  # its first tokens, which are computed for another request
-    uncomputed: tuple[int, ...] = ()  # the tokens after them that the blocks are still to be filled with
+    num_computed: int = 0  # tokens at its start that were computed for another request
+    uncomputed: tuple[int, ...] = ()  # tokens after these that are not in the blocks yet
     logits: torch.Tensor | None = None  # [V]
-    routed: bytes = b""  # experts of the pass that gave them, where the engine tells them
+    routed: bytes = b""  # experts of the pass that gave the logits, with the option routed_experts
     end: End | None = None  # the states after it, where layers have some
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class SharedPrompt:
         # On three axes: a token at place t behind the prompt has the position t + shift.
         self.rotary = rotary_positions(self.token_ids, self.request.media, self.request.opening)
         self.shift = 0 if self.rotary is None else next_position(self.rotary) - len(self.token_ids)
-        # Blocks that its requests share; each copies a last, partly filled one and goes on to fill it.
+        # Its requests share full blocks; each request copies the last, partly filled block and fills its copy.
         self.num_full = len(self.token_ids) // BLOCK_SIZE
 
     @property
@@ -70,10 +70,10 @@ class Stretch:
     """Consecutive tokens of one sequence that are to be computed."""
 
     token_ids: Sequence[int]
-    start: int  # where the first one stands
+    start: int  # position of the first token
     blocks: list[int]  # of the sequence
-    prompt: SharedPrompt  # that it begins with
-    is_last: bool = True  # no other part of a longer one follows
+    prompt: SharedPrompt  # the prompt at the start of the sequence
+    is_last: bool = True  # whether no part of a longer stretch follows
     end: End | None = None  # the states before its first token, where there are some
 
     @property
@@ -118,7 +118,7 @@ class Scheduler:
         self.running: dict[str, ScheduledRequest] = {}  # by uid, the oldest first
         self._begun: deque[ScheduledRequest] = deque()  # with tokens, but not running; the oldest first
         self._prompts: dict[SharedPrompt, None] = {}  # the oldest first
-        self._newest: dict[Identity, SharedPrompt] = {}  # of several equal ones
+        self._newest: dict[Identity, SharedPrompt] = {}  # the newest SharedPrompt of each prompt
         self._unstarted: deque[SharedPrompt] = deque()
 
     def add(self, request: Request) -> ScheduledRequest:
@@ -148,8 +148,8 @@ class Scheduler:
         while len(self.running) < self.max_batch_size and (self._begun or self._unstarted):
             live = self._begun[0] if self._begun else self._unstarted[0].waiting[0]
             prompt = live.prompt
-            # All of a prompt is computed while some request has not started, or for its states, which every request
-            # goes on from; else only its full, shared blocks.
+            # The whole prompt is computed if a request has not started, or if layers have states, from which every
+            # request continues; else only its full, shared blocks.
             computed = prompt.token_ids
             if not prompt.waiting and self.cache.states is None:
                 computed = computed[: prompt.num_full * BLOCK_SIZE]
@@ -167,7 +167,7 @@ class Scheduler:
             if not prompt.blocks:
                 prompt.blocks, prompt.num_computed = found + self.cache.take(first), num_found
                 prompt.uncomputed = computed[num_found:]
-                if live.request.keeps_cache:  # for prompts behind it that begin as it does, in the same prefill too
+                if live.request.keeps_cache:  # for later prompts that begin with it, also in the same prefill
                     self.prefixes.keep(prompt.identity[: prompt.num_full * BLOCK_SIZE], prompt.full_blocks)
             self.cache.add_owner(prompt.full_blocks)
             live.blocks = prompt.full_blocks + self.cache.take(own)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """States of layers with linear attention: one in each running request's slot, one per prompt until its requests start.
 
-A prompt is computed in chunks, on a CPU each prompt alone. Sampled tokens are computed step by step. When a request
-resumes this is the same, so that its results equal those at sampling."""
+A prompt is computed in chunks (on a CPU, each prompt alone), sampled tokens step by step. A request that resumes is
+computed in the same way, so that its results equal the results of sampling."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ End = dict[
 
 
 def held(slots: int) -> int:
-    """The number of sequences with states, if there are `slots` slots: one more, for padding."""
+    """The number of sequences whose states are allocated for `slots` slots: one more, for padding."""
     return slots + 1
 
 
 class States:
-    """Windows [slots + 1, C, K - 1] and matrices [slots + 1, VH, K, V] of layers with a state; the last are padding."""
+    """Windows [slots + 1, C, K - 1] of the convolution and matrices [slots + 1, VH, K, V], by layer; slot -1 pads."""
 
     def __init__(self, kinds: dict[int, State], slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.spare = slots
@@ -61,7 +61,7 @@ class States:
 
 @dataclass(frozen=True)
 class DecodeFlow:
-    """The flow of one token in each of T sequences. `slots` have their states."""
+    """The TokenFlow of a decode step: one token in each of T sequences, whose states are in `slots`."""
 
     states: States
     slots: torch.Tensor  # [T]
@@ -88,7 +88,7 @@ class DecodeFlow:
 
 @dataclass(frozen=True)
 class PrefillFlow:
-    """Stretches of several tokens, one after the other. Their sequences start, or continue after the given ends."""
+    """The TokenFlow of a prefill: stretches of tokens, one after another. `starts` has the states before each."""
 
     lengths: Sequence[int]
     starts: Sequence[End | None]
@@ -99,7 +99,7 @@ class PrefillFlow:
         self.ends.extend({} for _ in self.lengths)
 
     def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Convolves each token with the tokens before it, and keeps the last windows.   [T, C] -> [T, C]"""
+        """Convolves each token with the tokens before it, and puts the last windows in `ends`.   [T, C] -> [T, C]"""
         none, most = x.new_zeros(x.shape[1], weight.shape[1] - 1), weight.shape[1] - 1
         past = [(none if start is None else start[layer][0].to(x.dtype)).T for start in self.starts]
         firsts = self._firsts
@@ -113,7 +113,7 @@ class PrefillFlow:
         return weighted(back(whole, before, torch.arange(len(x), device=x.device)), weight)
 
     def scan(self, layer: int, rule: Rule, steps: Rule, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Computes the recurrence grid by grid, and keeps the last matrices.   [T, ...] -> [T, VH, V]"""
+        """Computes the recurrence for each of `_grids`; puts the last matrices in `ends`.   [T, ...] -> [T, VH, V]"""
         flat, out = with_zero(inputs), torch.zeros_like(inputs[2])
         out = F.pad(out, (0, 0, 0, 0, 0, 1))
         for index, numbers in self._grids(len(inputs[0])):
@@ -131,7 +131,7 @@ class PrefillFlow:
         return lengths.cumsum(0) - lengths
 
     def _grids(self, size: int) -> Iterator[tuple[torch.Tensor, list[int]]]:
-        """Yields tokens [n, w] to compute together, `size` as padding, and the numbers of their stretches."""
+        """Yields grids [n, w] of token numbers to compute together, padded with `size`, and the stretch of each row."""
         begin, go_on = ([n for n, each in enumerate(self.starts) if (each is None) == new] for new in (True, False))
         for numbers in [*([each] for each in begin), go_on] if self.device == HOST else [begin, go_on]:
             if numbers:
