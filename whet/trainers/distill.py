@@ -268,7 +268,7 @@ class DistillRun(ExamplesRun):
 
 
 def aligned(config: DistillConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> Alignment:
-    """Returns the alignment of the student's `tokenizer` with the teacher's at `path`.  Raises: DataError, ModelError."""
+    """Returns the alignment of the student's `tokenizer` with the teacher's.  Raises: DataError, ModelError."""
     teacher = load_tokenizer(path, path, trust_remote_code=config.model.trust_remote_code)
     return Alignment(ByteVocabulary.of(tokenizer), ByteVocabulary.of(teacher))
 
