@@ -72,7 +72,7 @@ ALONE: Mapping[str, Part] = {
     "kernels": Part("kernels against plain torch, and their times", 120.0, (*CARD, "kernels", "stretches")),
     "models": Part("sampling and update of 1.5B", 290.0, (*CARD, "sample:1.5b", "update:1.5b")),
     "seven": Part("sampling and update of 7B", 290.0, (*CARD, "sample:7b", "update:7b:checkpoints:narrow")),
-    "waits": Part("where the host waits for the device", 120.0, (*CARD, "waits:0.5b")),
+    "waits": Part("places where the host waits for the device", 120.0, (*CARD, "waits:0.5b")),
     "invariant": Part(
         "`batch_invariant` beside the usual way",
         240.0,

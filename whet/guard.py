@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of requests to whet's HTTP servers, which may refuse them before reading them; imports no web framework."""
+"""Checks of requests to whet's HTTP servers: a request is refused before its body is read. No web framework here."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from tests.raising import raises
@@ -53,7 +53,7 @@ def test_places_of_two_merges_by_hand() -> None:
     assert student.convert_ids_to_tokens(ids) == ["ab", "c", "ab", "c", "c", "<end>"]
     tokens, places = aligned(student, teacher).read(ids)
     assert teacher.convert_ids_to_tokens(tokens) == ["a", "bc", "a", "bc", "c", "<stop>"]
-    assert places == {0: 0, 2: 2, 4: 4, 5: 5}
+    assert places == {2: 2, 4: 4, 5: 5}  # nothing is read before the first token
 
 
 def test_tokens_of_equal_bytes_are_pairs() -> None:
@@ -66,7 +66,7 @@ def test_tokens_of_equal_bytes_are_pairs() -> None:
 
 
 def test_pieces_with_a_space_before_the_text() -> None:
-    """The teacher reads a space before the text: the first token that the student could compare is its second."""
+    """The teacher's tokenizer puts a space before the text, which is no place of the student's."""
     teacher = sentencepiece(*"helow\u2581", "he", "ll", "llo")
     student = byte_level(("l", "l"), ("ll", "o"))
     ids = student.encode("hello w\u00e9")
@@ -74,6 +74,93 @@ def test_pieces_with_a_space_before_the_text() -> None:
     assert student.convert_ids_to_tokens(ids) == ["h", "e", "llo", "\u0120", "w", "\u00c3", "\u00a9"]
     assert teacher.convert_ids_to_tokens(tokens) == ["\u2581", "he", "llo", "\u2581", "w", "<0xC3>", "<0xA9>"]
     assert places == {0: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6}
+
+
+def test_only_the_beginning_of_a_text_gets_a_space() -> None:
+    """Behind a special token "he" begins at the same byte for both, and no space comes in between."""
+    teacher, student = sentencepiece(*"helow\u2581", "\u2581h", "\u2581he"), byte_level()
+    for each in (teacher, student):
+        each.add_special_tokens({"additional_special_tokens": ["<a>"]})
+    tokens, places = aligned(student, teacher).read(student.encode("w<a>he"))
+    assert teacher.convert_ids_to_tokens(tokens) == ["\u2581", "w", "<a>", "h", "e"]
+    assert places == {0: 1, 1: 2, 2: 3, 3: 4}
+
+
+def test_equal_tokenizers_are_the_identity() -> None:
+    own = sentencepiece(*"helowabc\u2581", "he", "ll", "llo", "\u2581w")
+    own.add_special_tokens({"bos_token": "<s>"})
+    for text in ("hello w", "a</s>he", "<s>hello</s>wo", "\u00e9\u4f60"):
+        ids = own.encode(text)
+        tokens, places = aligned(own, own).read(ids)
+        assert tokens == ids and places == {place: place for place in range(1, len(ids))}
+
+
+def test_a_letter_is_paired_with_its_token_and_not_with_the_byte() -> None:
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    pieces, student = sentencepiece(*letters, "\u2581"), byte_level()
+    both = aligned(student, pieces)
+    assert [both.pairs[pieces.convert_tokens_to_ids(each)] for each in letters] == student.convert_tokens_to_ids(
+        list(letters)
+    )
+    assert pieces.convert_tokens_to_ids("<0x61>") not in both.pairs
+    assert both.pairs[pieces.convert_tokens_to_ids("<0xFF>")] == student.convert_tokens_to_ids("\u00ff")
+    assert list(both.pairs) == sorted(both.pairs)
+
+
+CHATML = "{% for m in messages %}<turn>{{ m['content'] }}<end>{% endfor %}"
+
+
+def test_the_tokens_that_end_a_turn_are_a_pair() -> None:
+    """A student ends turns and texts with one token, a teacher with two, and in the other order."""
+    one, two = byte_level(end="<over>"), byte_level(end="<eos>", first=5)
+    two.add_special_tokens({"additional_special_tokens": ["<turn>", "<end>"]})
+    two.chat_template = CHATML
+    [own, turn, eos] = one.eos_token_id, two.convert_tokens_to_ids("<end>"), two.eos_token_id
+    both = aligned(one, two)
+    assert both.read([*one.encode("a"), own])[0][-1] == turn and both.pairs[turn] == own and eos not in both.pairs
+    other = aligned(two, one)
+    assert other.read([*two.encode("a"), turn])[0][-1] == own and other.pairs[own] == turn
+
+
+def test_a_teacher_reads_its_own_beginning_of_texts() -> None:
+    student, teacher = byte_level(), byte_level(first=4, end="<stop>")
+    teacher.add_special_tokens({"bos_token": "<bos>"})
+    begin = teacher.bos_token_id
+    teacher.backend_tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", None, [("<bos>", begin)])
+    tokens, places = aligned(student, teacher).read(student.encode("ab"))
+    assert teacher.convert_ids_to_tokens(tokens) == ["<bos>", "a", "b"] and places == {0: 1, 1: 2}
+    tokens, places = aligned(teacher, student).read(teacher.encode("ab"))
+    assert student.convert_ids_to_tokens(tokens) == ["a", "b"] and places == {2: 1}
+    student.add_special_tokens({"bos_token": "<begin>"})
+    tokens, places = aligned(student, teacher).read([student.bos_token_id, *student.encode("a")])
+    assert teacher.convert_ids_to_tokens(tokens) == ["<bos>", "a"] and places == {1: 1}
+
+
+def test_an_added_token_of_both_is_one_token() -> None:
+    """Special for one and text for the other: the name decides."""
+    student, teacher = byte_level(), byte_level(end="<stop>")
+    student.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    teacher.add_tokens(["<think>"])
+    for own, other in ((student, teacher), (teacher, student)):
+        ids = [*own.encode("a"), own.convert_tokens_to_ids("<think>")]
+        tokens, places = aligned(own, other).read(ids)
+        assert other.convert_ids_to_tokens(tokens) == ["a", "<think>"] and places == {1: 1}
+
+
+def test_spaces_of_an_added_piece() -> None:
+    teacher = sentencepiece(*"ab\u2581", "\u2581\u2581")
+    teacher.add_tokens([AddedToken("\u2581\u2581", normalized=False)])
+    student = byte_level()
+    tokens, _ = aligned(student, teacher).read(student.encode("a  b"))
+    assert "".join(teacher.convert_ids_to_tokens(tokens)) == "\u2581a\u2581\u2581b"
+
+
+def test_a_long_text() -> None:
+    student = byte_level()
+    both = Alignment(ByteVocabulary.of(student), ByteVocabulary.of(byte_level(first=3)), longest=3)
+    assert len(both.read(student.encode("abc"))[0]) == 3
+    with raises(DataError, "tokenizer of the teacher", found=re.compile("4")):
+        both.read(student.encode("abcd"))
 
 
 def test_random_texts_against_bytes_that_are_counted_one_by_one() -> None:
@@ -96,15 +183,18 @@ def test_random_texts_against_bytes_that_are_counted_one_by_one() -> None:
             place: at
             for place in range(len(ids))
             for at in range(len(tokens))
-            if bytes_before(student, ids, place) == bytes_before(teacher, tokens, at)
+            if at and bytes_before(student, ids, place) == bytes_before(teacher, tokens, at)
         }
         assert places == expected
 
 
-def test_bytes_that_are_no_text_leave_no_places() -> None:
-    student = byte_level()
+def test_bytes_that_are_no_text_end_it() -> None:
+    student, teacher = byte_level(), byte_level(first=3, end="<stop>")
     half = student.encode("\u00e9")[:1]
-    assert aligned(student, byte_level(first=3)).read([*student.encode("a"), *half]) == ([], {})
+    tokens, places = aligned(student, teacher).read([*student.encode("ab"), *half, student.eos_token_id])
+    assert teacher.convert_ids_to_tokens(tokens) == ["a", "b"] and places == {1: 1}
+    tokens, places = aligned(student, teacher).read([*student.encode("ab"), 10_000, *student.encode("c")])
+    assert teacher.convert_ids_to_tokens(tokens) == ["a", "b"] and places == {1: 1}
 
 
 def test_a_special_token_that_the_teacher_lacks() -> None:
@@ -115,7 +205,7 @@ def test_a_special_token_that_the_teacher_lacks() -> None:
         aligned(student, teacher).read(ids)
     teacher.add_special_tokens({"additional_special_tokens": ["<tool>"]})
     tokens, places = aligned(student, teacher).read(ids)
-    assert teacher.convert_ids_to_tokens(tokens) == ["a", "<tool>"] and places == {0: 0, 1: 1}
+    assert teacher.convert_ids_to_tokens(tokens) == ["a", "<tool>"] and places == {1: 1}
 
 
 def test_a_special_token_that_stands_in_a_text_is_text() -> None:

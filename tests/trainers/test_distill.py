@@ -24,11 +24,12 @@ from whet.batch import Batch
 from whet.checkpoints.export import export
 from whet.config import DistillConfig, load_config
 from whet.data.supervised import SupervisedExample
-from whet.errors import ConfigError, EngineError
+from whet.errors import ConfigError, DataError, EngineError
 from whet.models.load import load_tokenizer, stop_token_ids
 from whet.plugins.lessons.init_model import init_model
 from whet.roles.served_teacher import ServedTeacher
-from whet.trainers.distill import DistillRun, distill, prompt_of
+from whet.trainers.distill import DistillRun, alignments, check_row, distill, prompt_of
+from whet.types import Media
 
 MakeConfig = Callable[..., DistillConfig]
 ALPHABET = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz<>"
@@ -190,6 +191,24 @@ def test_a_teacher_with_longer_tokens_is_compared_where_they_begin(distill_confi
     assert first["distill/loss"] == pytest.approx(sum(found) / len(found), rel=1e-4)
     assert first["distill/tokens"] == len(found) and len(found) < places
     assert first["distill/aligned"] == pytest.approx(len(found) / places)
+
+
+def test_rows_that_an_aligned_teacher_cannot_read(
+    distill_config: MakeConfig, rows: list[dict[str, Any]], teacher_folder: Path
+) -> None:
+    with raises(ConfigError, "top_k", found=None):
+        distill_config(alignment="bytes")
+    with raises(ConfigError, "alignment", found="bytes"):
+        distill_config(alignment="bytes", top_k=4, teachers={"*": "http://127.0.0.1:1/v1"})
+    config, tokenizer = distill_config(alignment="bytes", top_k=4), load_tokenizer(teacher_folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<mine>"]})
+    [teacher] = alignments(config, tokenizer).values()
+    ids = (*tokenizer.encode("say "), tokenizer.convert_tokens_to_ids("<mine>"))
+    with raises(DataError, re.compile("example 7"), found=re.compile("<mine>")):
+        check_row(teacher, SupervisedExample(ids, (0,) * (len(ids) - 1) + (1,)), 7)
+    seen = SupervisedExample(ids[:-1], (0, 0, 0, 1), (Media("image", "x", b""),))
+    with raises(DataError, "example 3"):
+        check_row(teacher, seen, 3)
 
 
 @pytest.mark.slow

@@ -224,7 +224,7 @@ def negonly_mi3(t: Terms) -> Tensor:
 
 @register_wrapper("reverse_mi3")
 def reverse_mi3(t: Terms) -> Tensor:
-    """`mi3`, but the term of wrong rows is subtracted."""
+    """Adds pos U in right rows, as `mi3`; subtracts in wrong rows the term that `mi3` adds."""
     return where(t.right, t.pos * t.u, -_mi3_wrong(t))
 
 

@@ -17,7 +17,7 @@ from whet.rounding import alike, all_alike
 
 @register_filter("dynamic_sampling", aliases=("dapo",))
 def dynamic_sampling(values: Sequence[float], *, extra: NonNegative = 0.0) -> bool:
-    """Keeps a group whose values differ by more than rounding: otherwise all advantages are 0.
+    """Keeps a group whose values differ by more than rounding: else its advantages are all 0. `extra`: see above.
 
     Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476.
     """

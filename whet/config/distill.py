@@ -56,6 +56,8 @@ class DistillConfig(ExamplesConfig):
         if not self.teachers:
             yield ConfigError("teachers", {}, "a teacher by data source", "set 'teachers={*: MODEL}' for one teacher")
         served = [source for source, where in self.teachers.items() if is_server(where)]
+        if self.alignment == "bytes" and self.top_k is None:
+            yield ConfigError("top_k", None, "a number of tokens, with alignment=bytes", "set it, such as to 64")
         if served and self.top_k is None:
             expected = f"a number of tokens, which the server of teachers.{served[0]} is asked for"
             yield ConfigError("top_k", None, expected, "set it, at most to the server's own limit (vLLM: max_logprobs)")

@@ -35,7 +35,7 @@ class Transport(Protocol):
     ended: threading.Event  # set once all processes end
 
     def give_up(self, role: str, ranks: Sequence[int], error: WhetError) -> None:
-        """Ends ranks that do not answer, and fails their open calls. A rank that is no replica ends all processes."""
+        """Ends ranks that do not answer, and fails their open calls. Unless they are replicas, all processes end."""
         self.abort(error)
 
     def start_again(self, role: str, rank: int) -> Reply:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
+from typing import Any
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -21,114 +23,162 @@ from whet.errors import DataError
 
 BYTE = re.compile("<0x([0-9A-F]{2})>")  # token of a single byte, in SentencePiece
 SPACE = "\u2581"  # of SentencePiece
+OCTETS = {letter: octet for octet, letter in bytes_to_unicode().items()}
+KEY = "tokenizer of the teacher"
 
 
 @dataclass(frozen=True)
 class ByteVocabulary:
-    """A tokenizer's tokens: the bytes of each token of text, and the names of special tokens."""
+    """A tokenizer's tokens: the bytes of tokens of text, and the names of added and special tokens."""
 
-    tokenizer: PreTrainedTokenizerBase
+    encoder: Tokenizer  # puts no space before a text
     texts: Mapping[int, bytes]
-    special: Mapping[int, str]
-    ends: tuple[int, int]  # the end token, and the token that ends a turn
+    added: Mapping[int, str]
+    special: frozenset[int]  # of `added`, those that are no text
+    roles: tuple[int | None, ...]  # the token that ends a turn, the end token, the token that begins a text
+    begins: bool  # whether the tokenizer writes the last of `roles` before each text
+    pads: int
+    leads: bool  # whether it puts a space before a text
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> ByteVocabulary:
         """Reads the vocabulary.  Raises: DataError for a tokenizer that is not of the library `tokenizers`."""
-        added = tokenizer.added_tokens_decoder
-        read = _reader(tokenizer)
-        texts = {number: read(token) for token, number in tokenizer.get_vocab().items() if number not in added}
-        texts |= {number: token.content.encode() for number, token in added.items() if not token.special}
-        special = {number: token.content for number, token in added.items() if token.special}
-        end = int(tokenizer.eos_token_id)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            found, expected = type(tokenizer).__name__, "a tokenizer of the library `tokenizers` (tokenizer.json)"
+            raise DataError("tokenizer", found, expected, "save it as a fast tokenizer")
+        spec = json.loads(backend.to_str())
+        read, entries = _reader(spec["decoder"]), spec["model"]["vocab"]
+        own = {text for text, _ in entries} if isinstance(entries, list) else entries
+        tokens = dict(tokenizer.added_tokens_decoder)
+        added = {number: token.content for number, token in tokens.items()}
+        texts = {number: read(text) for text, number in tokenizer.get_vocab().items()}
+        texts |= {number: text.encode() for number, text in added.items() if text not in own}
+        end, begin = int(tokenizer.eos_token_id), tokenizer.bos_token_id
         turn = end_of_turn(tokenizer, {}) if tokenizer.chat_template else None
-        ends = end, end if turn is None else turn
-        special |= {number: str(tokenizer.convert_ids_to_tokens(number)) for number in ends}
-        return cls(tokenizer, {number: text for number, text in texts.items() if number not in special}, special, ends)
+        roles = (end if turn is None else turn, end, begin)
+        special = {number for number, token in tokens.items() if token.special} | {*roles} - {None}
+        added |= {number: str(tokenizer.convert_ids_to_tokens(number)) for number in special}
+        begins, pads = begin is not None and tokenizer.encode("a")[:1] == [begin], int(tokenizer.pad_token_id)
+        encoder, leads = _without_lead(spec)
+        return cls(encoder, texts, added, frozenset(special), roles, begins, pads, leads)
 
-    def starts(self, ids: Sequence[int]) -> list[int]:
-        """Returns the byte at which each token begins and, last, the number of bytes."""
-        return list(accumulate((len(self.texts[each]) for each in ids), initial=0))
+    @cached_property
+    def by_name(self) -> dict[bytes, int]:
+        """The token of each text, by id; a token of a single byte only if no other has that byte."""
+        ids = [number for number in self.texts if number not in self.special and self.texts[number]]
+        ids.sort(key=lambda number: (bool(BYTE.fullmatch(self.encoder.id_to_token(number) or "")), number))
+        return {self.texts[number]: number for number in reversed(ids)}
 
 
 class Alignment:
     """The tokens that a student and a teacher have in common, and the places of a text that they can be compared at."""
 
-    def __init__(self, student: ByteVocabulary, teacher: ByteVocabulary) -> None:
-        self.student, self.teacher = student, teacher
-        by_name = {name: number for number, name in teacher.special.items()}
-        self.special = {number: by_name.get(name) for number, name in student.special.items()}
-        for own, other in zip(student.ends, teacher.ends, strict=True):
-            if self.special[own] is None:
-                self.special[own] = other
+    def __init__(self, student: ByteVocabulary, teacher: ByteVocabulary, longest: int = 2**31) -> None:
+        """`longest` is the number of tokens that the teacher reads at most."""
+        self.student, self.teacher, self.longest = student, teacher, longest
+        by_name = {name: number for number, name in teacher.added.items()}
+        self.added = {number: by_name[name] for number, name in student.added.items() if name in by_name}
+        for own, other in zip(student.roles, teacher.roles, strict=True):
+            if own is not None and other is not None:
+                self.added.setdefault(own, other)
+
+    @cached_property
+    def common(self) -> dict[int, int]:
+        """The student's token of each of the teacher's tokens of text with the same bytes."""
+        own = self.student.by_name
+        return {number: own[text] for text, number in self.teacher.by_name.items() if text in own}
 
     @cached_property
     def pairs(self) -> dict[int, int]:
-        """The student's token of each of the teacher's tokens that both have, by id; each token once."""
-        texts = {text: number for number, text in reversed(self.student.texts.items()) if text}
-        found = {text: number for number, text in reversed(self.teacher.texts.items()) if text in texts}
-        special = {other: own for own, other in reversed(self.special.items()) if other is not None}
-        return {number: texts[text] for text, number in found.items()} | special
+        """The student's token of each of the teacher's tokens that both have, ordered by the teacher's ids."""
+        added = {other: own for own, other in reversed(self.added.items())}
+        return dict(sorted((self.common | added).items()))
 
     def read(self, ids: Sequence[int]) -> tuple[list[int], dict[int, int]]:
         """Encodes a text of the student's tokens for the teacher. Returns the teacher's tokens, and their places by
-        the student's places at which tokens of both begin. A text that is no UTF-8 has no places.
+        the student's places at which tokens of both begin. Bytes that are no UTF-8 end the text.
 
-        Raises: DataError for a special token that the teacher lacks; for a tokenizer that changes the text."""
-        found, places = list[int](), dict[int, int]()
-        for is_special, run in groupby(range(len(ids)), lambda place: ids[place] in self.student.special):
+        Raises: DataError for a special token that the teacher lacks, a tokenizer that changes the text, a long text."""
+        teacher, found, places = self.teacher, list[int](), dict[int, int]()
+        if teacher.begins and (not ids or self.added.get(ids[0]) != teacher.roles[-1]):
+            found.append(int(teacher.roles[-1] or 0))
+        for is_added, run in groupby(
+            range(len(ids)), lambda at: ids[at] in self.added or ids[at] in self.student.special
+        ):
             own = list(run)
-            if is_special:
+            if is_added:
                 for place in own:
-                    places[place] = len(found)
-                    found.append(self._special(ids[place]))
+                    if (token := self._added(ids[place])) is not None:
+                        places[place] = len(found)
+                        found.append(token)
                 continue
-            try:
-                tokens, starts = self._encoded(b"".join(self.student.texts[ids[place]] for place in own).decode())
-            except (KeyError, UnicodeDecodeError):  # rows of the vocabulary without a token may be sampled too
-                return [], {}
-            at = {start: len(found) + number for number, start in enumerate(starts)}
-            begun = self.student.starts([ids[place] for place in own])
+            octets = [self.student.texts.get(ids[place]) for place in own]
+            whole = octets if None not in octets else octets[: octets.index(None)]  # rows of a model without a token
+            text = _text(b"".join(each for each in whole if each is not None))
+            lead = " " * (teacher.leads and own[0] == 0 and not text.startswith(" "))
+            tokens, starts = self._encoded(lead + text)
+            at = {start - len(lead): len(found) + number for number, start in enumerate(starts)}
+            begun = accumulate((len(each or b"") for each in whole), initial=0)
             places |= {place: at[start] for place, start in zip(own, begun, strict=False) if start in at}
             found += tokens
-        return found, places
+            if len(text.encode()) < sum(len(each or b"") for each in octets) or len(whole) < len(octets):
+                break
+        if len(found) > self.longest:
+            raise DataError(KEY, f"reads a row as {len(found)} tokens", f"at most {self.longest}", "use shorter rows")
+        return found, {place: at for place, at in places.items() if at > 0}  # nothing comes before the first token
 
-    def _special(self, token: int) -> int:
-        other = self.special[token]
-        if other is None:
-            found, expected = (
-                f"has no token {self.student.special[token]!r}",
-                "each special token of the student's rows",
-            )
-            change = "use rows and a chat template without it, or a teacher that has it"
-            raise DataError("tokenizer of the teacher", found, expected, change)
-        return other
+    def _added(self, token: int) -> int | None:
+        """Returns the teacher's token; None for a beginning of texts that the teacher does not have."""
+        if token not in self.added and token != self.student.roles[-1]:
+            found, expected = f"has no token {self.student.added[token]!r}", "each special token of the student's rows"
+            raise DataError(KEY, found, expected, "use rows and a chat template without it, or a teacher that has it")
+        return self.added.get(token)
 
     def _encoded(self, text: str) -> tuple[list[int], list[int]]:
         """Returns the teacher's tokens of a text without special tokens, and the byte at which each begins."""
-        tokens = self.teacher.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        read, asked = b"".join(self.teacher.texts.get(each, b"") for each in tokens), text.encode()
-        more = len(read) - len(asked)  # SentencePiece may put a space before a text
-        if read != b" " * more + asked:
-            found = f"reads {text[:40]!r} as {read[:40]!r}"
-            raise DataError("tokenizer of the teacher", found, "a tokenizer that keeps all bytes of a text")
-        return tokens, [max(0, start - more) for start in self.teacher.starts(tokens)[:-1]]
+        tokens = self.teacher.encoder.encode(text, add_special_tokens=False).ids
+        octets = [self.teacher.texts.get(each, b"") for each in tokens]
+        if (read := b"".join(octets)) != text.encode():
+            found = f"reads {text[:40]!r} as {read.decode(errors='replace')[:40]!r}"
+            raise DataError(KEY, found, "a tokenizer that keeps all bytes of a text", "name another teacher")
+        return tokens, list(accumulate(map(len, octets[:-1]), initial=0)) if tokens else []
 
 
-def _reader(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes]:
+def _text(octets: bytes) -> str:
+    """Returns the text up to the first byte that is no UTF-8."""
+    try:
+        return octets.decode()
+    except UnicodeDecodeError as error:
+        return octets[: error.start].decode()
+
+
+def _reader(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:
     """Returns the function that gives the bytes of an entry of the vocabulary."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        found, expected = type(tokenizer).__name__, "a tokenizer of the library `tokenizers` (tokenizer.json)"
-        raise DataError("tokenizer", found, expected, "save it as a fast tokenizer")
-    decoder = json.loads(backend.to_str())["decoder"] or {}
-    kinds = {each["type"] for each in (decoder, *decoder.get("decoders", ())) if each}
-    if "ByteLevel" in kinds:
-        octets = {letter: octet for octet, letter in bytes_to_unicode().items()}
-        return lambda token: bytes(octets[letter] for letter in token)
+    kinds = {each["type"] for each in (decoder, *decoder.get("decoders", ()))} if decoder else set[str]()
 
     def read(token: str) -> bytes:
-        octet = BYTE.fullmatch(token)
+        if "ByteLevel" in kinds and all(letter in OCTETS for letter in token):
+            return bytes(OCTETS[letter] for letter in token)
+        octet = BYTE.fullmatch(token) if "ByteFallback" in kinds else None
         return bytes([int(octet[1], 16)]) if octet else token.replace(SPACE, " ").encode()
 
     return read
+
+
+def _without_lead(spec: dict[str, Any]) -> tuple[Tokenizer, bool]:
+    """Returns the tokenizer of a specification, without the space that it puts before texts, and whether it does."""
+    leads, normalizer = False, spec["normalizer"]
+    steps = normalizer["normalizers"] if normalizer and normalizer["type"] == "Sequence" else [normalizer]
+    kept = [each for each in steps if each and each["type"] != "Prepend"]
+    if len(kept) < len([each for each in steps if each]):
+        leads, spec["normalizer"] = True, {"type": "Sequence", "normalizers": kept}
+    before = spec["pre_tokenizer"]
+    for each in before.get("pretokenizers", [before]) if before else ():
+        if each["type"] == "Metaspace" and each.get("prepend_scheme") != "never":
+            leads, each["prepend_scheme"] = True, "never"
+        elif each["type"] == "ByteLevel" and each["add_prefix_space"]:
+            leads, each["add_prefix_space"] = True, False
+    encoder = Tokenizer.from_str(json.dumps(spec))
+    encoder.encode_special_tokens = True
+    return encoder, leads

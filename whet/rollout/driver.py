@@ -91,7 +91,7 @@ class Driver:
     # ---- for its callers
 
     def promise(self) -> Future[Any]:
-        """Returns a future that a later turn completes."""
+        """Returns an open future. Its caller sets the result in a call between two turns of the driver."""
         return Future()
 
     def call(self, function: Callable[[], T]) -> Future[T]:

@@ -34,7 +34,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Decoding:
-    """The sequences that one process decodes together: their number, lengths and bytes."""
+    """Sequences that one process decodes: `rows` of them, `n` for each prompt, their lengths and bytes of memory."""
 
     rows: int
     n: int  # completions of a prompt

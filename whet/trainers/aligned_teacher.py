@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from torch import Tensor
 from whet.batch import Batch
 from whet.data.alignment import Alignment
 from whet.data.preferences import Comparison
+from whet.data.written import warn_once
+from whet.errors import DataError
 from whet.trainers.preference import to_batch
 
 
@@ -21,6 +24,12 @@ class AlignedTeacher:
 
     alignment: Alignment
 
+    @cached_property
+    def shared(self) -> tuple[Tensor, Tensor]:
+        """The teacher's tokens that both vocabularies have [M], and the student's token of each teacher's token [V]."""
+        theirs, own = torch.tensor([*self.alignment.pairs]), torch.tensor([*self.alignment.pairs.values()])
+        return theirs, torch.zeros(int(theirs.max()) + 1, dtype=torch.long).index_put((theirs,), own)
+
     def outcomes(
         self, batch: Batch, top_k: int, ask: Callable[[Batch, Tensor], dict[str, Tensor]]
     ) -> dict[str, Tensor]:
@@ -28,7 +37,8 @@ class AlignedTeacher:
         returns `teacher_ids` and `teacher_outcomes` of the `top_k` most probable of these tokens at each position.
 
         Returns `teacher_ids` [B, R, K] in the student's ids, `teacher_outcomes` [B, R, K + 1], K = `top_k`, and a
-        `response_mask` [B, R] that leaves out places where no token of the teacher begins.  Raises: DataError."""
+        `response_mask` [B, R] that leaves out places where no token of the teacher begins, and rows that the teacher
+        cannot read (logged once)."""
         masks = batch["response_mask"]
         found = {
             "teacher_ids": torch.zeros(*masks.shape, top_k, dtype=torch.long),
@@ -38,10 +48,14 @@ class AlignedTeacher:
         real, left = batch["attention_mask"].bool(), batch["input_ids"].shape[1] - masks.shape[1]
         rows, places = list[Comparison](), list[tuple[int, list[int], list[int]]]()
         for row, ids in enumerate(batch["input_ids"]):
-            tokens, at = self.alignment.read(ids[real[row]].tolist())
+            try:
+                tokens, at = self.alignment.read(ids[real[row]].tolist())
+            except DataError:  # of a response that the student sampled: the data were read at the start
+                warn_once("a teacher cannot read some sampled responses, which are not trained on (distill/aligned)")
+                continue
             begin = int(real[row, :left].sum())
             sampled = (masks[row].nonzero()[:, 0] + begin).tolist()
-            own = [place for place in sampled if at.get(place, 0) > 0]  # the first token of a text has no distribution
+            own = [place for place in sampled if place in at]
             if own:
                 first = at[own[0]]
                 asked = {at[place] - first for place in own}
@@ -49,11 +63,8 @@ class AlignedTeacher:
                 rows.append(Comparison(tuple(tokens[:first]), ((tuple(tokens[first:]), mask),), (1.0,)))
                 places.append((row, [place - begin for place in own], [at[place] - first for place in own]))
         if rows:
-            shared = torch.tensor([*self.alignment.pairs])
-            pad = self.alignment.teacher.tokenizer.pad_token_id
-            answers = ask(to_batch(rows, int(pad), "label", 1), shared)  # type: ignore[arg-type]
-            own_ids = torch.zeros(int(shared.max()) + 1, dtype=torch.long)
-            own_ids[shared] = torch.tensor([*self.alignment.pairs.values()])
+            among, own_ids = self.shared
+            answers = ask(to_batch(rows, self.alignment.teacher.pads, "label", 1), among)
             for number, (row, own, theirs) in enumerate(places):
                 found["teacher_ids"][row, own] = own_ids[answers["teacher_ids"][number, theirs]]
                 found["teacher_outcomes"][row, own] = answers["teacher_outcomes"][number, theirs].float()

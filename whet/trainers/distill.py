@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -21,10 +22,10 @@ from whet.data.alignment import Alignment, ByteVocabulary
 from whet.data.preferences import Comparison
 from whet.data.supervised import SupervisedExample
 from whet.engines.protocol import Columns
-from whet.errors import ConfigError, EngineError
+from whet.errors import ConfigError, DataError, EngineError
 from whet.keyed import key
 from whet.metrics import Metrics
-from whet.models.load import load_config, load_tokenizer, stop_token_ids, torch_dtype
+from whet.models.load import context_length, load_config, load_tokenizer, stop_token_ids, torch_dtype
 from whet.models.lora import adapted_layers
 from whet.registry import DIVERGENCES, register_trainer
 from whet.roles.served_teacher import TEXTS, ServedTeacher
@@ -84,7 +85,8 @@ class DistillWorker(TrainWorker):
         if isinstance(among, int):
             ids = log_probs[..., :among].topk(top_k).indices
         else:
-            ids = among[log_probs[..., among].topk(top_k).indices]
+            others = torch.full(log_probs.shape[-1:], -torch.inf).index_fill(0, among, 0.0)
+            ids = (log_probs + others).topk(top_k).indices
         return {"teacher_ids": ids, "teacher_outcomes": outcomes(log_probs, ids)}
 
     @register(Dispatch.DP_COMPUTE)
@@ -139,14 +141,14 @@ class DistillRun(ExamplesRun):
         tokenizer = tokenizer_of(config)
         if config.alignment == "ids":
             check_vocabulary(paths, config.model, tokenizer, ALIGN)
-        for name, path in paths.items() if config.alignment == "bytes" else ():
-            if not aligned(config, path, tokenizer).pairs:
-                raise ConfigError(name, path, "a tokenizer with tokens of the same bytes as the student's", TEXTS)
+        by_bytes = alignments(config, tokenizer)
         for number, each in enumerate(examples):
             if each.source not in config.teachers and OTHERS not in config.teachers:
                 found = f"no teacher for the data source {each.source!r} (example {number})"
                 expected = f"data sources with a teacher: {', '.join(config.teachers)}"
                 raise ConfigError("teachers", found, expected, "add a teacher for it, or for all others as '*'")
+            if by_bytes:
+                check_row(by_bytes[each.source if each.source in by_bytes else OTHERS], each, number)
 
     @cached_property
     def served(self) -> dict[str, ServedTeacher]:
@@ -157,8 +159,7 @@ class DistillRun(ExamplesRun):
     @cached_property
     def by_bytes(self) -> dict[str, AlignedTeacher]:
         """The teachers with vocabularies of their own, by data source."""
-        paths = self.config.teachers if self.config.alignment == "bytes" else {}
-        return {source: AlignedTeacher(aligned(self.config, path, self.tokenizer)) for source, path in paths.items()}
+        return {source: AlignedTeacher(each) for source, each in alignments(self.config, self.tokenizer).items()}
 
     @cached_property
     def vocab_size(self) -> int:
@@ -267,10 +268,28 @@ class DistillRun(ExamplesRun):
         return metrics
 
 
-def aligned(config: DistillConfig, path: str, tokenizer: PreTrainedTokenizerBase) -> Alignment:
-    """Returns the alignment of the student's `tokenizer` with the teacher's at `path`.  Raises: DataError, ModelError."""
-    teacher = load_tokenizer(path, path, trust_remote_code=config.model.trust_remote_code)
-    return Alignment(ByteVocabulary.of(tokenizer), ByteVocabulary.of(teacher))
+def alignments(config: DistillConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Alignment]:
+    """Returns the alignment of the student's `tokenizer` with each teacher's, by data source; none for
+    `alignment=ids`.  Raises: ConfigError for a teacher without a token of text in common; DataError, ModelError."""
+    found, trusted = dict[str, Alignment](), config.model.trust_remote_code
+    for source, path in config.teachers.items() if config.alignment == "bytes" else ():
+        teacher = ByteVocabulary.of(load_tokenizer(path, path, trust_remote_code=trusted))
+        longest = context_length(path, trust_remote_code=trusted)
+        found[source] = Alignment(ByteVocabulary.of(tokenizer), teacher, longest)
+        if not found[source].common:
+            raise ConfigError(f"teachers.{source}", path, "a teacher with tokens of the bytes of the student's", TEXTS)
+    return found
+
+
+def check_row(teacher: Alignment, example: SupervisedExample, number: int) -> None:
+    """Checks that an aligned teacher can read a row of the data.  Raises: DataError."""
+    try:
+        teacher.read(example.input_ids)
+    except DataError as error:
+        raise DataError(f"example {number}: {error.key}", error.found, error.expected, error.change) from error
+    if example.media:
+        found, change = "images or videos", "unset alignment, and name a teacher with the student's tokenizer"
+        raise DataError(f"example {number}", found, "text alone, for alignment=bytes", change)
 
 
 def chunks(rows: Sequence[int], width: int) -> Iterator[list[int]]:

@@ -42,7 +42,7 @@ class Schedule(Generic[F]):
         return self._run.interruptible()
 
     def training(self) -> AbstractContextManager[None]:
-        """Marks a block that leaves the rollout's weights unchanged. A delayed validation runs at the same time."""
+        """Opens a `with` block of training, in which the rollout keeps its weights: a validation may run beside it."""
         return nullcontext() if self._held is None else self._beside(*self._held)
 
     @contextmanager

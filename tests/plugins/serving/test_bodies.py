@@ -262,7 +262,7 @@ def test_every_parameter_of_the_official_client_is_known() -> None:
 
 
 def test_the_page_lists_what_has_no_effect() -> None:
-    [row] = re.findall(r"^\|(.*)\| taken, and without effect", PAGE.read_text(), re.MULTILINE)
+    [row] = re.findall(r"^\|(.*)\| accepted without effect", PAGE.read_text(), re.MULTILINE)
     assert re.findall(r"`(\w+)`", row) == list(WithoutEffect.model_fields)
 
 

@@ -29,7 +29,7 @@ def quickstart(
     images: Annotated[bool, typer.Option("--images", help="a vision model learns to count figures")] = False,
     pretrained: Annotated[bool, typer.Option("--pretrained", help="SmolLM2-135M learns sums and last words")] = False,
 ) -> None:
-    """Train a small model to add (or to count figures), or a pretrained model."""
+    """Train a small model to add or to count, or a pretrained one."""
     from whet.plugins.lessons.quickstart import ADDITION, quickstart as run
     from whet.plugins.lessons.quickstart_images import COUNTING
     from whet.plugins.lessons.quickstart_pretrained import PRETRAINED

@@ -131,7 +131,7 @@ class PrefillFlow:
         return lengths.cumsum(0) - lengths
 
     def _grids(self, size: int) -> Iterator[tuple[torch.Tensor, list[int]]]:
-        """Yields grids [n, w] of token numbers to compute together, padded with `size`, and the stretch of each row."""
+        """Yields grids [n, w] of places in the packed tokens, padded with `size`, and each row's index in `lengths`."""
         begin, go_on = ([n for n, each in enumerate(self.starts) if (each is None) == new] for new in (True, False))
         for numbers in [*([each] for each in begin), go_on] if self.device == HOST else [begin, go_on]:
             if numbers:

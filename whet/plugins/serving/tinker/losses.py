@@ -157,7 +157,7 @@ class DatumRows:
         return self.batch.with_columns(response_mask=(torch.arange(width) < ends[:, None]).long())
 
     def outputs(self, seen: Mapping[int, torch.Tensor]) -> list[Floats]:
-        """Returns the log-probs of each datum in the shape of its targets, 0 at unknown positions."""
+        """Returns the log-probs of each datum in the shape of its targets, from `seen` by row, or else 0."""
         found = list[Floats]()
         for row, (datum, start) in enumerate(zip(self.data, self.starts, strict=True)):
             shape = datum.inputs[TARGETS].shape
