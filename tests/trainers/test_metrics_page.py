@@ -278,6 +278,7 @@ def test_runs_record_what_the_table_says_and_all_of_it(
         train_preference(load_config(PreferenceConfig, None, common | fine | own, given={"data"}).config, data=longer)
     held_out.write_text("".join(json.dumps(row) + "\n" for row in examples[:2]))
     own = {"teachers": {"*": common["model.path"]}, "on_policy": 0.5, "top_k": 4, "max_response_length": 3}
+    own["alignment"] = "bytes"
     own["trainer.run_dir"] = str(tmp_path / "distill")
     distill(load_config(DistillConfig, None, common | fine | own, given={"data"}).config, data=examples)
     against = {"reward_model.model_path": str(export(tmp_path / "pairs", tmp_path / "reward_model"))}

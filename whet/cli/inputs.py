@@ -157,7 +157,7 @@ def run_config_of(command: str | None, recipe: str | None, overrides: list[str])
 
     config = config_of(command, recipe, overrides)
     if isinstance(config, EvalConfig | GenerateConfig):
-        raise ConfigError("--for", command, f"the command of a trainer: {TRAINING}", "choose one of them")
+        raise ConfigError("--for", command, f"the command of a trainer: {TRAINING}", "name a trainer's command")
     return config
 
 

@@ -241,7 +241,7 @@ def noted(path: Path, config: RunConfig) -> dict[str, Any]:
                 found |= dict(flatten(values))
         except (yaml.YAMLError, OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
             raise ConfigError(
-                str(file), f"cannot be read ({error})", "", "restore the file of the run, or delete it"
+                str(file), f"cannot be read ({error})", "", "restore it from a copy, or delete it"
             ) from error
     if found.get("rollout.dtype", "") is None:  # an older run: that of the model
         found["rollout.dtype"] = found.get("model.dtype")
