@@ -97,6 +97,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         rewrite_share(session.config, [file for file in found if not pytest_ignore_collect(file, session.config)])
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips tests of the repository as it ships (pages, parts, tables of names) where a plugin was deleted."""
+    if plugin := config.getoption("--without"):
+        for item in items:
+            if item.get_closest_marker("shipped"):
+                item.add_marker(pytest.mark.skip(f"without {plugin}"))
+
+
 def pytest_collection_finish() -> None:
     """Caches objects that libraries create at each call, and hides imported objects from the garbage collector."""
     from tests.kept import keep

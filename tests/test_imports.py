@@ -63,6 +63,7 @@ def _names(body: list[ast.stmt]) -> Iterator[str]:
                 yield from _names([each for each in inner if isinstance(each, ast.stmt)])
 
 
+@pytest.mark.shipped
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_what_is_imported_or_replaced_is_there(folder: str) -> None:
     texts = {file: file.read_text(encoding="utf-8") for file in sorted((ROOT / folder).rglob("*.py"))}

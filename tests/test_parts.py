@@ -28,6 +28,7 @@ AFTER = "\n## 2026-11-21\n\n| x | y |\n"
 OLD_LOG = f"# Log\n\n{HEADER}| faults | 2026-11-20 | aaaaaaa |\n| ray | 2026-11-22 | 63aba1a |\n{AFTER}"
 
 
+@pytest.mark.shipped
 def test_every_slow_test_belongs_to_exactly_one_part() -> None:
     mark = "mark." + "slow"
     slow = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py") if mark in path.read_text()}
@@ -37,6 +38,7 @@ def test_every_slow_test_belongs_to_exactly_one_part() -> None:
     assert not [file for file, times in named.items() if times > 1], "tests/parts.toml names these files twice"
 
 
+@pytest.mark.shipped
 def test_what_is_watched_is_there() -> None:
     wrong = [path for part in PARTS.values() for path in part.watches if not (ROOT / path).exists()]
     assert not wrong, "correct `watches` in tests/parts.toml"

@@ -71,6 +71,7 @@ def test_every_command_of_a_plugin_has_a_place_in_the_help() -> None:
         assert group in {*GROUPS, "config"} and entry.marks.get("panel", LOOK) in PANELS, entry.name
 
 
+@pytest.mark.shipped
 def test_the_table_of_names_is_that_of_the_manifests() -> None:
     rows = [
         (kind, name, each) for each, kinds in manifests().items() for kind, names in kinds.items() for name in names
@@ -123,6 +124,7 @@ def test_a_config_that_names_an_old_module_is_that_of_today() -> None:
     ]
 
 
+@pytest.mark.shipped
 @pytest.mark.parametrize(("old", "new"), MOVED.items())
 def test_a_module_is_found_under_its_old_name(old: str, new: str) -> None:
     sys.modules.pop(old, None)

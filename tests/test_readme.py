@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from click import Context
 from typer.main import get_command
 
@@ -16,6 +17,7 @@ from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
+@pytest.mark.shipped
 def test_every_command_of_the_table_is_one_and_none_is_missing() -> None:
     listed = set(re.findall(r"^\| `whet ([a-z-]+)", README, re.MULTILINE))
     command = get_command(app)

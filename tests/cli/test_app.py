@@ -50,6 +50,7 @@ def whet(*arguments: str) -> int:
     return int(exit_.value.code or 0)
 
 
+@pytest.mark.shipped
 def test_help_is_a_table_of_contents(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert whet("--help") == 0

@@ -73,6 +73,7 @@ def follow(page: Path, folder: Path, *, slow: bool) -> None:
             reader.check_exit(block, after)
 
 
+@pytest.mark.shipped
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=[pytest.mark.slow] * (page.name in LONG)) for page in FOLLOWED], ids=shown
 )
