@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,8 +33,7 @@ def test_the_fast_tests_pass_without_a_plugin(tmp_path: Path) -> None:
     git("clone", "--quiet", str(ROOT), str(folder))
     if (shared := ROOT.parent / "shared").is_dir():
         (tmp_path / "shared").symlink_to(shared.resolve())
-    for gone in ("whet", "tests"):
-        shutil.rmtree(folder / gone / "plugins" / plugin)
+    git("rm", "-rq", f"whet/plugins/{plugin}", f"tests/plugins/{plugin}", folder=folder)
     words = ["-m", "not slow", "-n", "2", "--dist", "worksteal", "--without", plugin, "-rfE", "tests"]
     own = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
