@@ -92,5 +92,5 @@ def test_a_hub_that_fails_ends_no_run(model_folder: Path, tmp_path: Path) -> Non
     ]
     done = whet_command("http://127.0.0.1:9", *words)
     assert done.returncode == 0
-    lines = [each for each in (done.stdout + done.stderr).splitlines() if "http://127.0.0.1:9/me/run" in each]
-    assert "global_step_1" in lines[0] and "model" in lines[-1]
+    [step, model] = [each for each in (done.stdout + done.stderr).splitlines() if "http://127.0.0.1:9/me/run" in each]
+    assert "global_step_1" in step and "/model: " in model

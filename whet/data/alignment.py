@@ -35,9 +35,9 @@ class ByteVocabulary:
     texts: Mapping[int, bytes]
     added: Mapping[int, str]
     special: frozenset[int]  # of `added`, those that are no text
-    roles: tuple[int | None, ...]  # the token that ends a turn, the end token, the token that begins a text
-    begins: bool  # whether the tokenizer writes the last of `roles` before each text
-    pads: int
+    boundaries: tuple[int | None, ...]  # the token that ends a turn, the end token, the token that begins a text
+    begins: bool  # whether the tokenizer writes the last of `boundaries` before each text
+    pad_id: int
     leads: bool  # whether it puts a space before a text
 
     @classmethod
@@ -56,12 +56,12 @@ class ByteVocabulary:
         texts |= {number: text.encode() for number, text in added.items() if text not in own}
         end, begin = int(tokenizer.eos_token_id), tokenizer.bos_token_id
         turn = end_of_turn(tokenizer, {}) if tokenizer.chat_template else None
-        roles = (end if turn is None else turn, end, begin)
-        special = {number for number, token in tokens.items() if token.special} | {*roles} - {None}
+        boundaries = (end if turn is None else turn, end, begin)
+        special = {number for number, token in tokens.items() if token.special} | {*boundaries} - {None}
         added |= {number: str(tokenizer.convert_ids_to_tokens(number)) for number in special}
-        begins, pads = begin is not None and tokenizer.encode("a")[:1] == [begin], int(tokenizer.pad_token_id)
+        begins, pad_id = begin is not None and tokenizer.encode("a")[:1] == [begin], int(tokenizer.pad_token_id)
         encoder, leads = _without_lead(spec)
-        return cls(encoder, texts, added, frozenset(special), roles, begins, pads, leads)
+        return cls(encoder, texts, added, frozenset(special), boundaries, begins, pad_id, leads)
 
     @cached_property
     def by_name(self) -> dict[bytes, int]:
@@ -79,7 +79,7 @@ class Alignment:
         self.student, self.teacher, self.longest = student, teacher, longest
         by_name = {name: number for number, name in teacher.added.items()}
         self.added = {number: by_name[name] for number, name in student.added.items() if name in by_name}
-        for own, other in zip(student.roles, teacher.roles, strict=True):
+        for own, other in zip(student.boundaries, teacher.boundaries, strict=True):
             if own is not None and other is not None:
                 self.added.setdefault(own, other)
 
@@ -101,8 +101,8 @@ class Alignment:
 
         Raises: DataError for a special token that the teacher lacks, a tokenizer that changes the text, a long text."""
         teacher, found, places = self.teacher, list[int](), dict[int, int]()
-        if teacher.begins and (not ids or self.added.get(ids[0]) != teacher.roles[-1]):
-            found.append(int(teacher.roles[-1] or 0))
+        if teacher.begins and (not ids or self.added.get(ids[0]) != teacher.boundaries[-1]):
+            found.append(int(teacher.boundaries[-1] or 0))
         for is_added, run in groupby(
             range(len(ids)), lambda at: ids[at] in self.added or ids[at] in self.student.special
         ):
@@ -130,7 +130,7 @@ class Alignment:
 
     def _added(self, token: int) -> int | None:
         """Returns the teacher's token; None for a beginning of texts that the teacher does not have."""
-        if token not in self.added and token != self.student.roles[-1]:
+        if token not in self.added and token != self.student.boundaries[-1]:
             found, expected = f"has no token {self.student.added[token]!r}", "each special token of the student's rows"
             raise DataError(KEY, found, expected, "use rows and a chat template without it, or a teacher that has it")
         return self.added.get(token)

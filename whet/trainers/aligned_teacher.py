@@ -64,7 +64,7 @@ class AlignedTeacher:
                 places.append((row, [place - begin for place in own], [at[place] - first for place in own]))
         if rows:
             among, own_ids = self.shared
-            answers = ask(to_batch(rows, self.alignment.teacher.pads, "label", 1), among)
+            answers = ask(to_batch(rows, self.alignment.teacher.pad_id, "label", 1), among)
             for number, (row, own, theirs) in enumerate(places):
                 found["teacher_ids"][row, own] = own_ids[answers["teacher_ids"][number, theirs]]
                 found["teacher_outcomes"][row, own] = answers["teacher_outcomes"][number, theirs].float()

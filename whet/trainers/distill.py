@@ -136,7 +136,7 @@ class DistillRun(ExamplesRun):
 
     @classmethod
     def check(cls, config: DistillConfig, examples: Sequence[SupervisedExample]) -> None:
-        """Checks that all examples have a teacher with the student's vocabulary.  Raises: ConfigError."""
+        """Checks that all examples have a teacher that can read them.  Raises: ConfigError, DataError."""
         paths = {f"teachers.{name}": path for name, path in config.teachers.items() if not is_server(path)}
         tokenizer = tokenizer_of(config)
         if config.alignment == "ids":
@@ -271,11 +271,12 @@ class DistillRun(ExamplesRun):
 def alignments(config: DistillConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Alignment]:
     """Returns the alignment of the student's `tokenizer` with each teacher's, by data source; none for
     `alignment=ids`.  Raises: ConfigError for a teacher without a token of text in common; DataError, ModelError."""
-    found, trusted = dict[str, Alignment](), config.model.trust_remote_code
-    for source, path in config.teachers.items() if config.alignment == "bytes" else ():
+    if config.alignment == "ids":
+        return {}
+    found, trusted, student = dict[str, Alignment](), config.model.trust_remote_code, ByteVocabulary.of(tokenizer)
+    for source, path in config.teachers.items():
         teacher = ByteVocabulary.of(load_tokenizer(path, path, trust_remote_code=trusted))
-        longest = context_length(path, trust_remote_code=trusted)
-        found[source] = Alignment(ByteVocabulary.of(tokenizer), teacher, longest)
+        found[source] = Alignment(student, teacher, context_length(path, trust_remote_code=trusted))
         if not found[source].common:
             raise ConfigError(f"teachers.{source}", path, "a teacher with tokens of the bytes of the student's", TEXTS)
     return found
@@ -288,8 +289,7 @@ def check_row(teacher: Alignment, example: SupervisedExample, number: int) -> No
     except DataError as error:
         raise DataError(f"example {number}: {error.key}", error.found, error.expected, error.change) from error
     if example.media:
-        found, change = "images or videos", "unset alignment, and name a teacher with the student's tokenizer"
-        raise DataError(f"example {number}", found, "text alone, for alignment=bytes", change)
+        raise DataError(f"example {number}", "images or videos", "text alone, for alignment=bytes", "unset alignment")
 
 
 def chunks(rows: Sequence[int], width: int) -> Iterator[list[int]]:
