@@ -43,6 +43,7 @@ class Part:
     minutes: int
     make: str | None = None  # target of the Makefile that must be there first
     venv: str | None = None  # folder of the virtual environment whose interpreter runs the tests; None: this one
+    processes: int = 2  # that run tests at the same time
 
 
 def load_parts() -> dict[str, Part]:
@@ -118,10 +119,10 @@ def look(parts: Mapping[str, Part]) -> dict[str, str | None]:
 
 
 def run(part: Part, is_recorded: bool) -> int:
-    """Runs the slow tests of a part in two processes of one thread each.  Returns pytest's exit status."""
+    """Runs the slow tests of a part in its processes of one thread each.  Returns pytest's exit status."""
     if part.make is not None:
         subprocess.run(["make", part.make], cwd=ROOT, check=True)
-    words = ["-m", "pytest", "-m", "slow", "-n", "2", "--dist", "worksteal", *part.files]
+    words = ["-m", "pytest", "-m", "slow", "-n", str(part.processes), "--dist", "worksteal", *part.files]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [interpreter(part), *words, f"--junitxml={report}"]

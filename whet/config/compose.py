@@ -195,8 +195,8 @@ def unknown_key(schema: type[Section], key: str, source: str) -> ConfigError:
 
 def advice(kind: str, *given: object) -> str | None:
     """Returns advice on a `config` or `key` (`kind`) of another framework; None if no plugin knows its name."""
-    found = PARTS.shipped.get(f"foreign_{kind}")
-    text: str | None = found.load()(*given) if found is not None else None
+    name = f"foreign_{kind}"
+    text: str | None = PARTS[name].load()(*given) if name in PARTS else None
     return text
 
 

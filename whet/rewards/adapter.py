@@ -170,8 +170,7 @@ def adapt(
 
 def stand_ins() -> AbstractContextManager[None]:
     """Lets reward files in the block import modules of other systems (verl, ...), if a plugin has `foreign_imports`."""
-    offered = PARTS.shipped.get("foreign_imports")
-    return nullcontext() if offered is None else offered.load()()
+    return PARTS["foreign_imports"].load()() if "foreign_imports" in PARTS else nullcontext()
 
 
 def split_calls(items: Sequence[RewardItem], *, takes_batch: bool) -> list[Sequence[RewardItem]]:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from whet.config.algorithm_checks import EngineUse, other_kernels
 from whet.engines.sizes import uneven_experts, uneven_sizes
-from whet.errors import ConfigError
+from whet.errors import ConfigError, pip_install
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def refuses(use: EngineUse) -> Iterator[ConfigError]:
     """Yields an error for each setting with which the engine `megatron` cannot run."""
     yield from other_kernels(use)
     if not is_installed():
-        change = "run `make megatron`, or pip install megatron-core==0.16.1"
+        change = f"run `make megatron`, or {pip_install('megatron')}"
         yield ConfigError(f"{use.key}.name", "megatron", "an installation of Megatron-Core", change)
     sizes = Sizes(**{name: use.options[name] for name in Sizes.__dataclass_fields__})
     yield from _sizes(use, sizes)
