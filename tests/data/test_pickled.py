@@ -101,3 +101,19 @@ def test_rows_that_json_cannot_hold_become_parquet(tmp_path: Path) -> None:
     written = write_rows(tmp_path / "rows.jsonl", rows)
     assert written == tmp_path / "rows.parquet" and read_rows(written) == rows
     assert json.loads(write_rows(tmp_path / "b.jsonl", [{"a": "é"}]).read_text()) == {"a": "é"}
+
+
+def test_a_field_of_later_rows_alone_is_a_column_of_all(tmp_path: Path) -> None:
+    rows = [{"prompt": "a"}, {"prompt": "b", "images": [b"\x89PNG"]}]
+    assert read_rows(write_rows(tmp_path / "rows.jsonl", rows)) == [{"prompt": "a", "images": None}, rows[1]]
+    with raises(DataError, f"{tmp_path / 'more.parquet'}", found=re.compile("hard")):
+        write_rows(tmp_path / "more.jsonl", [{"level": 1, "image": b""}, {"level": "hard", "image": b""}])
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_a_conversion_replaces_no_file(tmp_path: Path, name: str) -> None:
+    path = pickled(tmp_path, pd.DataFrame([{"image": b"\x89PNG"}]))
+    kept = path.with_name(name).with_stem(path.stem)
+    kept.write_text("kept")
+    done = CliRunner().invoke(app, ["data", "convert", f"{path}"])
+    assert done.exit_code != 0 and kept.read_text() == "kept"

@@ -269,6 +269,25 @@ def test_a_folder_that_is_no_model_is_refused(eval_config: MakeConfig, tmp_path:
         evaluate(eval_config(**{"model.path": str(tmp_path)}), reward=lambda solution_str: 0.0, data=[])
 
 
+def test_failed_prompts_are_answered_again(eval_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
+    """A reward that is repaired scores all prompts, also those whose failures were written before."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in additions[:3]))
+    judge = tmp_path / "judge.py"
+    config = eval_config(
+        **{
+            "data.val_files": [str(tmp_path / "rows.jsonl")],
+            "reward.function": f"{judge}:score",
+            "output": str(tmp_path / "out"),
+        }
+    )
+    judge.write_text(f"def score(solution_str):\n    return float(open({str(tmp_path / 'key')!r}).read())\n")
+    with pytest.raises(RewardError):
+        evaluate(config)
+    (tmp_path / "key").write_text("1.0")
+    found = evaluate(config)
+    assert (found.failures, found.accuracy, found.num_prompts) == (0, 1.0, 3)
+
+
 def by_length(predict: str, ground_truth: str) -> float:
     return float(len(predict) % 2)
 
@@ -291,6 +310,25 @@ def test_pass_rates_go_back_into_the_rows(eval_config: MakeConfig, tmp_path: Pat
     assert [*by_index] == [0, 1, 2, 4, 5, 6]
     written = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
     assert written == [{**row, "pass_rate": by_index[at]} for row, at in zip([*rows, *rows], by_index, strict=True)]
+
+
+def test_pass_rates_replace_older_ones_and_rows_keep_their_source(eval_config: MakeConfig, tmp_path: Path) -> None:
+    """A field of `extra_info` is read before one of the row; an entry names the source of rows without one."""
+    rows = [
+        {"prompt": "1+1=", "answer": "2", "extra_info": {"pass_rate": 0.9, "of": 1}},
+        {"prompt": "2+1=", "answer": "3"},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    entry = {"path": str(tmp_path / "a.jsonl"), "data_source": "algebra"}
+    more = {"data.difficulty_key": "pass_rate", "output": str(tmp_path / "out")}
+    found = evaluate(eval_config(**{"data.val_files": [entry]}, **more), reward=by_length)
+    first, second = (row["accuracy"] for row in found.answers)
+    written = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
+    old, new = ({"data_source": "algebra", **row} for row in rows)
+    assert written == [
+        {**old, "extra_info": {"pass_rate": first, "of": 1}, "pass_rate": first},
+        {**new, "pass_rate": second},
+    ]
 
 
 def test_rows_of_a_function_get_no_pass_rates_and_nothing_is_sampled_first(

@@ -28,7 +28,7 @@ from whet.errors import ConfigError, DataError, EngineError
 from whet.models.load import load_tokenizer, stop_token_ids
 from whet.plugins.lessons.init_model import init_model
 from whet.roles.served_teacher import ServedTeacher
-from whet.trainers.distill import DistillRun, alignments, check_row, distill, prompt_of
+from whet.trainers.distill import DistillRun, aligned_teachers, distill, prompt_of
 from whet.types import Media
 
 MakeConfig = Callable[..., DistillConfig]
@@ -202,13 +202,13 @@ def test_rows_that_an_aligned_teacher_cannot_read(
         distill_config(alignment="bytes", top_k=4, teachers={"*": "http://127.0.0.1:1/v1"})
     config, tokenizer = distill_config(alignment="bytes", top_k=4), load_tokenizer(teacher_folder)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<mine>"]})
-    [teacher] = alignments(config, tokenizer).values()
+    [teacher] = aligned_teachers(config, tokenizer).values()
     ids = (*tokenizer.encode("say "), tokenizer.convert_tokens_to_ids("<mine>"))
     with raises(DataError, re.compile("example 7"), found=re.compile("<mine>")):
-        check_row(teacher, SupervisedExample(ids, (0,) * (len(ids) - 1) + (1,)), 7)
+        teacher.check(SupervisedExample(ids, (0,) * (len(ids) - 1) + (1,)), 7)
     seen = SupervisedExample(ids[:-1], (0, 0, 0, 1), (Media("image", "x", b""),))
     with raises(DataError, "example 3"):
-        check_row(teacher, seen, 3)
+        teacher.check(seen, 3)
 
 
 @pytest.mark.slow
@@ -407,8 +407,9 @@ class Told(BaseHTTPRequestHandler):
         self.say({"data": [{"id": "t"}]})
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.say({"choices": [{"prompt_logprobs": self.places}]})
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt_logprobs"]
+        best = [each and dict(sorted(each.items(), key=lambda one: -one[1]["logprob"])[:asked]) for each in self.places]
+        self.say({"choices": [{"prompt_logprobs": best}]})
 
     def say(self, answer: Any) -> None:
         self.send_response(200)
@@ -428,9 +429,22 @@ def told(model_folder: Path) -> Iterator[ServedTeacher]:
         server.shutdown()
 
 
+@pytest.mark.slow
+def test_a_row_without_a_prompt_is_trained_behind_its_first_token(
+    distill_config: MakeConfig, teacher_folder: Path
+) -> None:
+    """Its distributions are those of the row whose prompt is that token, and a sampled response comes after it."""
+    bare, whole = [
+        distill(distill_config(**PLAIN, **{"trainer.total_steps": 1, "trainer.resume": "overwrite"}), data=[row])
+        for row in ({"prompt": "", "response": "abc"}, {"prompt": "a", "response": "bc"})
+    ]
+    assert bare.history[0]["distill/loss"] == whole.history[0]["distill/loss"] > 0
+    sampled = distill_config(on_policy=1.0, **{"trainer.total_steps": 1, "trainer.resume": "overwrite"})
+    assert distill(sampled, data=[{"prompt": "", "response": "abc"}]).history[0]["distill/tokens"] > 1
+
+
 def test_what_a_server_tells(told: ServedTeacher) -> None:
-    """The tokens of the prompt are not read; the third of the likeliest is not the student's; the text's own token is
-    less likely than two others."""
+    """The tokens of the prompt are not read; the likeliest of four is not the student's."""
     ids = told._tokenizer.encode("abc")
     batch = Batch.of(
         {
@@ -440,12 +454,12 @@ def test_what_a_server_tells(told: ServedTeacher) -> None:
         }
     )
     [own] = ids[2:]
-    place = {str(own): {"logprob": math.log(0.125), "decoded_token": "c"}}
-    place |= {str(n): {"logprob": math.log(p)} for n, p in ((7, 0.25), (9, 0.5), (5000, 0.0625))}
+    place = {str(own): {"logprob": math.log(0.0625), "decoded_token": "c"}}
+    place |= {str(n): {"logprob": math.log(p)} for n, p in ((7, 0.125), (9, 0.25), (5000, 0.4375))}
     Told.places = [None, {}, place]
     found = told.outcomes(batch, 2, 40)
     assert found["teacher_ids"].tolist() == [[[0, 0], [9, 7]]]
-    assert found["teacher_outcomes"][0, 1].exp().tolist() == pytest.approx([0.5, 0.25, 0.25])
+    assert found["teacher_outcomes"][0, 1].exp().tolist() == pytest.approx([0.25, 0.125, 0.625])
     with raises(EngineError, "teachers.*", expected="top_k=4"):
         told.outcomes(batch, 4, 40)
     place["7"]["decoded_token"] = "Z"  # each token is read once

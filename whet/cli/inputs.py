@@ -130,8 +130,9 @@ def _convert_rows(words: list[str]) -> None:
         expected = "an existing file, and optionally the file to write"
         raise ConfigError("arguments", " ".join(words) or None, expected, "write whet data convert rows.pkl")
     output = Path(words[1] if words[1:] else words[0]).with_suffix(".jsonl")
-    if output.exists():
-        raise ConfigError("OUTPUT", f"{output} exists", "a new file", "name another, or remove it")
+    for each in (output, output.with_suffix(".parquet")):  # of rows with bytes
+        if each.exists():
+            raise ConfigError("OUTPUT", f"{each} exists", "a new file", "name another, or remove it")
     rows = read_pickle(Path(words[0]))
     typer.echo(f"wrote {len(rows)} rows to {write_rows(output, rows)}")
 

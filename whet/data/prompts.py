@@ -35,6 +35,7 @@ Names = str | Sequence[str]  # the name of a field, or several: the first that t
 _ROWS_A_CHUNK = 256  # rows that are rendered and tokenised together: enough for the tokenizer's threads
 _COMMON_PROMPT_KEYS = ("prompt", "question", "problem", "instruction", "query", "messages")
 _OWN_FIELDS = ("reward_model", "data_source", "extra_info")  # read here; the reward gets all other fields
+UNKNOWN = "unknown"  # data source of a row that has none
 _MESSAGES = 'a list of messages {"role": ..., "content": ...}'
 _TEXT = "only text: the model reads no media, and would train without them"
 _MEDIA_KEYS: dict[Kind, str] = {kind: plural for kind, (plural, _) in FIELDS.items()}
@@ -256,7 +257,7 @@ def build_prompts(
                 index=index,
                 messages=messages,
                 token_ids=tuple(token_ids),
-                data_source=str(row.get(data.data_source_key) or data.data_source or "unknown"),
+                data_source=str(row.get(data.data_source_key) or data.data_source or UNKNOWN),
                 ground_truth=ground_truth(row, data.answer_key) if with_answers else None,
                 extra_info=_extra_info(row, {*used, *prompt_format.media_fields} if media else used),
                 media=media,

@@ -109,14 +109,24 @@ def _open_text(path: Path) -> IO[str]:
 
 
 def write_rows(path: Path, rows: Sequence[DataRow]) -> Path:
-    """Writes rows as JSON lines, or as parquet if they have bytes.  Returns the file, with the matching suffix."""
+    """Writes rows as JSON lines, or as parquet if they have bytes.  Returns the file, with the matching suffix.
+
+    Raises: DataError if parquet has no column for the values of a field."""
     try:
         content = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
     except TypeError:  # bytes, dates
         import pyarrow.parquet
 
-        path = path.with_suffix(".parquet")
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        path, fields = (
+            path.with_suffix(".parquet"),
+            {name: None for row in rows for name in row},
+        )  # pyarrow reads row 0's
+        try:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**fields, **row} for row in rows]), path)
+        except pyarrow.ArrowException as error:
+            raise DataError(
+                f"{path}", str(error), "values of one type in each field", "write them all as text"
+            ) from error
         return path
     files.write(path, content)
     return path

@@ -127,7 +127,7 @@ class Journal:
     """The records of a running evaluation, written after every chunk, so that an interrupted evaluation can resume.
 
     With `resume`, `rows` begins with records from an interrupted evaluation of the same prompts with the same
-    `settings` (config.yaml). An older answers.jsonl stays until `finish`."""
+    `settings` (config.yaml), without those of failed prompts. An older answers.jsonl stays until `finish`."""
 
     def __init__(self, folder: Path, settings: str, prompts: Mapping[int, str], n: int, *, resume: bool) -> None:
         self.folder = folder
@@ -158,6 +158,7 @@ class Journal:
             lines = partial.read_text(encoding="utf-8").split("\n")[:-1]  # the last line may be incomplete
             found = by_prompt(json.loads(line) for line in lines)
             whole = [all_ for at, all_ in found.items() if len(all_) == n and all_[0]["prompt"] == prompts.get(at)]
+            whole = [all_ for all_ in whole if not any(row["failure"] for row in all_)]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             log.warning("%s cannot be read (%r); all prompts are sampled again", partial, error)
             return []

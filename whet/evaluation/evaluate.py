@@ -19,8 +19,9 @@ from whet import devices
 from whet.checkpoints.export import find_model, model_folder
 from whet.config.checks import check_context
 from whet.config.load import to_yaml
-from whet.config.schema import EvalConfig, ModelConfig, RolloutConfig
+from whet.config.schema import DataConfig, EvalConfig, ModelConfig, RolloutConfig
 from whet.data.load import VAL, load_items, numbered_rows
+from whet.data.prompts import UNKNOWN
 from whet.data.sources import DataRow, write_rows
 from whet.environments.toolbox import with_tools
 from whet.errors import ConfigError
@@ -136,15 +137,22 @@ def evaluate(
     if journal is not None:
         journal.finish(evaluation.summary())
         if rows_of_files:
-            _write_pass_rates(str(config.data.difficulty_key), rows_of_files, journal.folder, answers)
+            _write_pass_rates(config.data, rows_of_files, journal.folder, answers)
     return evaluation
 
 
-def _write_pass_rates(key: str, rows: Sequence[tuple[int, DataRow]], folder: Path, answers: Sequence[Record]) -> None:
-    """Writes numbered rows to rows.jsonl. The field `key` of a row is the mean accuracy of its responses. Rows without
-    responses are left out, and counted in the log."""
-    rates = {index: fmean(row["accuracy"] or 0.0 for row in found) for index, found in by_prompt(answers).items()}
-    rated = [{**row, key: rates[index]} for index, row in rows if index in rates]
+def _write_pass_rates(
+    data: DataConfig, rows: Sequence[tuple[int, DataRow]], folder: Path, answers: Sequence[Record]
+) -> None:
+    """Writes numbered rows to rows.jsonl. The field `data.difficulty_key` of a row is the mean accuracy of its
+    responses. Rows without responses are left out, and counted in the log."""
+    key, prompts, rated = str(data.difficulty_key), by_prompt(answers), list[DataRow]()
+    for index, row in ((index, row) for index, row in rows if index in prompts):
+        found, own = prompts[index], row.get("extra_info")
+        rate: DataRow = {key: fmean(each["accuracy"] or 0.0 for each in found)}
+        rate |= {"extra_info": {**own, **rate}} if isinstance(own, Mapping) and key in own else {}  # it is read first
+        source = {data.data_source_key: found[0]["data_source"]} if found[0]["data_source"] != UNKNOWN else {}
+        rated.append({**source, **row, **rate})
     written = write_rows(folder / "rows.jsonl", rated)
     log.info("%s has %d of %d rows with their %s", written, len(rated), len(rows), key)
 

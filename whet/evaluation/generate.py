@@ -148,7 +148,7 @@ def _origin(config: GenerateConfig, prompts: Sequence[Prompt]) -> Record:
     deciding = {name for name in values if name.startswith(DECIDING) and name not in FREE}
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
-        digest.update(f"{prompt.index}:{prompt.token_ids}".encode())
+        digest.update(f"{prompt.index}:{prompt.token_ids}{''.join(each.digest for each in prompt.media)}".encode())
     models = [path for path in (config.model.path, config.model.tokenizer_path) if path is not None]
     return {
         "model": [model_digest(path, config.model.trust_remote_code) for path in models],

@@ -48,15 +48,14 @@ class ServedTeacher:
         rows = [ids[is_real].tolist() for ids, is_real in zip(batch["input_ids"], real, strict=True)]
         left = batch["input_ids"].shape[1] - masks.shape[1]
         with ThreadPoolExecutor(CONCURRENCY) as pool:
-            told = list(pool.map(lambda ids: self._places(ids, top_k), rows))
+            told = list(pool.map(lambda ids: self._places(ids, top_k, vocab_size), rows))
         for row, places in enumerate(told):
             begin = int(real[row, :left].sum())
             for token, each in (pair for place in places if place for pair in place.items()):
                 self._check(each, int(token))
             for at in masks[row].nonzero()[:, 0].tolist():
                 place = places[begin + at] or {}
-                pairs = [(float(each["logprob"]), int(token)) for token, each in place.items()]
-                best = sorted((pair for pair in pairs if pair[1] < vocab_size), reverse=True)[:top_k]
+                best = _among(place, vocab_size)[:top_k]
                 if len(best) < top_k:
                     found_, change = f"returned {len(best)} tokens at a position", "lower top_k, or raise its limit"
                     raise EngineError(self._key, found_, f"top_k={top_k}", change)
@@ -66,14 +65,20 @@ class ServedTeacher:
                 found["teacher_outcomes"][row, at] = torch.tensor([*values, others])
         return found
 
-    def _places(self, ids: list[int], top_k: int) -> list[Place | None]:
-        """Asks the server for the most probable tokens and their log-probs at each position; None at the first one."""
-        body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
-        places: list[Place | None] = self._ask("POST", "completions", body)["choices"][0].get("prompt_logprobs") or []
-        if len(places) != len(ids):
-            found, change = f"returned {len(places)} of {len(ids)} positions", "use vLLM or `whet serve`"
-            raise EngineError(self._key, found, "prompt_logprobs of every token", change)
-        return places
+    def _places(self, ids: list[int], top_k: int, vocab_size: int) -> list[Place | None]:
+        """Asks the server for the most probable tokens and their log-probs at each position; None at the first one.
+        Asks for more of them where fewer than `top_k` are the student's: others are tokens that only a teacher has."""
+        body, asked = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0.0}, top_k
+        while True:
+            answer = self._ask("POST", "completions", {**body, "prompt_logprobs": asked})["choices"][0]
+            places: list[Place | None] = answer.get("prompt_logprobs") or []
+            if len(places) != len(ids):
+                found, change = f"returned {len(places)} of {len(ids)} positions", "use vLLM or `whet serve`"
+                raise EngineError(self._key, found, "prompt_logprobs of every token", change)
+            short = [each for each in places[1:] if each and len(_among(each, vocab_size)) < top_k]
+            if all(len(each) < asked for each in short):  # the server has no more, if there are any
+                return places
+            asked += top_k
 
     def _check(self, told: Mapping[str, Any], token: int) -> None:
         """Checks that a token from the server has the same text as the student's token.  Raises: EngineError."""
@@ -96,3 +101,9 @@ class ServedTeacher:
         except CallError as error:
             found = f"{shown(self._address)} did not answer: {error}"
             raise EngineError(self._key, found, "an OpenAI-compatible server", "start it, or correct it") from error
+
+
+def _among(place: Place, vocab_size: int) -> list[tuple[float, int]]:
+    """Returns (log-prob, token) of the tokens below `vocab_size`, the most probable first."""
+    pairs = [(float(each["logprob"]), int(token)) for token, each in place.items() if int(token) < vocab_size]
+    return sorted(pairs, reverse=True)

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,22 +18,20 @@ from whet.config.distill import OTHERS, DistillConfig, is_server
 from whet.config.schema import ModelConfig, RolloutConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import WorkerSpec
-from whet.data.alignment import Alignment, ByteVocabulary
 from whet.data.preferences import Comparison
 from whet.data.supervised import SupervisedExample
 from whet.engines.protocol import Columns
-from whet.errors import ConfigError, DataError, EngineError
+from whet.errors import ConfigError, EngineError
 from whet.keyed import key
 from whet.metrics import Metrics
-from whet.models.load import context_length, load_config, load_tokenizer, stop_token_ids, torch_dtype
+from whet.models.load import load_config, load_tokenizer, stop_token_ids, torch_dtype
 from whet.models.lora import adapted_layers
-from whet.registry import DIVERGENCES, register_trainer
+from whet.registry import DIVERGENCES, PARTS, register_trainer
 from whet.roles.served_teacher import TEXTS, ServedTeacher
 from whet.roles.workers import TrainWorker, check_vocabulary, path_of, settings_of, tokenizer_of
 from whet.rollout.build import chosen_engine, rollout_engine
 from whet.rollout.protocol import Completion, Request, SamplingParams, generate
 from whet.tracking.console import USE, ConsoleColumn
-from whet.trainers.aligned_teacher import AlignedTeacher
 from whet.trainers.objectives import TokenObjective
 from whet.trainers.preference import to_batch
 from whet.trainers.sft import Callbacks, ExamplesRun, Rows, train_on_examples, weights_of
@@ -48,6 +46,23 @@ COLUMNS = (
     ConsoleColumn("lr", ("distill/lr",), ".2e"),
     *USE,
 )
+
+
+class AlignedTeacher(Protocol):
+    """A teacher with a vocabulary of its own."""
+
+    @property
+    def size(self) -> int:
+        """The number of tokens that both vocabularies have."""
+
+    def check(self, example: SupervisedExample, number: int) -> None:
+        """Checks that the teacher can read row `number` of the data.  Raises: DataError."""
+
+    def outcomes(
+        self, batch: Batch, top_k: int, ask: Callable[[Batch, Tensor], dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """Returns `teacher_ids` and `teacher_outcomes` in the student's ids, and the `response_mask` of places that
+        have them. `ask` gets both in the teacher's ids, for a batch of the teacher's and tokens to choose from."""
 
 
 @dataclass(frozen=True)
@@ -141,14 +156,14 @@ class DistillRun(ExamplesRun):
         tokenizer = tokenizer_of(config)
         if config.alignment == "ids":
             check_vocabulary(paths, config.model, tokenizer, ALIGN)
-        by_bytes = alignments(config, tokenizer)
+        aligned = aligned_teachers(config, tokenizer)
         for number, each in enumerate(examples):
             if each.source not in config.teachers and OTHERS not in config.teachers:
                 found = f"no teacher for the data source {each.source!r} (example {number})"
                 expected = f"data sources with a teacher: {', '.join(config.teachers)}"
                 raise ConfigError("teachers", found, expected, "add a teacher for it, or for all others as '*'")
-            if by_bytes:
-                check_row(by_bytes[each.source if each.source in by_bytes else OTHERS], each, number)
+            if aligned:
+                aligned[each.source if each.source in aligned else OTHERS].check(each, number)
 
     @cached_property
     def served(self) -> dict[str, ServedTeacher]:
@@ -157,9 +172,9 @@ class DistillRun(ExamplesRun):
         return {source: ServedTeacher(f"teachers.{source}", where, self.tokenizer) for source, where in served.items()}
 
     @cached_property
-    def by_bytes(self) -> dict[str, AlignedTeacher]:
+    def aligned(self) -> dict[str, AlignedTeacher]:
         """The teachers with vocabularies of their own, by data source."""
-        return {source: AlignedTeacher(each) for source, each in alignments(self.config, self.tokenizer).items()}
+        return aligned_teachers(self.config, self.tokenizer)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -171,7 +186,7 @@ class DistillRun(ExamplesRun):
         """The number of tokens compared at each position. None compares all tokens of equal vocabularies."""
         paths = [path for path in self.config.teachers.values() if not is_server(path)]
         sizes = {self.vocab_size, *map(self._vocab_size, paths)}
-        common = {len(each.alignment.pairs) for each in self.by_bytes.values()}
+        common = {each.size for each in self.aligned.values()}
         most = min([min(sizes) - 1, *common])  # and one more, which is all others
         wanted = self.config.top_k or max(sizes)
         is_whole = len(sizes) == 1 and wanted > most and not self.served and not common  # a server tells fewer
@@ -182,10 +197,11 @@ class DistillRun(ExamplesRun):
         return int(config.get_text_config().vocab_size)
 
     def batch(self, examples: Sequence[SupervisedExample]) -> Batch:
-        """Makes a row of each example. Tokens before the first trained one are the prompt, others the response."""
+        """Makes a row of each example. Tokens before the first trained one are the prompt, others the response. The
+        first token is a prompt in any case: a model has no distribution of it."""
         rows = []
         for each in examples:
-            first = each.loss_mask.index(1)
+            first = max(1, each.loss_mask.index(1))
             response = each.input_ids[first:], each.loss_mask[first:]
             rows.append(Comparison(each.input_ids[:first], (response,), (1.0,), each.media))
         return to_batch(rows, self.pad_token_id, "label", 1).with_columns(**weights_of(examples))
@@ -232,7 +248,7 @@ class DistillRun(ExamplesRun):
                     found.setdefault(column, values.new_zeros(len(batch), *values.shape[1:]))[rows] = values
         count, batch = batch["response_mask"].sum(), batch.with_columns(**found)
         mask = batch["response_mask"].bool()
-        if self.by_bytes:
+        if self.aligned:
             metrics.mean("distill/aligned", mask.sum() / count, count)
         if "teacher_ids" in found and mask.any():
             metrics.mean("distill/teacher_mass", -found["teacher_outcomes"][..., -1][mask].expm1().mean(), mask.sum())
@@ -249,9 +265,9 @@ class DistillRun(ExamplesRun):
             found: dict[str, Tensor] = self.roles[f"teacher:{name}"].outcomes(*asked)
             return found
 
-        if name in self.by_bytes:
+        if name in self.aligned:
             assert self.top_k is not None
-            return self.by_bytes[name].outcomes(batch, self.top_k, ask)
+            return self.aligned[name].outcomes(batch, self.top_k, ask)
         return ask(batch, self.vocab_size)
 
     def validate(self, step: int = 0) -> Metrics:
@@ -268,28 +284,11 @@ class DistillRun(ExamplesRun):
         return metrics
 
 
-def alignments(config: DistillConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Alignment]:
-    """Returns the alignment of the student's `tokenizer` with each teacher's, by data source; none for
-    `alignment=ids`.  Raises: ConfigError for a teacher without a token of text in common; DataError, ModelError."""
-    if config.alignment == "ids":
-        return {}
-    found, trusted, student = dict[str, Alignment](), config.model.trust_remote_code, ByteVocabulary.of(tokenizer)
-    for source, path in config.teachers.items():
-        teacher = ByteVocabulary.of(load_tokenizer(path, path, trust_remote_code=trusted))
-        found[source] = Alignment(student, teacher, context_length(path, trust_remote_code=trusted))
-        if not found[source].common:
-            raise ConfigError(f"teachers.{source}", path, "a teacher with tokens of the bytes of the student's", TEXTS)
-    return found
-
-
-def check_row(teacher: Alignment, example: SupervisedExample, number: int) -> None:
-    """Checks that an aligned teacher can read a row of the data.  Raises: DataError."""
-    try:
-        teacher.read(example.input_ids)
-    except DataError as error:
-        raise DataError(f"example {number}: {error.key}", error.found, error.expected, error.change) from error
-    if example.media:
-        raise DataError(f"example {number}", "images or videos", "text alone, for alignment=bytes", "unset alignment")
+def aligned_teachers(config: DistillConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, AlignedTeacher]:
+    """Returns the teachers that a plugin aligns with the student's `tokenizer`, by data source; none for
+    `alignment=ids`.  Raises: RegistryError without the plugin; ConfigError, DataError."""
+    found: dict[str, AlignedTeacher] = {}
+    return found if config.alignment == "ids" else PARTS["aligned_teachers"].load()(config, tokenizer)
 
 
 def chunks(rows: Sequence[int], width: int) -> Iterator[list[int]]:
@@ -299,10 +298,10 @@ def chunks(rows: Sequence[int], width: int) -> Iterator[list[int]]:
 
 
 def prompt_of(example: SupervisedExample) -> tuple[int, ...]:
-    """Returns the tokens before the last response."""
+    """Returns the tokens before the last response; the first token if there are none."""
     end = max(place for place, is_trained in enumerate(example.loss_mask) if is_trained)
     start = max((place + 1 for place, is_trained in enumerate(example.loss_mask[:end]) if not is_trained), default=0)
-    return example.input_ids[:start]
+    return example.input_ids[: max(1, start)]
 
 
 @register_trainer(

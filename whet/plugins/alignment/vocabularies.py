@@ -25,6 +25,7 @@ BYTE = re.compile("<0x([0-9A-F]{2})>")  # token of a single byte, in SentencePie
 SPACE = "\u2581"  # of SentencePiece
 OCTETS = {letter: octet for octet, letter in bytes_to_unicode().items()}
 KEY = "tokenizer of the teacher"
+SHOWN = 40  # letters of a text that an error shows
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ class ByteVocabulary:
     texts: Mapping[int, bytes]
     added: Mapping[int, str]
     special: frozenset[int]  # of `added`, those that are no text
-    boundaries: tuple[int | None, ...]  # the token that ends a turn, the end token, the token that begins a text
-    begins: bool  # whether the tokenizer writes the last of `boundaries` before each text
+    ends: tuple[int, int]  # the token that ends a turn, and the end token
+    begin: int | None  # token that begins a text
+    begins: bool  # whether the tokenizer writes `begin` before each text
     pad_id: int
     leads: bool  # whether it puts a space before a text
 
@@ -56,12 +58,12 @@ class ByteVocabulary:
         texts |= {number: text.encode() for number, text in added.items() if text not in own}
         end, begin = int(tokenizer.eos_token_id), tokenizer.bos_token_id
         turn = end_of_turn(tokenizer, {}) if tokenizer.chat_template else None
-        boundaries = (end if turn is None else turn, end, begin)
-        special = {number for number, token in tokens.items() if token.special} | {*boundaries} - {None}
+        ends = (end if turn is None else turn, end)
+        special = {number for number, token in tokens.items() if token.special} | {*ends, begin} - {None}
         added |= {number: str(tokenizer.convert_ids_to_tokens(number)) for number in special}
         begins, pad_id = begin is not None and tokenizer.encode("a")[:1] == [begin], int(tokenizer.pad_token_id)
         encoder, leads = _without_lead(spec)
-        return cls(encoder, texts, added, frozenset(special), boundaries, begins, pad_id, leads)
+        return cls(encoder, texts, added, frozenset(special), ends, begin, begins, pad_id, leads)
 
     @cached_property
     def by_name(self) -> dict[bytes, int]:
@@ -78,10 +80,12 @@ class Alignment:
         """`longest` is the number of tokens that the teacher reads at most."""
         self.student, self.teacher, self.longest = student, teacher, longest
         by_name = {name: number for number, name in teacher.added.items()}
-        self.added = {number: by_name[name] for number, name in student.added.items() if name in by_name}
-        for own, other in zip(student.boundaries, teacher.boundaries, strict=True):
-            if own is not None and other is not None:
-                self.added.setdefault(own, other)
+        named = {number: by_name[name] for number, name in student.added.items() if name in by_name}
+        ends = list(zip(student.ends, teacher.ends, strict=True))
+        self.added = dict(reversed(ends)) | named
+        self.ends = [(own, other) for own, other in ends if self.added[own] == other]
+        begin = {} if student.begin is None else {student.begin: teacher.begin}
+        self.opening: dict[int, int | None] = {**self.added, **begin, **named}  # of a row's first token; None: left out
 
     @cached_property
     def common(self) -> dict[int, int]:
@@ -91,8 +95,9 @@ class Alignment:
 
     @cached_property
     def pairs(self) -> dict[int, int]:
-        """The student's token of each of the teacher's tokens that both have, ordered by the teacher's ids."""
-        added = {other: own for own, other in reversed(self.added.items())}
+        """The student's token of each of the teacher's tokens that both have, ordered by the teacher's ids. The token
+        that ends the teacher's texts is the student's token that does."""
+        added = {other: own for own, other in (*reversed(self.added.items()), *reversed(self.ends))}
         return dict(sorted((self.common | added).items()))
 
     def read(self, ids: Sequence[int]) -> tuple[list[int], dict[int, int]]:
@@ -101,24 +106,27 @@ class Alignment:
 
         Raises: DataError for a special token that the teacher lacks, a tokenizer that changes the text, a long text."""
         teacher, found, places = self.teacher, list[int](), dict[int, int]()
-        if teacher.begins and (not ids or self.added.get(ids[0]) != teacher.boundaries[-1]):
-            found.append(int(teacher.boundaries[-1] or 0))
+        has_begin = bool(ids) and self.opening.get(ids[0], -1) == teacher.begin
+        if teacher.begins and not has_begin:
+            found.append(int(teacher.begin or 0))
         for is_added, run in groupby(
             range(len(ids)), lambda at: ids[at] in self.added or ids[at] in self.student.special
         ):
             own = list(run)
             if is_added:
                 for place in own:
-                    if (token := self._added(ids[place])) is not None:
+                    if (token := self._added(ids[place], place)) is not None:
                         places[place] = len(found)
                         found.append(token)
                 continue
             octets = [self.student.texts.get(ids[place]) for place in own]
             whole = octets if None not in octets else octets[: octets.index(None)]  # rows of a model without a token
             text = _text(b"".join(each for each in whole if each is not None))
-            lead = " " * (teacher.leads and own[0] == 0 and not text.startswith(" "))
-            tokens, starts = self._encoded(lead + text)
-            at = {start - len(lead): len(found) + number for number, start in enumerate(starts)}
+            more = teacher.leads - self.student.leads  # spaces before a text; -1: the student's, which is left out
+            if own[0] != int(has_begin) or (more > 0) == text.startswith(" "):
+                more = 0
+            tokens, starts = self._encoded(" " * more + text[max(0, -more) :])
+            at = {start - more: len(found) + number for number, start in enumerate(starts)}
             begun = accumulate((len(each or b"") for each in whole), initial=0)
             places |= {place: at[start] for place, start in zip(own, begun, strict=False) if start in at}
             found += tokens
@@ -128,19 +136,25 @@ class Alignment:
             raise DataError(KEY, f"reads a row as {len(found)} tokens", f"at most {self.longest}", "use shorter rows")
         return found, {place: at for place, at in places.items() if at > 0}  # nothing comes before the first token
 
-    def _added(self, token: int) -> int | None:
-        """Returns the teacher's token; None for a beginning of texts that the teacher does not have."""
-        if token not in self.added and token != self.student.boundaries[-1]:
+    def _added(self, token: int, place: int) -> int | None:
+        """Returns the teacher's token; None for a row's beginning that the teacher does not have."""
+        known = self.added if place else self.opening
+        if token not in known:
             found, expected = f"has no token {self.student.added[token]!r}", "each special token of the student's rows"
             raise DataError(KEY, found, expected, "use rows and a chat template without it, or a teacher that has it")
-        return self.added.get(token)
+        return known[token]
 
     def _encoded(self, text: str) -> tuple[list[int], list[int]]:
         """Returns the teacher's tokens of a text without special tokens, and the byte at which each begins."""
         tokens = self.teacher.encoder.encode(text, add_special_tokens=False).ids
         octets = [self.teacher.texts.get(each, b"") for each in tokens]
         if (read := b"".join(octets)) != text.encode():
-            found = f"reads {text[:40]!r} as {read.decode(errors='replace')[:40]!r}"
+            other = read.decode(errors="replace")
+            same = next(
+                (at for at, pair in enumerate(zip(text, other, strict=False)) if pair[0] != pair[1]), len(other)
+            )
+            begin = max(0, same - SHOWN // 2)
+            found = f"reads {text[begin : begin + SHOWN]!r} as {other[begin : begin + SHOWN]!r}"
             raise DataError(KEY, found, "a tokenizer that keeps all bytes of a text", "name another teacher")
         return tokens, list(accumulate(map(len, octets[:-1]), initial=0)) if tokens else []
 
@@ -179,6 +193,6 @@ def _without_lead(spec: dict[str, Any]) -> tuple[Tokenizer, bool]:
             leads, each["prepend_scheme"] = True, "never"
         elif each["type"] == "ByteLevel" and each["add_prefix_space"]:
             leads, each["add_prefix_space"] = True, False
-    encoder = Tokenizer.from_str(json.dumps(spec))
+    encoder = Tokenizer.from_str(json.dumps({**spec, "truncation": None, "padding": None}))
     encoder.encode_special_tokens = True
     return encoder, leads

@@ -12,8 +12,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from tests.raising import raises
-from whet.data.alignment import Alignment, ByteVocabulary
 from whet.errors import DataError
+from whet.plugins.alignment.vocabularies import Alignment, ByteVocabulary
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -134,6 +134,59 @@ def test_a_teacher_reads_its_own_beginning_of_texts() -> None:
     student.add_special_tokens({"bos_token": "<begin>"})
     tokens, places = aligned(student, teacher).read([student.bos_token_id, *student.encode("a")])
     assert teacher.convert_ids_to_tokens(tokens) == ["<bos>", "a"] and places == {1: 1}
+
+
+def test_the_teachers_end_is_the_token_that_ends_the_students_rows() -> None:
+    """The student also has a token by the name of the teacher's end, which ends none of its rows."""
+    student, teacher = byte_level(end="<over>"), byte_level(end="<eos>", first=5)
+    student.add_special_tokens({"additional_special_tokens": ["<eos>"]})
+    own, other = student.eos_token_id, teacher.eos_token_id
+    both = aligned(student, teacher)
+    assert both.read([*student.encode("a"), own])[0][-1] == other and both.pairs[other] == own
+    teacher.add_special_tokens({"additional_special_tokens": ["<over>"]})  # now each has its own
+    both, over = aligned(student, teacher), teacher.convert_tokens_to_ids("<over>")
+    assert (both.pairs[over], both.pairs[other]) == (own, student.convert_tokens_to_ids("<eos>"))
+
+
+def test_a_beginning_of_texts_in_the_middle_of_a_row_is_a_special_token() -> None:
+    """A student's mark of turns may be its beginning of texts too: it is the teacher's at a row's first place alone."""
+    student, teacher = byte_level(), byte_level(first=4, end="<stop>")
+    student.add_special_tokens({"bos_token": "<mark>"})
+    mark, [letter] = student.bos_token_id, student.encode("a")
+    for begin, first in ((None, []), ("<bos>", ["<bos>"])):
+        if begin is not None:
+            teacher.add_special_tokens({"bos_token": begin})
+        both = aligned(student, teacher)
+        assert teacher.convert_ids_to_tokens(both.read([mark, letter])[0]) == [*first, "a"]
+        with raises(DataError, found=re.compile("<mark>")):
+            both.read([mark, letter, mark, letter])
+    teacher.add_special_tokens({"additional_special_tokens": ["<mark>"]})
+    tokens, _ = aligned(student, teacher).read([mark, letter, mark, letter])
+    assert teacher.convert_ids_to_tokens(tokens) == ["<mark>", "a", "<mark>", "a"]
+
+
+def test_a_space_of_one_side_before_texts() -> None:
+    """The teacher reads a text as its own tokenizer does, behind a beginning of texts too; the first place of a student
+    with such a space has no counterpart, since the teacher's token lacks the space."""
+    plain, pieces = byte_level(), sentencepiece(*"helow\u2581", "\u2581h", "\u2581he")
+    plain.add_special_tokens({"bos_token": "<bos>"})
+    pieces.add_special_tokens({"bos_token": "<s>"})
+    tokens, places = aligned(plain, pieces).read([plain.bos_token_id, *plain.encode("hel")])
+    assert pieces.convert_ids_to_tokens(tokens) == ["<s>", "\u2581he", "l"] and places == {3: 2}
+    for begin in ([], [pieces.bos_token_id]):
+        ids = [*begin, *pieces.encode("hel")]
+        tokens, places = aligned(pieces, plain).read(ids)
+        assert pieces.convert_ids_to_tokens(ids)[len(begin) :] == ["\u2581he", "l"]
+        assert plain.convert_ids_to_tokens(tokens) == [*["<bos>"] * len(begin), "h", "e", "l"]
+        assert places == {len(begin) + 1: len(begin) + 2}
+
+
+def test_a_teacher_that_cuts_texts_off_reads_all_of_them() -> None:
+    teacher, text = byte_level(first=3), "abcdefgh"
+    teacher.backend_tokenizer.enable_truncation(4)
+    teacher.backend_tokenizer.enable_padding(length=16)
+    tokens, _ = aligned(byte_level(), teacher).read(byte_level().encode(text))
+    assert teacher.convert_ids_to_tokens(tokens) == [*text]
 
 
 def test_an_added_token_of_both_is_one_token() -> None:

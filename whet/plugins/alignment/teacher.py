@@ -9,20 +9,55 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from whet.batch import Batch
-from whet.data.alignment import Alignment
+from whet.config.distill import DistillConfig
 from whet.data.preferences import Comparison
+from whet.data.supervised import SupervisedExample
 from whet.data.written import warn_once
-from whet.errors import DataError
+from whet.errors import ConfigError, DataError
+from whet.models.load import context_length, load_tokenizer
+from whet.plugins.alignment.vocabularies import Alignment, ByteVocabulary
+from whet.registry import register_part
+from whet.roles.served_teacher import TEXTS
 from whet.trainers.preference import to_batch
 
 
+@register_part("aligned_teachers")
+def aligned_teachers(config: DistillConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, ByteTeacher]:
+    """Returns the teachers, aligned with the student's `tokenizer`, by data source.
+
+    Raises: ConfigError for a teacher without a token of text in common; DataError, ModelError."""
+    found, trusted, student = dict[str, ByteTeacher](), config.model.trust_remote_code, ByteVocabulary.of(tokenizer)
+    for source, path in config.teachers.items():
+        teacher = ByteVocabulary.of(load_tokenizer(path, path, trust_remote_code=trusted))
+        found[source] = ByteTeacher(Alignment(student, teacher, context_length(path, trust_remote_code=trusted)))
+        if not found[source].alignment.common:
+            raise ConfigError(f"teachers.{source}", path, "a teacher with tokens of the bytes of the student's", TEXTS)
+    return found
+
+
 @dataclass(frozen=True)
-class AlignedTeacher:
+class ByteTeacher:
     """A teacher whose tokens are aligned with the student's by bytes."""
 
     alignment: Alignment
+
+    @cached_property
+    def size(self) -> int:
+        """The number of tokens that both vocabularies have."""
+        return len(self.alignment.pairs)
+
+    def check(self, example: SupervisedExample, number: int) -> None:
+        """Checks that the teacher can read a row of the data.  Raises: DataError."""
+        try:
+            self.alignment.read(example.input_ids)
+        except DataError as error:
+            raise DataError(f"example {number}: {error.key}", error.found, error.expected, error.change) from error
+        if example.media:
+            change = "unset alignment"
+            raise DataError(f"example {number}", "images or videos", "text alone, for alignment=bytes", change)
 
     @cached_property
     def shared(self) -> tuple[Tensor, Tensor]:
