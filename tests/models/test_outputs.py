@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.raising import raises
 from whet.errors import EngineError, ModelError
+from whet.models import outputs
 from whet.models.load import load_policy, load_value_model
-from whet.models.outputs import ForwardSettings, model_outputs
+from whet.models.outputs import ForwardSettings, model_outputs, prompt_log_probs
 
 
 def random_batch(rows: int = 5, prompt: int = 9, response: int = 12, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -179,3 +181,30 @@ def test_an_output_that_a_model_does_not_have_is_named(model_folder: Path) -> No
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with raises(ModelError, f"{tmp_path / 'nothing'}"):
         load_policy(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_likeliest_tokens_of_a_prompt_are_computed_in_blocks(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, packing: bool
+) -> None:
+    """The numbers of transformers, from tables of at most `chunk_tokens` positions."""
+    rows, whole = list[int](), outputs.vocab_log_probs
+
+    def counted(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rows.append(len(hidden))
+        return whole(hidden, *args, **kwargs)
+
+    monkeypatch.setattr(outputs, "vocab_log_probs", counted)
+    prompt, settings = [3, 9, 4, 7, 12, 5, 8, 6], ForwardSettings(packing=packing, chunk_tokens=3)
+    plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = plain(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    own, likeliest = prompt_log_probs(load_policy(model_folder), prompt, 4, settings)
+    assert rows == [3, 3, 1] and max(len(each) for each in likeliest) == 4
+    assert own == pytest.approx(expected.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist(), abs=1e-5)
+    for found, row in zip(likeliest, expected, strict=True):
+        tokens, values = zip(*found, strict=True)
+        assert [*tokens] == row.topk(4).indices.tolist() and values == pytest.approx(
+            row.topk(4).values.tolist(), abs=1e-5
+        )
+    assert prompt_log_probs(load_policy(model_folder), prompt, 0, settings)[0] == pytest.approx(own, abs=1e-5)

@@ -237,6 +237,10 @@ class Engine(ABC):
             metrics.mean(f"{name}/lr", rate)
         return metrics
 
+    def discard(self) -> None:
+        """Drops the gradients since the last step."""
+        self._loss = None
+
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the full weights under their Hugging Face names: tied weights once, adapters merged. Every rank yields
         them in the same order."""

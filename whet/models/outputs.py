@@ -154,19 +154,24 @@ def statistics_of(
 @torch.no_grad()
 def prompt_log_probs(model: nn.Module, prompt: Sequence[int], count: int, settings: ForwardSettings) -> PromptLogProbs:
     """Computes the log-probs of all tokens of a prompt except the first. Also returns, for each of these positions, the
-    `count` most probable tokens with their log-probs, most probable first."""
+    `count` most probable tokens with their log-probs, most probable first; computed `chunk_tokens` rows at a time."""
     if len(prompt) < 2:
         return [], []
     ids = torch.tensor([prompt])
     real = torch.ones_like(ids)
     batch = {"input_ids": ids, "attention_mask": real, "position_ids": real.cumsum(1) - 1, "response_mask": real[:, 1:]}
-    name = "vocab_log_probs" if count else "log_probs"
-    found = model_outputs(model, batch, frozenset({name}), settings)[name][0].float().cpu()
     if not count:
-        return found.tolist(), []
-    values, tokens = (each.tolist() for each in found.topk(min(count, found.shape[1]), dim=1))
-    own: list[float] = found.gather(1, ids[0, 1:, None])[:, 0].tolist()
-    return own, [list(zip(*pair, strict=True)) for pair in zip(tokens, values, strict=True)]
+        return model_outputs(model, batch, frozenset({"log_probs"}), settings)["log_probs"][0].tolist(), []
+    where, most = layout_of(batch, settings).to(next(model.parameters()).device), settings.chunk_tokens
+    head, form = body_of(model).get_output_embeddings(), LogitForm.of(body_of(model).config.get_text_config())
+    states = states_of(model, where, settings)[where.states].to(settings.dtype)
+    own, likeliest = list[float](), list[list[tuple[int, float]]]()
+    for part, targets in zip(states.split(most), where.targets.split(most), strict=True):
+        table = vocab_log_probs(part, head_weight(head), head.bias, form=form)
+        own += table.gather(1, targets[:, None])[:, 0].tolist()
+        values, tokens = (each.tolist() for each in table.topk(min(count, table.shape[1]), dim=1))
+        likeliest += [list(zip(*pair, strict=True)) for pair in zip(tokens, values, strict=True)]
+    return own, likeliest
 
 
 def states_of(model: nn.Module, where: Layout, settings: ForwardSettings) -> torch.Tensor:

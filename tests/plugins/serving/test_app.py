@@ -8,7 +8,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from whet.plugins.serving import app, server
 from whet.plugins.serving.app import App, ServeSettings
 from whet.plugins.serving.bodies import BodyReader
 from whet.plugins.serving.engine_thread import EngineThread
-from whet.rollout.protocol import Request, Status
+from whet.rollout.protocol import Completion, Finished, Request, Status
 
 SETTINGS = ServeSettings(
     model="m",
@@ -262,3 +263,70 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_is_followed(
 
     asyncio.run(asyncio.wait_for(follow(), 20))
     assert loaded == ["global_step_5", "global_step_8"]
+
+
+class Telling:
+    """An engine that knows the log-probs of prompts, and samples the token 7."""
+
+    def __init__(self) -> None:
+        self.waiting = list[Request]()
+
+    def prompt_log_probs(self, prompt: Sequence[int], count: int) -> Any:
+        likeliest = [[(token, -1.0 - token) for token in range(count)] for _ in prompt[1:]]
+        return [-9.0] * (len(prompt) - 1), likeliest
+
+    def submit(self, request: Request) -> bool:
+        self.waiting.append(request)
+        return True
+
+    def poll(self, timeout_seconds: float) -> list[Finished]:
+        done, self.waiting = self.waiting, []
+        return [Finished(each.uid, each.attempt, Completion((7,), (0.0,), "length", ())) for each in done]
+
+    def abort(self, uids: set[str]) -> None:
+        pass
+
+    def status(self) -> Status:
+        return Status(version=0, running=0, waiting=0)
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_table_of_a_prompt_is_made_beside_the_event_loop(
+    qwen25_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token is decoded once, in a thread of readers; a response that would be too large is refused."""
+    tokenizer, decoded = load_tokenizer(qwen25_folder), list[tuple[int, str]]()
+    reader = BodyReader("m", tokenizer, stop_token_ids(qwen25_folder, tokenizer), 512, 512, 100)
+    thread = EngineThread(Telling(), on_death=lambda error: None)  # type: ignore[arg-type]
+    made = App(reader, thread, SETTINGS, dict)
+
+    @asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[None]:
+        thread.run_elsewhere = asyncio.get_running_loop().call_soon_threadsafe
+        yield
+
+    made.asgi.router.lifespan_context = lifespan
+    kept = tokenizer.decode
+
+    def decode(ids: Sequence[int], *args: Any, **options: Any) -> Any:
+        decoded.append((len(ids), threading.current_thread().name))
+        return kept(ids, *args, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", decode)
+    body = {"model": "m", "prompt": [[3, 1, 9, 2], [5, 6]], "max_tokens": 1, "prompt_logprobs": 3}
+    with TestClient(made.asgi, base_url="http://127.0.0.1") as client:
+        first, second = client.post("/v1/completions", json=body).json()["choices"]
+        threads = {name for size, name in decoded if name.startswith("prompts")}
+        assert sum(name in threads for _, name in decoded) == 5 and len(threads) <= app.READING_THREADS  # 0, 1, 2, 9, 6
+        assert first["prompt_logprobs"][0] is None and len(first["prompt_logprobs"]) == 4
+        assert second["prompt_logprobs"][1] == {
+            str(token): {"logprob": value, "decoded_token": kept([token])}
+            for token, value in {6: -9.0, 0: -1.0, 1: -2.0, 2: -3.0}.items()
+        }
+        assert first["text"] == kept([7]) and (first["index"], second["index"]) == (0, 1)
+        monkeypatch.setattr(app, "MOST_PROMPT_SCORES", 47)  # 6 tokens, 4 log-probs each, for 2 samples
+        refused = client.post("/v1/completions", json={**body, "n": 2})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+    thread.stop()

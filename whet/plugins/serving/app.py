@@ -10,7 +10,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -54,6 +54,7 @@ READING_THREADS = max(2, min(8, os.cpu_count() or 1))
 LONG_BYTES = 2**16  # a larger body may take seconds to render and encode; large bodies leave one thread free
 REFUSED = {401: "invalid_api_key", 403: "foreign_host", 413: "body_too_large"}  # codes, by status
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)  # seconds
+MOST_PROMPT_SCORES = 2**21  # log-probs of prompts in a response, about 60 bytes each
 HEALTH, CHAT, TEXT = "/health", "/v1/chat/completions", "/v1/completions"
 
 
@@ -123,6 +124,7 @@ class App:
         """Builds the application. `described` returns more fields of the model's card."""
         self._reader, self._engine, self._settings, self._described = reader, engine, settings, described
         self._texts, self._counters = TokenTexts(reader.tokenizer), Counters()
+        self._decoded: dict[int, str] = {}  # by token id
         self._created, self._unfinished = int(time.time()), 0  # samples
         self._reading = ShortestFirst()
         routes = [
@@ -218,27 +220,30 @@ class App:
         if not asked.body.stream:
             whole = await _unless_gone(request, self._whole(asked, late_at, events, answer))
             self._counters.whole_request.observe(time.monotonic() - started)
-            return JSONResponse(whole)
+            return whole
         first = await _unless_gone(request, anext(events))
         self._counters.first_token.observe(time.monotonic() - started)
         seconds = self._settings.deadline_seconds + ANSWER_SECONDS
         return EventStream(self._chunks(first, events, answer, path, started), events, seconds)
 
-    async def _tables(self, asked: ClientRequest, late_at: float) -> list[list[Raw | None]]:
-        """Returns the log-probs of each prompt in vLLM's form: by token id at each position after the first; empty if
-        they were not requested.  Raises: ApiError."""
+    async def _tables(self, asked: ClientRequest, late_at: float) -> list[str]:
+        """Returns the log-probs of each prompt in vLLM's form, as JSON: by token id at each position after the first;
+        empty if they were not requested.  Raises: ApiError."""
         body, engine = asked.body, self._engine.engine
         if not isinstance(body, TextBody) or (count := body.prompt_logprobs) is None:
             return []
         if not isinstance(engine, TellsPrompts):
             why = "the engine gives log-probs of sampled tokens alone; leave it out"
             raise unsupported("prompt_logprobs", count, why)
-        found = list[list[Raw | None]]()
+        if (size := sum(map(len, asked.prompts)) * (count + 1) * body.n) > MOST_PROMPT_SCORES:
+            why = f"the response would have {size:,} log-probs, over {MOST_PROMPT_SCORES:,}; send fewer prompts at once"
+            raise unsupported("prompt_logprobs", count, why)
+        found = list[str]()
         for prompt in asked.prompts:
             call = self._engine.call(partial(engine.prompt_log_probs, prompt, count))
             own, likeliest = await self._in_time(asyncio.wrap_future(call), late_at)
-            places = zip(prompt[1:], own, likeliest or [[] for _ in own], strict=True)
-            found.append([None, *(self._place({token: value, **dict(others)}) for token, value, others in places)])
+            table = partial(self._table, prompt[1:], own, likeliest)
+            found.append(await self._in_time(self._reading.run(size, table), late_at))
         return found
 
     async def _events(self, uid: str, asked: ClientRequest, late_at: float) -> Samples:
@@ -279,10 +284,19 @@ class App:
             self._unfinished -= len(requests)
             self._engine.abort([request.uid for request in requests])
 
+    def _table(self, prompt: Sequence[int], own: Sequence[float], likeliest: Sequence[Any]) -> str:
+        """Converts log-probs to JSON, one position at a time, so that the event loop has its turn in between."""
+        places = zip(prompt, own, likeliest or [()] * len(own), strict=True)
+        found = (_json(self._place({token: value, **dict(others)})) for token, value, others in places)
+        return f"[{','.join(('null', *found))}]"
+
     def _place(self, log_probs: Mapping[int, float]) -> Raw:
         """Converts the log-probs at one position to vLLM's form: by token id, with the text of each token."""
-        decode = self._reader.tokenizer.decode
-        return {str(token): {"logprob": each, "decoded_token": decode([token])} for token, each in log_probs.items()}
+        for token in log_probs:
+            if token not in self._decoded:
+                self._decoded[token] = str(self._reader.tokenizer.decode([token]))
+        texts = self._decoded
+        return {str(token): {"logprob": each, "decoded_token": texts[token]} for token, each in log_probs.items()}
 
     async def _in_time(self, work: Awaitable[T], late_at: float) -> T:
         """Waits for the result of `work`.  Raises: ApiError at the loop's time `late_at`, even if the engine hangs."""
@@ -300,14 +314,20 @@ class App:
             why = "the engine gives the log-prob of the sampled token alone; set it to 0"
             raise unsupported(asked.body.likeliest_field, count, why)
 
-    async def _whole(self, asked: ClientRequest, late_at: float, events: Samples, answer: ClientResponse) -> Raw:
+    async def _whole(self, asked: ClientRequest, late_at: float, events: Samples, answer: ClientResponse) -> Response:
         async with aclosing(events):
             tables = await self._tables(asked, late_at)
             pieces = [(sample, self._piece(sample, event)) async for sample, event in events]
         whole = answer.whole(sorted(pieces, key=lambda each: each[0].index))
-        for choice in whole["choices"] if tables else ():
-            choice["prompt_logprobs"] = tables[choice["index"] // asked.body.n]
-        return whole
+        if not tables:
+            return JSONResponse(whole)
+        choices = (
+            f'{_json(each)[:-1]}, "prompt_logprobs": {tables[each["index"] // asked.body.n]}}}'
+            for each in whole["choices"]
+        )
+        rest = {name: each for name, each in whole.items() if name != "choices"}
+        content = f'{_json(rest)[:-1]}, "choices": [{", ".join(choices)}]}}'
+        return Response(content, media_type="application/json")
 
     async def _chunks(
         self, first: tuple[ResponseChoice, Event], events: Samples, answer: ClientResponse, path: str, started: float
@@ -432,7 +452,11 @@ def in_own_words(error: WhetError) -> EngineError:
 
 
 def _line(content: Raw) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False, allow_nan=False)}\n\n"
+    return f"data: {_json(content)}\n\n"
+
+
+def _json(content: Raw) -> str:
+    return json.dumps(content, ensure_ascii=False, allow_nan=False)
 
 
 async def _not_here(request: Request, error: Exception) -> Response:

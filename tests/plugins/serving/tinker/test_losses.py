@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ import torch
 
 from tests.plugins.serving.tinker.rows import datum, request
 from tests.raising import raises
-from whet.errors import DataError, WhetError
+from whet.errors import ConfigError, DataError, RegistryError, WhetError
+from whet.plugins.serving.tinker import losses
 from whet.plugins.serving.tinker.losses import DatumRows, SumObjective, objective_of
+from whet.registry import AGGREGATIONS, POLICY_LOSSES
 
 
 def rows(loss: str, *data: bytes) -> DatumRows:
@@ -113,3 +116,82 @@ def test_an_input_that_only_some_rows_have_is_refused() -> None:
 def test_targets_of_several_widths_are_refused() -> None:
     with pytest.raises(DataError):
         rows("cross_entropy", datum([1], target_tokens=[[1, 2]]), datum([1], target_tokens=[[1, 2, 3]]))
+
+
+@pytest.mark.parametrize("place", ["timeit:timeit", "{file}:loss", "os.path:join"])
+def test_a_client_names_no_code(place: str, tmp_path: Path) -> None:
+    """A loss and an aggregation are registered names: a location of code is refused, and nothing is imported."""
+    code = tmp_path / "code.py"
+    code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef loss(log_probs): return log_probs\n")
+    name = place.format(file=code)
+    for loss, options in ((name, {}), (f"whet:{name}", {}), ("ppo", {"aggregation": name})):
+        with raises(RegistryError, found=name):
+            plain(loss, options)
+    assert not (tmp_path / "ran").exists()
+    with raises(RegistryError):  # a preference loss, which reads pairs
+        plain("dpo", {})
+
+
+def test_a_divisor_of_the_whole_batch_comes_from_the_client() -> None:
+    """The mean over 4 tokens in two requests: each adds its share."""
+    data = [datum([1, 2], target_tokens=[2, 3], weights=np.float32([1, 1])) for _ in range(2)]
+    for name in AGGREGATIONS.names():
+        divisors = [each for each in losses.DIVISORS if each in AGGREGATIONS[name].options]
+        if divisors:
+            with raises(DataError, "aggregation"):
+                plain("cross_entropy", {"aggregation": name})
+        options = {"aggregation": name, **dict.fromkeys(divisors, 4.0)}
+        total = 0.0
+        for row in data:
+            made = rows("cross_entropy", row)
+            objective = plain("cross_entropy", options)
+            counts = objective.counts(made.batch.columns())
+            own, _ = objective.loss({"log_probs": torch.tensor([[-1.0, -3.0]])}, made.batch.columns(), counts)
+            total += float(own)
+        # two rows of the loss 4: 8 / 4, or 8 / 4 / 4 with a length; means of rows are 2
+        expected = {"token-sum": 8.0, "seq-mean-token-sum-norm": 0.5, "seq-mean-token-mean": 1.0}.get(name, 2.0)
+        assert total == pytest.approx(expected), name
+    for bad in (0.0, math.nan, math.inf, "many"):
+        with raises(DataError, "num_tokens"):
+            plain("cross_entropy", {"aggregation": "token-mean", "num_tokens": bad})
+    empty = rows("cross_entropy", datum([1], target_tokens=[2], weights=np.float32([0])))
+    counts = plain("cross_entropy", {"aggregation": "token-mean", "num_tokens": 4.0}).counts(empty.batch.columns())
+    assert not any(counts.values())  # nothing to train on is no update
+
+
+def test_a_column_of_the_whole_batch_comes_from_the_client() -> None:
+    sampled = {"logprobs": np.float32([-1, -2]), "advantages": np.float32([1, 1])}
+    for loss in [entry.name for entry in POLICY_LOSSES if "before" in entry.marks]:
+        objective = plain(loss, {})
+        with raises(DataError, f"loss {loss!r}"):
+            rows(loss, datum([1, 2], target_tokens=[2, 3], **sampled)).check_columns(objective)
+        given = rows(loss, datum([1, 2], target_tokens=[2, 3], chosen=np.float32([0, 1]), **sampled))
+        given.check_columns(objective)
+        total, _ = objective.loss({"log_probs": torch.tensor([[-1.0, -1.5]])}, given.batch.columns(), {})
+        assert math.isfinite(float(total))
+
+
+def test_options_that_are_no_numbers_are_refused() -> None:
+    for name in ("clip_low_threshold", "clip_high_threshold"):
+        with raises(DataError, name, found="abc"):
+            plain("ppo", {name: "abc"})
+        with pytest.raises(ConfigError):
+            plain("ppo", {name: math.nan})
+
+
+@pytest.mark.parametrize("name", sorted(losses.RESERVED))
+def test_an_input_replaces_no_column_of_the_server(name: str) -> None:
+    with raises(DataError, f"input {name!r}"):
+        rows("ppo", datum([1], target_tokens=[2], **{name: np.float32([1])}))
+
+
+def test_few_rows_do_not_become_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long row makes short ones as wide, and targets of its own need log-probs of the whole vocabulary."""
+    monkeypatch.setattr(losses, "MOST_PADDED", 100)
+    short = [datum([1], target_tokens=[2])] * 9
+    with raises(DataError, "data"):
+        rows("cross_entropy", *short, datum([1] * 20, target_tokens=[1] * 20))
+    monkeypatch.setattr(losses, "MOST_TABLE", 100)
+    with raises(DataError, "target_tokens"):
+        rows("cross_entropy", datum([1, 2], target_tokens=[9, 9]))
+    rows("cross_entropy", datum([1, 2], target_tokens=[2, 9]))

@@ -144,15 +144,18 @@ def test_a_policy_loss_has_the_bits_of_an_update(
             **draws,
         },
     )
+    chosen: dict[str, list[npt.NDArray[np.float32]]] = {}
     objective = PolicyObjective(name, options)
     if loss == "clip_cov":
         batch = batch.with_columns(chosen=with_mini_batch_columns(objective.function, batch.tensors())["chosen"])
+        rows = zip(batch["chosen"], responses, strict=True)
+        chosen["chosen"] = [row[: len(own)].float().numpy() for row, own in rows]
     data = []
     for prompt, response, sampled, score in zip(prompts, responses, old, scores, strict=True):
         pad = np.zeros(len(prompt) - 1, np.float32)
         own = np.ones(len(response), np.float32)
         inputs = {"logprobs": sampled, "advantages": own * score, "weights": own / np.float32(total)}
-        inputs |= {key: each[len(data)] for key, each in draws.items()}
+        inputs |= {key: each[len(data)] for key, each in chosen.items()}
         inputs = {key: np.concatenate([pad, each]) for key, each in inputs.items()}
         data.append(datum([*prompt, *response[:-1]], target_tokens=[0] * len(pad) + [*response], **inputs))
     for _ in range(2):

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.raising import raises
+from whet.errors import StorageError
 from whet.guard import RefusedError
 from whet.plugins.serving.tinker.samplers import SampleRequest, Samplers
 from whet.plugins.serving.tinker.store import ModelKind, Saved, Store
@@ -76,7 +78,8 @@ def test_requests_whose_weights_are_gone_fail_alone() -> None:
 def test_paths_names_and_owners(tmp_path: Path) -> None:
     store, kind = Store(tmp_path), ModelKind("m", 4)
     path = "tinker://s:train:0/weights/one"
-    store.end(store.begin(path, overwrite=False), Saved("me", kind, 1.0, None, {"a": "b"}))
+    with store.writing(path, Saved("me", kind, 1.0, None, {"a": "b"}), overwrite=False):
+        assert not [*store.listed("me")]  # it is not complete
     place, saved = store.find("me", path)
     assert (
         place == tmp_path / "s:train:0" / "weights" / "one" and saved.kind == kind and saved.user_metadata == {"a": "b"}
@@ -92,12 +95,70 @@ def test_paths_names_and_owners(tmp_path: Path) -> None:
     ):
         with pytest.raises(RefusedError):
             store.place(bad)
-    with pytest.raises(RefusedError):
-        store.begin(path, overwrite=False)
+    with pytest.raises(RefusedError), store.writing(path, saved, overwrite=False):
+        raise AssertionError
     for owner, name in (("you", path), ("me", path.replace("one", "two"))):
         with pytest.raises(RefusedError):
             store.remove(owner, name)
-    store.end(store.begin(path, overwrite=True), Saved("me", kind, 1.0, 2.0))
+    with store.writing(path, Saved("me", kind, 1.0, 2.0), overwrite=True):
+        pass
     with pytest.raises(RefusedError):  # it has expired
         store.find("me", path)
     assert not place.exists() and saved.time <= time.time()
+    (tmp_path / "s:train:0" / "weights" / "two").mkdir()
+    for damaged in ("[]", '{"owner": "me", "later": 1}'):
+        (tmp_path / "s:train:0" / "weights" / "two" / "meta.json").write_text(damaged)
+        assert not [*store.listed("me")]
+
+
+def write(store: Store, name: str, content: str, **fields: Any) -> Path:
+    path = f"tinker://s:train:0/sampler_weights/{name}"
+    with store.writing(path, Saved("me", ModelKind("m", 4), 1.0, **fields), overwrite=True) as place:
+        (place / "weights").write_text(content)
+    return store.find("me", path)[0]
+
+
+def test_a_checkpoint_stays_until_the_one_that_replaces_it_is_complete(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    place = write(store, "one", "old")
+    path, saved = "tinker://s:train:0/sampler_weights/one", Saved("me", ModelKind("m", 4), 2.0)
+    with pytest.raises(OSError), store.writing(path, saved, overwrite=True) as partial:  # a full disk
+        (partial / "weights").write_text("half")
+        assert (place / "weights").read_text() == "old"
+        raise OSError(28, "full")
+    assert [each.name for each in place.parent.iterdir()] == ["one"] and (place / "weights").read_text() == "old"
+    write(store, "one", "new")
+    assert [each.name for each in place.parent.iterdir()] == ["one"] and (place / "weights").read_text() == "new"
+
+
+def test_a_server_clears_up_after_servers_that_have_ended(tmp_path: Path) -> None:
+    """Snapshots and parts are removed, a replaced checkpoint returns, names that begin with _ stay; another server that
+    runs keeps its snapshots."""
+    store = Store(tmp_path / "ck")
+    with store.opened(), Store(tmp_path / "ck").opened():
+        named, snapshot = write(store, "_best", "x"), write(store, "snapshot", "x", is_snapshot=True)
+        with Store(tmp_path / "ck").opened():
+            assert snapshot.exists()
+    replaced = write(store, "replaced", "old")
+    replaced.rename(replaced.with_name(".replaced.former"))
+    (replaced.with_name(".half.partial")).mkdir()
+    with store.opened():
+        assert {each.name for each in named.parent.iterdir()} == {"_best", "replaced"}
+        assert (replaced / "weights").read_text() == "old"
+    (tmp_path / "file").touch()
+    with raises(StorageError), Store(tmp_path / "file").opened():
+        raise AssertionError
+
+
+@pytest.mark.parametrize("error", [OSError(5, "broken"), RuntimeError("can't allocate memory"), KeyError("x")])
+def test_weights_that_cannot_be_read_fail_their_own_requests(error: Exception) -> None:
+    def broken(owner: str, path: str | None) -> Any:
+        if path == "broken":
+            raise error
+        return module(owner, path)
+
+    samplers = Samplers(Engine(), broken)  # type: ignore[arg-type]
+    for uid, path in (("x", "broken"), ("y", None)):
+        samplers.submit(request(uid, path))
+    events = [event for _ in range(4) for event in samplers.poll(0.0)]
+    assert [(type(each), each.uid) for each in events] == [(Failed, "x"), (Finished, "y")]

@@ -116,6 +116,14 @@ def test_samples() -> None:
     assert (found.topk_prompt_logprobs.k, found.topk_prompt_logprobs.length) == (1, 2)
 
 
+def test_rows_of_a_sparse_tensor_are_checked_before_they_are_made() -> None:
+    """A few bytes that ask for 2^40 entries are refused, instead of an error of too little memory."""
+    for crow in ([0, 2**40], [0, -1], [1, 0], [0, 2**62, 0], [], [-(2**63), 0], [2**63 - 1, -(2**63)]):
+        for shape in ([1, 4], [2, 4], [0, 4], [2]):
+            with raises(DataError, "x"):
+                read(sparse([], crow, [], shape))
+
+
 def test_few_bytes_do_not_make_much_work() -> None:
     """More rows than the SDK sends, and sparse tensors that are large together, are refused unread."""
     with raises(DataError, "data"):

@@ -8,11 +8,12 @@ import hashlib
 import hmac
 import json
 import logging
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,7 +40,7 @@ Call = Callable[[str, Raw], Awaitable[Raw | Response]]  # of an owner, with the 
 PROTO, JSON = "application/x-protobuf", "application/json"
 POLL_SECONDS = 25.0  # of a call that waits for a result; the SDK gives up after 45
 SWEEP_SECONDS = 5.0
-SNAPSHOT = "_"  # begins the name of a checkpoint that ends with its session
+MOST_TTL_SECONDS = 10 * 366 * 86400  # the longest that the SDK names
 MIB = 2**20
 
 
@@ -87,8 +88,12 @@ class TinkerApp:
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self._thread.run_elsewhere = asyncio.get_running_loop().call_soon_threadsafe
         sweeper = asyncio.create_task(self._sweep())
-        yield
-        sweeper.cancel()
+        try:
+            yield
+        finally:
+            sweeper.cancel()
+            for name in list(self._desk.sessions):
+                self._clear(self._desk.end(name))
 
     def _route(self, name: str, call: Call | Raw) -> Route:
         """Makes the route of a client's call. It checks the client's key, and converts errors to responses."""
@@ -165,12 +170,9 @@ class TinkerApp:
         return {}
 
     def _clear(self, session: ClientSession) -> None:
-        """Frees the models, snapshots and samples of an ended session."""
+        """Frees the models, snapshots and samples of an ended session, after the work that is running on them."""
         for model in session.models:
             self._thread.call(partial(self._models.drop, model))
-            for path, _, _ in list(self._models.store.listed(session.owner, model)):
-                if path.rpartition("/")[2].startswith(SNAPSHOT):
-                    self._models.store.remove(session.owner, path)
         self._sampling.clear(session)
 
     async def _sweep(self) -> None:
@@ -223,7 +225,10 @@ class TinkerApp:
         def work() -> Result:
             if not isinstance(params, dict):
                 return RequestFailure("models are trained by adamw; send AdamParams", "user")
-            return {"type": "optim_step", "metrics": self._models.step(model, params)}
+            found = self._models.step(model, params)
+            # The SDK reads a text as a number; JSON has no NaN and no infinity.
+            shown = {key: each if math.isfinite(each) else str(each) for key, each in found.items()}
+            return {"type": "optim_step", "metrics": shown}
 
         return self._enter(owner, model, raw["seq_id"], raw, work)
 
@@ -236,23 +241,35 @@ class TinkerApp:
         model, number, kind = raw["model_id"], raw.get("sampling_session_seq_id"), raw.get("kind") or "snapshot"
         if kind != "snapshot":
             raise RefusedError(400, f"kind={kind!r} is not supported; leave it out, for a snapshot")
-        session = self._desk.owned(owner, model)
-        name = raw.get("path") if number is None else f"{SNAPSHOT}{raw['seq_id']}"
-        path, work = self._saving(owner, raw, SAMPLER, name)
-        told: Raw = {"path": path}
-        if number is not None:
-            told = {"path": None, "sampling_session_id": self._desk.add_sampler(session, number, path)}
-        return self._enter(owner, model, raw["seq_id"], raw, lambda: {**work(), **told})
+        session, seq = self._desk.owned(owner, model), raw["seq_id"]
+        if number is None:
+            path, work = self._saving(owner, raw, SAMPLER, raw.get("path"))
+            return self._enter(owner, model, seq, raw, lambda: {**work(), "path": path})
+        # A retry of the SDK has another number: it gets the sampler of the first request.
+        asked = {key: each for key, each in raw.items() if key != "sampling_session_seq_id"}
+        is_new = not self._desk.has(model, seq)
+        path, work = self._saving(owner, raw, SAMPLER, f"snapshot-{seq}-{uuid.uuid4().hex[:8]}", is_snapshot=True)
+        name = self._desk.sampler_name(session, int(number), path) if is_new else ""
+        told = {"path": None, "sampling_session_id": name}
+        promise = self._enter(owner, model, seq, asked, lambda: {**work(), **told})
+        if is_new:
+            self._desk.add_sampler(session, int(number), path)
+        return promise
 
-    def _saving(self, owner: str, raw: Raw, kind: str, name: str | None) -> tuple[str, Callable[[], Raw]]:
+    def _saving(
+        self, owner: str, raw: Raw, kind: str, name: str | None, *, is_snapshot: bool = False
+    ) -> tuple[str, Callable[[], Raw]]:
         """Returns the path of a checkpoint, and a function that writes it.  Raises: RefusedError."""
         model, ttl, now = raw["model_id"], raw.get("ttl_seconds"), time.time()
         path = f"{SCHEME}{model}/{kind}/{name or format(raw['seq_id'], '06d')}"
         self._models.store.place(path)
+        if ttl is not None and not 0 < ttl <= MOST_TTL_SECONDS:
+            raise RefusedError(400, f"ttl_seconds={ttl} is not from 1 to {MOST_TTL_SECONDS}")
         expires, overwrite = None if ttl is None else now + ttl, bool(raw.get("overwrite"))
+        metadata = {str(key): str(each) for key, each in (raw.get("user_metadata") or {}).items()}
 
         def work() -> Raw:
-            saved = Saved(owner, self._models.kind_of(model), now, expires, raw.get("user_metadata") or {})
+            saved = Saved(owner, self._models.kind_of(model), now, expires, metadata, is_snapshot)
             self._models.save(model, path, saved, overwrite=overwrite)
             return {"type": "save_weights" if kind == WEIGHTS else "save_weights_for_sampler"}
 
@@ -296,7 +313,8 @@ class TinkerApp:
                 self._samplers.spent = time.monotonic() - start
 
         def ran(done: Future[Result | None]) -> None:
-            self._thread.run_elsewhere(lambda: self._ran(request, done))
+            with suppress(RuntimeError):  # of an event loop that has ended, and so has the request's session
+                self._thread.run_elsewhere(lambda: self._ran(request, done))
 
         self._thread.call(timed).add_done_callback(ran)
 
@@ -340,7 +358,7 @@ class TinkerApp:
         if (path := raw.get("model_path")) is not None:
             self._models.store.find(owner, path)
         session = self._desk.session(owner, raw["session_id"])
-        name = self._desk.add_sampler(session, raw["sampling_session_seq_id"], path)
+        name = self._desk.add_sampler(session, int(raw["sampling_session_seq_id"]), path)
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
     async def _sampler_info(self, owner: str, raw: Raw) -> Raw:

@@ -134,9 +134,15 @@ class Desk:
         return name
 
     def add_sampler(self, session: ClientSession, number: int, path: str | None) -> str:
-        """Adds a sampler, unless the session has a sampler with this number. Returns its name."""
+        """Adds a sampler, unless the session has this sampler. Returns its name.  Raises: RefusedError."""
+        session.samplers[(name := self.sampler_name(session, number, path))] = path
+        return name
+
+    def sampler_name(self, session: ClientSession, number: int, path: str | None) -> str:
+        """Returns the name of a sampler.  Raises: RefusedError if the number belongs to a sampler of other weights."""
         name = f"{session.name}{SAMPLER}{number}"
-        session.samplers.setdefault(name, path)
+        if session.samplers.get(name, path) != path:
+            raise RefusedError(422, f"sampler {name} was created before, for other weights")
         return name
 
     def enter(self, model: str, seq: int, digest: bytes, work: Work, size: int, now: float) -> DeskRequest:
@@ -154,6 +160,10 @@ class Desk:
             own.ready.append(first)
             own.next += 1
         return request
+
+    def has(self, model: str, seq: int) -> bool:
+        """Tells whether a request of a model has come, and its result is not yet dropped."""
+        return f"{model}:{seq}" in self.requests
 
     def note(self, name: str, session: ClientSession, digest: bytes) -> bool:
         """Adds a request that needs no order, such as sampling.  Returns whether it is new.  Raises: RefusedError."""

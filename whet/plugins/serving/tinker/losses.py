@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts the SDK's rows and losses to a batch and an objective of whet's training engines.
 
-A loss is a weighted sum over tokens, so that chunks of a batch add up and clients choose the divisor. With weight 1/N
+A loss is a weighted sum over tokens, so that chunks of a batch add up and clients choose the divisor. The SDK sends one
+batch in several requests, so a number that depends on the whole batch has to come from the client. With weight 1/N
 on each of N tokens, `cross_entropy` has the gradient of `whet sft`, and a policy loss has the gradient of `whet train`,
 bit for bit, since rows have the same layout."""
 
@@ -15,21 +16,29 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from whet.algorithms.calls import Bound, PolicyLoss, with_mini_batch_columns
+from whet.algorithms.calls import Bound, PolicyLoss
 from whet.batch import Batch
 from whet.columns import POLICY_OUTPUTS
 from whet.engines.protocol import Columns
-from whet.errors import DataError
+from whet.errors import DataError, RegistryError, did_you_mean
 from whet.metrics import Metrics
 from whet.models.positions import position_ids
 from whet.plugins.serving.tinker.wire import Datum
-from whet.registry import POLICY_LOSSES
+from whet.registry import AGGREGATIONS, POLICY_LOSSES, Entry, Registry
 from whet.trainers.objectives import LossObjective
 
 Floats = npt.NDArray[np.float32]
 OWN = "whet:"  # before the name of a loss of whet that the SDK has too
 CROSS_ENTROPY, AGGREGATION, SHORT = "cross_entropy", "aggregation", "trained_logprobs_only"
 TARGETS, WEIGHTS, LOG_PROBS = "target_tokens", "weights", "logprobs"
+DIVISORS = ("num_tokens", "num_sequences", "fixed_length")  # of aggregations, for the whole batch
+# Columns that no input of a client may replace.
+RESERVED = {
+    "input_ids", "attention_mask", "position_ids", "response_mask", "loss_mask", "row", "picked", "picked_weights",
+    "token_weights", "log_probs",
+}  # fmt: skip
+MOST_PADDED = 2**26  # numbers of a column, padded: one long row makes all rows wide
+MOST_TABLE = 2**30  # log-probs of a row over the vocabulary, for targets that are not the next tokens
 MASKS = (WEIGHTS, "mask", "sequence_ratio_mask")  # inputs that are 0 on tokens that are not trained
 # Losses of the SDK: a loss of whet, its options, and how options of the SDK change them.
 NAMED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -48,18 +57,56 @@ def objective_of(name: str, options: Mapping[str, float | str], *, is_picked: bo
     given = dict(options)
     aggregation = str(given.pop(AGGREGATION, "token-sum"))
     given.pop(SHORT, None)
+    common: dict[str, Any] = {"aggregation": aggregation, "is_picked": is_picked}
+    common |= _divisors(registered(AGGREGATIONS, aggregation), given)
     if name == CROSS_ENTROPY:
         if given:
             raise DataError(f"loss {name!r}", f"has no option {min(given)!r}", change="leave it out")
-        return SumObjective(loss_name=name, aggregation=aggregation, is_picked=is_picked)
+        return SumObjective(loss_name=name, **common)
     own, fixed = NAMED.get(name, (name.removeprefix(OWN), {}))
     if name in NAMED:
         for key, end in (("clip_low_threshold", "clip_ratio_low"), ("clip_high_threshold", "clip_ratio_high")):
             if key in given:
-                bound = float(given.pop(key))
+                bound = number_of(key, given.pop(key))
                 given[end] = bound if own not in RELATIVE else (1 - bound if end == "clip_ratio_low" else bound - 1)
-    bound_loss = Bound.of(POLICY_LOSSES, own, {**fixed, **given}, f"loss {name!r}: ")
-    return SumObjective(own, bound_loss.options, aggregation, bound=bound_loss, is_picked=is_picked)
+    entry = registered(POLICY_LOSSES, own)
+    bound_loss = Bound(entry, entry.resolve_options({**fixed, **given}, f"loss {name!r}: "))
+    return SumObjective(own, bound_loss.options, bound=bound_loss, **common)
+
+
+def registered(registry: Registry, name: str) -> Entry:
+    """Returns the entry of a registered name. A client may not name code by its location, which the registry would
+    load.  Raises: RegistryError."""
+    if name not in registry:
+        names = registry.names()
+        change = did_you_mean(name, names, "correct the name")
+        raise RegistryError(registry.kind, name, f"one of {', '.join(names)}", change)
+    return registry[name]
+
+
+def number_of(key: str, value: float | str) -> float:
+    """Converts the value of an option to a number.  Raises: DataError."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise DataError(key, value, "a number") from error
+
+
+def _divisors(aggregation: Entry, given: dict[str, Any]) -> dict[str, Any]:
+    """Moves the divisors of an aggregation from the options to arguments of SumObjective.  Raises: DataError."""
+    found = dict[str, float]()
+    for name in DIVISORS:
+        if name not in aggregation.options:
+            continue
+        if name not in given:
+            why = f"{aggregation.name} divides by {name}, and a request may be a part of the batch"
+            change = f"set {name} in loss_fn_config, for the whole batch, or put the divisor into the weights"
+            raise DataError(AGGREGATION, why, "token-sum, or a divisor", change)
+        if not 1 <= (value := number_of(name, given.pop(name))) < np.inf:
+            raise DataError(name, value, "1 or more")
+        found[name] = value
+    length = {"fixed_length": int(found.pop("fixed_length"))} if "fixed_length" in found else {}
+    return {"divisors": found, **length}
 
 
 @dataclass(frozen=True)
@@ -68,6 +115,7 @@ class SumObjective(LossObjective):
 
     name = "tinker"
     is_picked: bool = False  # targets are not the next tokens, or several a place
+    divisors: Mapping[str, float] = field(default_factory=dict)  # in place of the counts of these rows
     seen: dict[int, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     total_loss: list[torch.Tensor] = field(default_factory=list, repr=False, compare=False)
 
@@ -78,8 +126,14 @@ class SumObjective(LossObjective):
         own = frozenset() if self.loss_name == CROSS_ENTROPY else POLICY_OUTPUTS & {*self.function.columns}
         return own | {"vocab_log_probs" if self.is_picked else "log_probs"}
 
+    def counts(self, batch: Columns) -> dict[str, torch.Tensor]:
+        """Counts the trained tokens and the rows that have any; `divisors` replace these counts, unless they are 0."""
+        own = super().counts(batch)
+        return own | {name: torch.tensor(each) for name, each in self.divisors.items() if bool(own["num_tokens"])}
+
     def loss(self, outputs: Columns, batch: Columns, counts: Columns) -> tuple[torch.Tensor, Metrics]:
-        """Returns the sum of the losses of these rows, and metrics."""
+        """Returns the sum of the losses of these rows, and metrics.  Raises: RegistryError for a loss that is no loss
+        per token."""
         log_probs = targets_of(outputs, batch)
         self.seen.update(zip(batch["row"].tolist(), log_probs.detach().cpu(), strict=True))
         if self.is_picked and self.loss_name != CROSS_ENTROPY:
@@ -90,7 +144,11 @@ class SumObjective(LossObjective):
         elif self.loss_name == CROSS_ENTROPY:
             total = self.total(PolicyLoss(-log_probs, None, {}, {}), batch, counts)
         else:
-            total = self.total(self.call(columns), batch, counts)
+            found = self.call(columns)
+            if found.per_token is None:
+                what = "returns an aggregated loss, whose value depends on the rows of a request"
+                raise RegistryError(f"loss {self.loss_name!r}", what, "a loss per token [B, R]")
+            total = self.total(found, batch, counts)
         self.total_loss.append(total.detach())
         return total, Metrics()
 
@@ -124,6 +182,7 @@ class DatumRows:
         firsts = [int(mask.argmax()) if loss != CROSS_ENTROPY else 0 for mask in masks]
         widest = max(firsts)
         width = widest + 1 + max(len(mask) - first for mask, first in zip(masks, firsts, strict=True))
+        _check_size(data, targets, width, vocab_size if is_picked else 1)
         ids, real = np.zeros((len(data), width), np.int64), np.zeros((len(data), width), np.int64)
         for row, (datum, first, target) in enumerate(zip(data, firsts, targets, strict=True)):
             here = slice(widest - first, widest - first + len(datum.tokens) + 1)
@@ -168,17 +227,36 @@ class DatumRows:
             found.append(own.reshape(shape))
         return found
 
-    def prepared(self, objective: SumObjective) -> Batch:
-        """Adds the columns that a loss computes over all rows together."""
-        if objective.loss_name == CROSS_ENTROPY:
-            return self.batch
-        columns = with_mini_batch_columns(objective.function, self.batch.tensors())
-        return self.batch.with_columns(**{name: each for name, each in columns.items() if name not in self.batch})
+    def check_columns(self, objective: SumObjective) -> None:
+        """Checks that the rows have the columns that a loss computes over all rows of a batch: a request may be a part
+        of it.  Raises: DataError."""
+        of_batch = () if objective.loss_name == CROSS_ENTROPY else objective.function.entry.marks.get("before", ())
+        for name in of_batch:
+            if name not in self.batch:
+                why = f"reads {name!r}, which depends on all rows of a batch, and a request may be a part of it"
+                change = f"add {name!r} to loss_fn_inputs"
+                raise DataError(f"loss {objective.loss_name!r}", why, f"the input {name!r} in each row", change)
+
+
+def _check_size(data: Sequence[Datum], targets: Sequence[npt.NDArray[Any]], width: int, vocab_size: int) -> None:
+    """Raises: DataError for rows that become far larger in memory than they were sent."""
+    cells = len(data) * width * max(int(np.prod(target.shape[1:], dtype=int)) for target in targets)
+    if cells > MOST_PADDED:
+        expected = f"at most {MOST_PADDED:,} in a request"
+        raise DataError("data", f"has {cells:,} targets when padded to {width} tokens", expected, "send fewer rows")
+    table = max(len(each.tokens) for each in data) * vocab_size
+    if vocab_size > 1 and table > MOST_TABLE:
+        found = f"are not the next tokens, and need {table:,} log-probs of the vocabulary"
+        raise DataError(TARGETS, found, f"at most {MOST_TABLE:,} in a row", "send shorter rows")
 
 
 def _inputs(data: Sequence[Datum], loss: str, is_picked: bool, column: Any) -> dict[str, torch.Tensor]:
     """Converts inputs to columns with whet's names.  Raises: DataError if rows have different inputs."""
     given = [datum.inputs.keys() - {TARGETS, *MASKS[1:]} for datum in data]
+    if taken := set[str]().union(*given) & RESERVED:
+        raise DataError(
+            f"input {min(taken)!r}", "is a column of the server", "another name", "rename it or leave it out"
+        )
     if missing := set[str]().union(*given) - given[0].intersection(*given):
         raise DataError(f"input {min(missing)!r}", "is not in all rows", "the same inputs in each row")
     parts = {name: [np.asarray(each.inputs[name], np.float32) for each in data] for name in given[0]}

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from whet import serialization
 from whet.config.schema import Dtype, EngineConfig, LoraConfig, OptimConfig
 from whet.errors import ConfigError, EngineError
-from whet.models.lora import adapter_weights
+from whet.models.lora import adapter_weights, fingerprint
 from whet.models.outputs import prompt_log_probs
 from whet.plugins.serving.tinker.store import WEIGHTS, WHOLE, ModelKind, Saved, Store
 from whet.plugins.serving.tinker.training import Base, SharedRole, Training
@@ -44,6 +45,7 @@ class Models:
         """Creates no model yet. `ranks` calls a method of `Training` in other processes; None: in this process."""
         self.base, self.name, self.store, self.context = base.module, name, store, context
         nn.Module.to(self.base, device)
+        self.fingerprint = fingerprint(self.base)
         self.vocab_size: int = self.base.config.get_text_config().vocab_size
         optim = OptimConfig(lr=1e-4, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0)
         settings: dict[str, Any] = {"dtype": dtype, "optim": optim, "trust_remote_code": base.trust_remote_code}
@@ -61,14 +63,17 @@ class Models:
         self._kinds[model_id] = kind
 
     def drop(self, model_id: str) -> None:
-        """Frees a model, and the modules of the model's snapshots."""
+        """Frees a model, its snapshots, and their modules."""
+        self.store.remove_snapshots(model_id)
         if self._kinds.pop(model_id, None) is not None:
             self._train("drop", model_id)
         for path in [each for each in self._sampled if f"//{model_id}/" in each]:
             del self._sampled[path]
 
     def kind_of(self, model_id: str) -> ModelKind:
-        """Returns the kind of a model."""
+        """Returns the kind of a model.  Raises: EngineError."""
+        if model_id not in self._kinds:
+            raise EngineError(model_id, "was not created: its request failed", "a model", "create another model")
         return self._kinds[model_id]
 
     def _role_of(self, kind: ModelKind) -> SharedRole:
@@ -102,28 +107,46 @@ class Models:
 
     def save(self, model_id: str, path: str, saved: Saved, *, overwrite: bool) -> None:
         """Writes a checkpoint: for training, or with weights alone for sampling.  Raises: RefusedError."""
-        place = self.store.begin(path, overwrite)
-        self._train("save", model_id, place, f"/{WEIGHTS}/" in path)
+        saved = replace(saved, base=self.fingerprint)
+        with self.store.writing(path, saved, overwrite=overwrite) as place:
+            self._train("save", model_id, place, f"/{WEIGHTS}/" in path)
         self._sampled.pop(path, None)
-        self.store.end(place, saved)
+
+    def _find(self, owner: str, path: str) -> tuple[Path, ModelKind]:
+        """Finds a checkpoint of a model with this base.  Raises: RefusedError, EngineError."""
+        place, saved = self.store.find(owner, path)
+        if (saved.base or saved.kind.base_model) != (self.fingerprint if saved.base else self.name):
+            found = f"is of another base, {saved.kind.base_model!r}"
+            raise EngineError(path, found, f"a checkpoint of this server's base {self.name!r}")
+        return place, saved.kind
 
     def load(self, owner: str, model_id: str, path: str, *, optimizer: bool) -> None:
         """Loads a checkpoint into a new model, or into a model of the same kind.  Raises: RefusedError, EngineError."""
-        place, saved = self.store.find(owner, path)
-        if model_id not in self._kinds:
-            self.create(model_id, saved.kind)
-        self._train("load", model_id, place, optimizer)
+        place, kind = self._find(owner, path)
+        is_ready = model_id in self._kinds
+        if not is_ready:
+            self.create(model_id, kind)
+        try:
+            self._train("load", model_id, place, optimizer)
+            is_ready = True
+        finally:
+            if not is_ready:  # it has the weights of a new model
+                self.drop(model_id)
 
     def module(self, owner: str, path: str | None) -> PreTrainedModel:
         """Returns the base, or a module with a checkpoint's weights.  Raises: RefusedError, EngineError."""
         if path is None:
             return self.base
-        place, saved = self.store.find(owner, path)
+        place, kind = self._find(owner, path)
         if path not in self._sampled:
-            while len(self._sampled) >= (KEPT if saved.kind.rank else 1):
+            while len(self._sampled) >= (KEPT if kind.rank else 1):
                 self._sampled.popitem(last=False)
-            self._sampled[path] = self._module(saved.kind)
-            fill(self._sampled[path], serialization.load(place / WHOLE), path)
+            module = self._module(kind)
+            try:
+                fill(module, serialization.load(place / WHOLE), path)
+            except OSError as error:
+                raise EngineError(path, f"cannot be read ({error.strerror})", change="save it again") from error
+            self._sampled[path] = module
         self._sampled.move_to_end(path)
         return self._sampled[path]
 

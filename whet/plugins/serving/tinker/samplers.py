@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 from whet.errors import WhetError
 from whet.guard import RefusedError
+from whet.plugins.serving.engine_thread import named
 from whet.rollout.protocol import (
     Completion,
     Event,
@@ -24,9 +26,13 @@ from whet.rollout.protocol import (
     SharesModule,
     Status,
 )
+from whet.serialization import MALFORMED
 from whet.types import Failure
 
+log = logging.getLogger(__name__)
 Source = tuple[str, str | None]  # an owner, and a path of theirs; None: the base model
+# Errors of reading a checkpoint, too little memory among them; they concern the requests for its weights alone.
+UNREADABLE = (*MALFORMED, OSError, MemoryError, RuntimeError)
 MOST_SECONDS = 2.0  # of sampling between two calls
 
 
@@ -85,7 +91,7 @@ class Samplers:
         """Switches to the weights that have waited longest, and starts all of their requests."""
         source = next(iter(self._waiting))
         try:
-            module = self._module(*source)
+            module = self._loaded(*source)
             if module is not self._attached:
                 self._switches += 1
                 self._engine.attach(module, self._switches)
@@ -95,6 +101,16 @@ class Samplers:
             self._lost += [Failed(each.uid, each.attempt, failure) for each in self._waiting.pop(source)]
             return
         self._begin()
+
+    def _loaded(self, owner: str, path: str | None) -> PreTrainedModel:
+        """Returns the module with given weights.  Raises: WhetError, RefusedError."""
+        try:
+            return self._module(owner, path)
+        except (WhetError, RefusedError):
+            raise
+        except UNREADABLE as error:
+            log.error("the weights %s were not loaded", path, exc_info=error)
+            raise named(error) from error
 
     def _begin(self) -> None:
         assert self._source is not None

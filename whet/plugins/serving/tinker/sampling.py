@@ -26,6 +26,7 @@ from whet.rollout.protocol import Completion, Event, Failed, Finished, SamplingP
 
 log = logging.getLogger(__name__)
 MOST_LIKELIEST = 128  # tokens of a place
+MOST_SCORES = 2**20  # of the most probable tokens of a prompt
 
 
 class Sampling:
@@ -75,9 +76,14 @@ class Sampling:
         if not 0 <= min(widths) <= max(widths) <= MOST_LIKELIEST:
             raise RefusedError(400, f"{max(widths)} likeliest tokens are requested; at most {MOST_LIKELIEST} can be")
         prompt, params = self._asked(raw)
+        if len(prompt) * widths[1] > MOST_SCORES:
+            found = (
+                f"topk_prompt_logprobs={widths[1]} of {len(prompt)} tokens are {len(prompt) * widths[1]:,} log-probs"
+            )
+            raise RefusedError(400, f"{found}; at most {MOST_SCORES:,} can be requested")
         scores = await self._scores(source, raw, prompt)
         samples = await self._completions(source, raw, prompt, replace(params, num_likeliest=widths[0]), uids)
-        return write_samples(samples, scores, *widths)
+        return await asyncio.to_thread(write_samples, samples, scores, *widths)
 
     def _asked(self, raw: Raw) -> tuple[tuple[int, ...], SamplingParams]:
         """Returns the prompt and the sampling parameters, checked as by /v1/completions.  Raises: RefusedError,

@@ -44,6 +44,7 @@ def serve(settings: ServeSettings) -> None:
                 ranks = TrainingRanks(base, settings.ranks)
                 stack.callback(ranks.close)
             store = Store(Path(settings.folder).expanduser().resolve())
+            stack.enter_context(store.opened())
             given = dtype, store, reader.context, devices.here(), settings.train_engine, ranks
             models = Models(base, reader.name, *given)
             samplers = Samplers(_engine(settings, folder, dtype), models.module)

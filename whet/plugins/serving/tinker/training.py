@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,15 @@ from whet.engines.role import RoleSettings
 from whet.errors import ConfigError, DataError, EngineError, WhetError
 from whet.models.load import TrainedModel, load_policy
 from whet.models.routers import auxiliary_coefficient
-from whet.plugins.serving.tinker.losses import CROSS_ENTROPY, SHORT, DatumRows, objective_of, targets_of
+from whet.plugins.serving.tinker.losses import (
+    CROSS_ENTROPY,
+    SHORT,
+    DatumRows,
+    SumObjective,
+    number_of,
+    objective_of,
+    targets_of,
+)
 from whet.plugins.serving.tinker.store import STATE, WHOLE
 from whet.plugins.serving.tinker.wire import LossRequest, write_loss_output
 from whet.registry import ENGINES
@@ -34,6 +42,8 @@ from whet.registry import ENGINES
 # Numbers of the SDK's AdamParams.
 ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 RANKS_SECONDS = 86400.0  # limit of a call of the ranks, since training on a request may take long
+# Errors that a request has on all ranks, or after the last call that ranks take part in together.
+FAILURES = (WhetError, OSError, ValueError, TypeError, LookupError, OverflowError)
 Engine = Any  # whet.engines.engine.Engine, which a file of this layer does not import
 
 
@@ -82,6 +92,11 @@ class Training:
         given = {"role": replace(role, base=self._base), "process_group": self._group, "device": self._device}
         self.engines[model_id] = entry.make(given, entry.resolve_options(role.engine.options, "engine.options"))
 
+    def _engine(self, model_id: str) -> Engine:
+        if model_id not in self.engines:
+            raise EngineError(model_id, "was not created: its request failed", "a model", "create another model")
+        return self.engines[model_id]
+
     def drop(self, model_id: str) -> None:
         """Frees a model."""
         self.engines.pop(model_id, None)
@@ -91,10 +106,24 @@ class Training:
         finally a ForwardBackwardOutput.  Raises: DataError, RegistryError, ConfigError."""
         if not request.data:
             raise DataError("data", "is empty", "rows")
-        engine = self.engines[request.model_id]
+        engine = self._engine(request.model_id)
         rows = DatumRows.of(request.data, request.loss, vocab_size, context)
         objective = objective_of(request.loss, request.options, is_picked=rows.is_picked)
-        batch, everything = rows.prepared(objective), rows.with_all_places()
+        rows.check_columns(objective)
+        is_done = request.forward_only
+        try:
+            reply = yield from self._passes(engine, request, rows, objective)
+            is_done = True
+        finally:
+            if not is_done:  # a part of the rows has added its gradient
+                engine.discard()
+        yield reply
+
+    def _passes(
+        self, engine: Engine, request: LossRequest, rows: DatumRows, objective: SumObjective
+    ) -> Generator[None, None, bytes]:
+        """Runs the passes of a request, and yields after each.  Returns a ForwardBackwardOutput."""
+        batch, everything = rows.batch, rows.with_all_places()
         counts = objective.counts(batch.columns())
         if not request.forward_only:
             for part in self._parts(engine, batch, rows.is_picked):
@@ -117,7 +146,7 @@ class Training:
             found_by: list[Any] = [None] * self._group.size()
             dist.all_gather_object(found_by, (seen, total) if engine.is_reporting else ({}, 0.0), self._group)
             seen, total = {row: each for own, _ in found_by for row, each in own.items()}, sum(n for _, n in found_by)
-        yield write_loss_output(rows.outputs(seen), {"loss:sum": total})
+        return write_loss_output(rows.outputs(seen), {"loss:sum": total})
 
     def _parts(self, engine: Engine, batch: Batch, is_picked: bool) -> Iterable[list[int]]:
         """Returns this rank's rows for each forward pass; ranks have equally many passes. A pass has one row if the
@@ -132,9 +161,11 @@ class Training:
 
     def step(self, model_id: str, params: Mapping[str, Any]) -> dict[str, float]:
         """Takes an AdamW step with the SDK's parameters.  Returns metrics.  Raises: ConfigError."""
-        engine = self.engines[model_id]
-        lr, beta1, beta2, eps, decay, clip = (float(params.get(name, default)) for name, default in ADAM.items())
-        if not (0 <= lr < np.inf and 0 <= beta1 < 1 and 0 <= beta2 < 1 and 0 < eps < np.inf and 0 <= decay < np.inf):
+        engine = self._engine(model_id)
+        given = (number_of(f"adam_params.{name}", params.get(name, default)) for name, default in ADAM.items())
+        lr, beta1, beta2, eps, decay, clip = given
+        betas_fit, is_clip = 0 <= beta1 < 1 and 0 <= beta2 < 1, not np.isnan(clip)
+        if not (0 <= lr < np.inf and betas_fit and 0 < eps < np.inf and 0 <= decay < np.inf and is_clip):
             raise ConfigError("adam_params", str(dict(params)), "rates from 0 to 1, and an eps over 0")
         optim = engine.role.optim.model_copy(update={"lr": lr, "betas": (beta1, beta2), "eps": eps})
         engine.role, engine.grad_clip = replace(engine.role, optim=optim), clip if clip > 0 else None
@@ -147,20 +178,22 @@ class Training:
 
     def save(self, model_id: str, place: Path, trains: bool) -> None:
         """Writes all trained weights, and the engine's state if it `trains`."""
-        engine = self.engines[model_id]
+        engine = self._engine(model_id)
         weights = engine.adapter_weights() if engine.role.lora is not None else engine.named_weights()
         whole = {name: each.cpu() for name, each in weights}  # every rank takes part
-        if self._group is None or dist.get_rank(self._group) == 0:
-            serialization.save(place / WHOLE, whole)
         if trains:
             engine.save(place / STATE, None)
+        if self._group is None or dist.get_rank(self._group) == 0:  # last: if it fails, no other rank waits
+            serialization.save(place / WHOLE, whole)
 
     def load(self, model_id: str, place: Path, optimizer: bool) -> None:
-        """Loads weights, with the optimizer's state or a new one.  Raises: EngineError for another model's weights."""
-        engine = self.engines[model_id]
+        """Loads weights, with the optimizer's state or a new one, and drops the gradient since the last step.  Raises:
+        EngineError for another model's weights."""
+        engine = self._engine(model_id)
         if not (place / STATE).exists():
             raise EngineError(place.name, "has no state to train from", "weights that save_state wrote")
         engine.load(place / STATE)
+        engine.discard()
         if not optimizer:
             engine.steps_done = 0
             for each in optimizers_of(engine.optimizer):
@@ -176,11 +209,11 @@ class TrainingRank(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def do(self, method: str, arguments: Sequence[Any]) -> Any:
-        """Calls a method of `Training`. Returns a user's error, since raising it would end all ranks."""
+        """Calls a method of `Training`. Returns an error of the request, since raising it would end all ranks."""
         try:
             found = getattr(self._training, method)(*arguments)
             return [*found][-1:] if isinstance(found, Iterator) else found
-        except WhetError as error:
+        except FAILURES as error:
             return error
 
 
@@ -196,6 +229,6 @@ class TrainingRanks:
         """Returns the first rank's result of a method.  Raises: the method's errors; WorkerError if ranks are lost."""
         found = self._group.call("do", method, arguments)
         for each in found:
-            if isinstance(each, WhetError):
+            if isinstance(each, Exception):
                 raise each
         return found[0]

@@ -129,6 +129,7 @@ def read_tensor(tensor: Any, where: str) -> Array:
         )
         values = torch.from_numpy(_array(csr.values, tensor.dtype, where).copy())
         try:
+            _check_rows(crow, len(col), shape, where)
             places = torch.stack([torch.arange(len(crow) - 1).repeat_interleave(crow.diff()), col])
             whole = torch.sparse_coo_tensor(places, values, shape, check_invariants=True).to_dense().numpy()
         except (RuntimeError, TypeError) as error:
@@ -140,6 +141,14 @@ def read_tensor(tensor: Any, where: str) -> Array:
     if tensor.dtype == BFLOAT16:
         whole = (whole.astype(np.uint32) << 16).view(np.float32)
     return whole.reshape(shape) if shape else whole
+
+
+def _check_rows(crow: torch.Tensor, count: int, shape: list[int], where: str) -> None:
+    """Checks where the rows of a sparse tensor begin among its `count` values, before rows are made of it.  Raises:
+    DataError."""
+    is_whole = len(shape) == 2 and len(crow) == shape[0] + 1 > 0 and crow[0] == 0 and crow[-1] == count
+    if not is_whole or bool((crow[1:] < crow[:-1]).any()):
+        raise DataError(where, f"does not fit its shape {shape}", f"rows that end at {count}, the number of values")
 
 
 def _array(value: bytes, dtype: int, where: str) -> Array:
