@@ -99,6 +99,97 @@ def test_a_system_prompt_comes_first(tokenizer: PreTrainedTokenizerBase) -> None
     assert shown(tokenizer, made)[0] == f"<|im_start|>system\nbe brief<|im_end|>\n{PROMPT}"
 
 
+SYSTEM, BOTH = {"role": "system", "content": "be brief"}, {"chosen": [USER, GOOD], "rejected": [USER, BAD]}
+
+
+@pytest.mark.parametrize(
+    ("row", "start"),
+    [
+        ({"prompt": "1+1", "messages": [USER, GOOD], **BOTH}, ""),  # UltraFeedback, binarized
+        ({"prompt": "1+1\n", **BOTH}, ""),
+        ({"prompt": [USER], **BOTH}, ""),
+        ({"prompt": "1+1", "chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]}, "system"),
+        ({"prompt": [SYSTEM, USER], **BOTH}, "system"),
+        ({"prompt": [SYSTEM, USER], "chosen": [SYSTEM, USER, GOOD], "rejected": [USER, BAD]}, "system"),
+        ({"prompt": "1+1", "system": "be brief", **BOTH}, "system"),
+        ({"system": "be brief", **BOTH}, "system"),
+    ],
+)
+def test_conversations_beside_their_prompt_are_read_once(
+    row: dict[str, Any], start: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompt = f"<|im_start|>system\nbe brief<|im_end|>\n{PROMPT}" if start else PROMPT
+    assert shown(tokenizer, build(tokenizer, row)[0]) == (prompt, ["2<|im_end|>", "3<|im_end|>"])
+    [pair], [other] = pairs(tokenizer, row), pairs(tokenizer, {"prompt": [SYSTEM, USER] if start else "1+1"} | ANSWERS)
+    assert pair.content == other.content
+
+
+def test_the_prompt_may_be_the_first_of_several_shared_turns(tokenizer: PreTrainedTokenizerBase) -> None:
+    again = {"role": "user", "content": "sure"}
+    talk = {"chosen": [USER, GOOD, again, GOOD], "rejected": [USER, GOOD, again, BAD]}
+    assert build(tokenizer, {"prompt": "1+1", **talk}) == build(tokenizer, talk)
+    labelled = {"prompt": "1+1", "completion": [USER, GOOD], "label": True}
+    assert build(tokenizer, labelled) == build(tokenizer, LABELLED["TRL"])
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({"prompt": "1+2", **BOTH}, "1\\+1"),
+        ({"prompt": "1+1", "chosen": [USER, GOOD], "rejected": [{**USER, "content": "x"}, BAD]}, "'x'"),
+        ({"prompt": [{**SYSTEM, "content": "x"}, USER], "chosen": [SYSTEM, USER, GOOD], "rejected": [USER, BAD]},
+         "be brief"),
+        ({"prompt": "1+1", "chosen": [USER, GOOD], "rejected": "3"}, ""),
+        ({"prompt": "1+1", "chosen": [USER, GOOD], "rejected": [BAD]}, "3"),
+        ({"prompt": "1+2", "messages": [USER, GOOD], "label": True}, "1\\+1"),
+    ],
+)  # fmt: skip
+def test_conversations_with_another_prompt_are_refused(
+    row: dict[str, Any], found: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    with raises(DataError, "row 0: responses", found=re.compile(found)):
+        build(tokenizer, row)
+    if "label" not in row:
+        with raises(DataError, "row 0: responses", found=re.compile(found)):
+            pairs(tokenizer, row)
+
+
+def test_a_system_message_alone_is_no_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
+    row = {"system": "be brief", "chosen": [USER, GOOD], "rejected": [{**USER, "content": "x"}, BAD]}
+    with raises(DataError, "row 0: responses", found=re.compile("1\\+1")):
+        build(tokenizer, row)
+    [pair] = pairs(tokenizer, row)
+    assert tokenizer.decode(list(pair.rejected)).startswith("<|im_start|>system\nbe brief<|im_end|>\n")
+
+
+ANSWERS = {"chosen": "2", "rejected": "3"}
+
+
+@pytest.mark.parametrize(
+    ("row", "keys"),
+    [
+        ({"messages": [USER], "good": "2", "bad": "3"}, {"prompt_key": "messages"}),
+        ({"prompt": [USER], "good": "2", "bad": "3", "label": "x", "response": "7"}, {}),
+        ({"prompt": "1+1", "good": [GOOD], "bad": [BAD], "completions": ["7", "8"], "output": ["7", "8"]}, {}),
+        ({"prompt": "1+1", **ANSWERS, "responses": ["7", "8"]}, {"chosen_key": "chosen", "rejected_key": "rejected"}),
+    ],
+)
+def test_named_answers_are_a_pair_whatever_other_fields_a_row_has(
+    row: dict[str, Any], keys: dict[str, str], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    [made] = build(tokenizer, row, **({"chosen_key": "good", "rejected_key": "bad"} | keys))
+    assert shown(tokenizer, made) == (PROMPT, ["2<|im_end|>", "3<|im_end|>"])
+
+
+def test_a_labelled_conversation_in_a_field_of_any_name(tokenizer: PreTrainedTokenizerBase) -> None:
+    expected = build(tokenizer, LABELLED["TRL"])
+    assert build(tokenizer, {"talk": [USER, GOOD], "label": True}, prompt_key="talk") == expected
+    [made] = build(tokenizer, {"messages": [USER, GOOD], "label": True, "system": "be brief"})
+    assert shown(tokenizer, made)[0] == f"<|im_start|>system\nbe brief<|im_end|>\n{PROMPT}"
+    with raises(DataError, re.compile("^row 0: field 'messages or conv"), found=re.compile("prompt, label$")):
+        build(tokenizer, {"prompt": "1+1", "label": True})
+
+
 def test_texts_without_a_prompt_share_their_beginning(tokenizer: PreTrainedTokenizerBase) -> None:
     [made] = build(tokenizer, {"chosen": "1+1=2", "rejected": "1+1=33"}, chat=False)
     assert shown(tokenizer, made) == ("1+1=", ["2<|im_end|>", "33<|im_end|>"])
@@ -172,6 +263,8 @@ def test_a_step_ends_in_a_line_break_and_is_marked_on_the_token_after_it(tokeniz
     assert tokenizer.decode(made.input_ids) == f"{PROMPT}1+1\n2\n<|im_end|>"
     ends = [place for place, mark in enumerate(made.loss_mask) if mark]
     assert [tokenizer.decode(made.input_ids[:end]) for end in ends] == [f"{PROMPT}1+1\n", f"{PROMPT}1+1\n2\n"]
+    [told] = judged(tokenizer, {**STEPS, "system": "be brief"})
+    assert tokenizer.decode(told.input_ids).startswith(f"<|im_start|>system\nbe brief<|im_end|>\n{PROMPT}1+1")
     assert judged(tokenizer, STEPS, {**STEPS, "prompt": "1" * 99}, max_length=40) == [made]
 
 

@@ -21,7 +21,7 @@ from tests.rewards.judge_server import Reply, judging
 from tests.trainers.test_objectives import of
 from whet import serialization
 from whet.batch import Batch
-from whet.config import TrainConfig
+from whet.config import TrainConfig, load_config
 from whet.errors import ConfigError
 from whet.plugins.proofs.certify import CertifiedStep, World, plain
 from whet.registry import ADV_ESTIMATORS, PREFERENCE_LOSSES
@@ -251,6 +251,15 @@ def test_any_split_of_a_batch_takes_the_same_step(
 
 class Killed(BaseException):
     """Nobody catches it."""
+
+
+def test_the_recipe_leaves_options_to_the_loss(model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    words = [f"model.path={model_folder}", f"data.train_files={tmp_path}/rows.jsonl", "trainer.val_freq=0"]
+    for loss in ("dpo", "simpo"):
+        config = load_config(TrainConfig, "online_dpo", [*words, f"algorithm.policy_loss={loss}"]).config
+        assert config.algorithm.loss_options == {}
+    assert PREFERENCE_LOSSES["dpo"].resolve_options({}, "loss_options")["beta"] == 0.1
 
 
 def kill_at_three(run: Run, step: int, metrics: Mapping[str, float]) -> None:

@@ -8,7 +8,9 @@ import json
 import math
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from whet.config.preference import PreferenceConfig
 from whet.data.preferences import Comparison
 from whet.engines import engine
 from whet.errors import ConfigError, DataError, StorageError
+from whet.keyed import key
 from whet.metrics import Metrics
 from whet.plugins.lessons.drawn.figures import counting
 from whet.plugins.lessons.init_model import init_model
@@ -30,6 +33,7 @@ from whet.registry import PREFERENCE_LOSSES
 from whet.trainers.preference import PreferenceRun, mismatched, picked, to_batch, train_preference
 
 MakeConfig = Callable[..., PreferenceConfig]
+ALPHABET = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz<>"  # of the policy
 PLAIN = {"optim.eps": 1.0, "optim.lr": 0.1, "optim.weight_decay": 0.0}  # AdamW close to plain gradient descent
 
 
@@ -104,6 +108,26 @@ def test_every_prompt_gets_the_response_of_another_row() -> None:
     assert made == mismatched(examples, 3, 5) != mismatched(examples, 3, 6)
 
 
+def test_a_mismatched_response_is_of_another_comparison() -> None:
+    """Rows without a neighbour of their own comparison keep the next response of the order."""
+    sizes = [2, 2, 1, 3]
+    examples = [
+        Comparison((uid,), tuple(((10 * uid + n,), (1,)) for n in range(size)), (1.0, 0.5, 0.0)[:size])
+        for uid, size in enumerate(sizes)
+    ]
+    for step in range(9):
+        given = [each.responses[0][0][0] for each in mismatched(examples, 3, step)]
+        own = [10 * uid + n for uid, size in enumerate(sizes) for n in range(size)]
+        order = list(range(len(own)))
+        Random(key(3, "mismatched", step)).shuffle(order)
+        following = {own[one]: own[other] for one, other in pairwise([*order, *order])}
+        assert all(one // 10 != other // 10 for one, other in zip(own, given, strict=True))
+        kept = [(one, other) for one, other in zip(own, given, strict=True) if following[one] // 10 != one // 10]
+        assert kept and all(following[one] == other for one, other in kept)
+    pair = mismatched(examples[:2], 3, 0)
+    assert [each.responses[0][0][0] // 10 for each in pair] == [1, 1, 0, 0]
+
+
 def log_prob(model: Any, tokenizer: Any, prompt: str, response: str) -> float:
     """S(l) of a response with its end token, by transformers."""
     ids, start = [*tokenizer.encode(prompt + response), tokenizer.eos_token_id], len(tokenizer.encode(prompt))
@@ -116,8 +140,7 @@ def test_the_loss_is_that_of_transformers_log_probs(
     preference_config: MakeConfig, rows: list[dict[str, Any]], model_folder: Path, tmp_path: Path
 ) -> None:
     """A reference of its own, so that no difference is 0; for KTO also the point that rewards are compared with."""
-    alphabet = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz<>"
-    other = init_model(tmp_path / "other", "qwen3", "nano", alphabet=alphabet, num_layers=2, seed=5)
+    other = init_model(tmp_path / "other", "qwen3", "nano", alphabet=ALPHABET, num_layers=2, seed=5)
     changes = {"trainer.total_steps": 1, "data.shuffle": False, "optim.lr": 0.0, "reference.model_path": str(other)}
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     policy, reference = (AutoModelForCausalLM.from_pretrained(path) for path in (model_folder, other))
@@ -254,6 +277,65 @@ def test_a_lost_cache_of_a_run_is_an_error(
         train_preference(preference_config(**changes), data=rows)
 
 
+def test_a_cached_reference_has_all_responses(
+    preference_config: MakeConfig, lists: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """A loss on pairs reads two responses of a list, a loss on lists more: both read the same file, and an earlier file
+    that lacks some is refused."""
+    changes = {"reference.mode": "cached", "reference.file": str(tmp_path / "kept"), "trainer.total_steps": 1}
+
+    def go(loss: str, folder: str) -> PreferenceRun:
+        there = {"trainer.run_dir": str(tmp_path / folder), "loss": loss}
+        return train_preference(preference_config(**changes, **there), data=lists)
+
+    go("dpo", "pairs")
+    cached = go("plackett_luce", "lists")
+    frozen = {"loss": "plackett_luce", "trainer.total_steps": 1, "trainer.run_dir": str(tmp_path / "frozen")}
+    check_same(train_preference(preference_config(**frozen), data=lists), cached)
+    saved = serialization.load(tmp_path / "kept")
+    parts = zip(saved["keys"], saved["lengths"], saved["log_probs"].split(saved["lengths"]), strict=True)
+    left = [(where, length, values) for where, length, values in parts if where[1] != 1]
+    saved |= {"keys": [each[0] for each in left], "lengths": [each[1] for each in left]}
+    serialization.save(tmp_path / "kept", {**saved, "log_probs": torch.cat([each[2] for each in left])})
+    with raises(StorageError, str(tmp_path / "kept"), found=re.compile(rf"\b{len(lists)}\b")):
+        go("plackett_luce", "again")
+
+
+def test_a_resumed_run_refuses_the_cache_of_another_model(
+    preference_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    changes = {"reference.mode": "cached", "trainer.save_freq": 1, "reference.file": str(tmp_path / "kept")}
+    run = train_preference(preference_config(**changes, **{"trainer.total_steps": 1}), data=rows)
+    state = run.state()
+    other = init_model(tmp_path / "other", "qwen3", "nano", alphabet=ALPHABET, seed=5)
+    (tmp_path / "kept").unlink()
+    there = {"model.path": str(other), "trainer.run_dir": str(tmp_path / "there"), "trainer.total_steps": 1}
+    train_preference(preference_config(**changes, **there), data=rows)
+    with raises(StorageError, str(tmp_path / "kept"), found=re.compile(r"\bmodel\b")):
+        train_preference(preference_config(**changes), data=rows)
+    del state["reference"]  # a checkpoint of an earlier version
+    run.load_state(state)
+    assert run.reference_inputs == {}
+
+
+@pytest.mark.parametrize("changes", [{}, {"reference.mode": "cached"}], ids=str)
+def test_a_reference_with_another_vocabulary_is_refused(
+    changes: dict[str, Any], preference_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    other = init_model(tmp_path / "other", "qwen3", "nano", alphabet=f"!{ALPHABET}")
+    with raises(ConfigError, "reference.model_path", found=str(other)):
+        train_preference(preference_config(**{"reference.model_path": str(other)}, **changes), data=rows)
+
+
+def test_a_moving_reference_has_the_shapes_of_the_policy(
+    preference_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    other = init_model(tmp_path / "other", "qwen3", "nano", alphabet=ALPHABET, num_layers=1)
+    changes = {"reference.model_path": str(other), "reference.update_steps": 2, "trainer.total_steps": 1}
+    with raises(ConfigError, "reference.model_path", found=str(other)):
+        train_preference(preference_config(**changes), data=rows, dry_run=True)
+
+
 def test_a_moving_reference_is_the_policy_of_some_steps_ago(
     preference_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -317,6 +399,7 @@ def test_without_a_reference_its_log_probs_are_zero(preference_config: MakeConfi
     run = train_preference(preference_config(**{"reference.mode": "none", "trainer.total_steps": 1}), data=rows)
     [record] = run.history
     assert record["preference/chosen_moved"] == record["preference/chosen_log_probs"] < -5
+    assert run.has_warned is False  # no response has moved from a reference
 
 
 def test_a_warning_where_all_responses_become_less_likely(
@@ -346,6 +429,15 @@ def test_what_cannot_be(preference_config: MakeConfig, rows: list[dict[str, Any]
         preference_config(**{"reference.mode": "cached", "loss": "kto"})
     with raises(ConfigError, "reference.update_steps", found=3):
         preference_config(**{"reference.update_steps": 3, "model.lora.rank": 4})
+    for name, value in (("mode", "cached"), ("model_path", "m"), ("file", "f"), ("update_steps", 3)):
+        with raises(ConfigError, f"reference.{name}", found=value):
+            preference_config(**{f"reference.{name}": value, "loss": "simpo"})
+    with raises(ConfigError, "data.train_batch_size", found=1):
+        preference_config(**{"data.train_batch_size": 1, "loss": "kto"})
+    assert preference_config(**{"data.train_batch_size": 1, "loss": "kto", "reference.mode": "none"})
+    for data, held_out in ((rows[:1], rows), (rows, rows[:1])):
+        with raises(DataError, "number of comparisons", found=1):
+            train_preference(preference_config(loss="kto"), data=data, val_data=held_out)
     with raises(ConfigError, "loss_options.bta", found=1.0):
         preference_config(**{"loss_options.bta": 1.0})
 

@@ -78,6 +78,11 @@ class PreferenceConfig(ExamplesConfig):
         return "ref_log_probs" in self.entry.columns and self.reference.mode != "none"
 
     @property
+    def reads_mismatched(self) -> bool:
+        """Tells whether log-probs of responses to other prompts are needed, for the loss's `reference_point`."""
+        return self.reads_reference and "reference_point" in self.entry.columns
+
+    @property
     def rows_an_example(self) -> int:
         """The number of batch rows that an example (a comparison) has."""
         return self.data.list_size if self.of == "list" else 2
@@ -86,9 +91,18 @@ class PreferenceConfig(ExamplesConfig):
         if self.of not in ("pair", "label", "list"):
             expected, change = "pair, label or list", "register it with of=..."
             yield ConfigError(f"loss {self.loss!r}: of", self.of, expected, change)
-        if self.reference.mode == "cached" and "reference_point" in self.entry.columns:
+        if "ref_log_probs" not in self.entry.columns:
+            for name in ("mode", "model_path", "file", "update_steps"):
+                if (value := self.reference[name]) not in (None, "frozen", "none"):
+                    expected = f"unset: loss={self.loss} reads no reference"
+                    yield ConfigError(f"reference.{name}", value, expected, "unset it, or choose another loss")
+            return
+        if self.reads_mismatched and self.reference.mode == "cached":
             expected = f"frozen: loss={self.loss} reads responses with other prompts, which no file has"
             yield ConfigError("reference.mode", "cached", expected, "set it to frozen")
+        if self.reads_mismatched and self.data.train_batch_size < 2:
+            expected = f"at least 2: loss={self.loss} reads the responses of other rows of a batch"
+            yield ConfigError("data.train_batch_size", self.data.train_batch_size, expected, "raise it")
         if self.reference.update_steps is None:
             return
         if self.reference.mode != "frozen":

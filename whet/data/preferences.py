@@ -34,6 +34,8 @@ LABELS = ("label", "kto_tag")
 SCORES = ("scores", "ranks_scores")
 ITEM_SCORES = ("score", "overall_score", "rating")  # of an item of a list that has its score
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "chosen": "assistant", "rejected": "assistant"}
+Messages = tuple[Message, ...]
+Answer = str | Messages
 Response = tuple[tuple[int, ...], tuple[int, ...]]  # token ids, and a mask: 1 on ids that the policy would sample
 _TEXT = "only text in the pairs of a reward model"
 
@@ -177,7 +179,7 @@ def _steps(row: Row, prompt_format: PromptFormat, data: ResponsesDataConfig) -> 
         expected = f"a label from 0 (wrong) to 1 (right) for each of the {len(steps)} steps"
         raise DataError("field 'labels'", f"is {str(labels)[:80]!r}", expected, "correct it")
     messages = prompt_format.messages(row, find_field(row, data.prompt_key, "data.prompt_key", PROMPTS))
-    *prompt, end = encode_response(messages, "", prompt_format).input_ids
+    *prompt, end = encode_response(_with_system(row, messages, prompt_format), "", prompt_format).input_ids
     texts, tokenizer = [f"{step}\n" for step in steps], prompt_format.tokenizer
     if prompt_format.apply_chat_template:
         texts = as_text(tokenizer, texts, prompt_format.chat_template_kwargs)
@@ -190,10 +192,11 @@ def _steps(row: Row, prompt_format: PromptFormat, data: ResponsesDataConfig) -> 
 def _comparison(index: int, row: Row, prompt_format: PromptFormat, data: ResponsesDataConfig) -> Comparison:
     responses, scores = _responses(row, data)
     margin = _margin(row, data.margin_key) if isinstance(data, PreferenceDataConfig) else None
-    prompt = _prompt(row, prompt_format, data)
+    name = _first(row, [each for each in (data.prompt_key, *PROMPTS) if each not in dict(responses)])
+    prompt = None if name is None else _prompt(row, name, prompt_format)
     answers = [_answer(row, *each, prompt_format) for each in responses]
-    if prompt is None:
-        prompt, answers = _shared_messages(row, answers, prompt_format, is_needed=margin is None)
+    if prompt is None or any(each[0].role in ("system", "user") for each in answers if not isinstance(each, str)):
+        prompt, answers = _shared_messages(row, prompt, answers, prompt_format, is_needed=margin is None)
     placed, media = prompt_format.with_media(row, prompt) if prompt and margin is None else (prompt, ())
     if margin is not None:
         prompt_format.refuse_media(row, placed, _TEXT)
@@ -234,16 +237,18 @@ def _num_shared(examples: Sequence[SupervisedExample], has_prompt: bool) -> int:
 
 def _responses(row: Row, data: ResponsesDataConfig) -> tuple[list[tuple[str, Any]], list[float]]:
     """Finds the responses of a row.  Returns pairs of field name and unchanged value, and the scores."""
-    if (listed := _first(row, LISTS)) is not None:
+    is_pair = all(row.get(data[key]) is not None for key in COMMON)  # whatever other fields it has
+    if not is_pair and (listed := _first(row, LISTS)) is not None:
         return _listed(row, listed)
-    if (label := _first(row, LABELS)) is not None and not all(_first(row, names) for names in COMMON.values()):
+    is_pair = is_pair or all(_first(row, names) for names in COMMON.values())
+    if not is_pair and (label := _first(row, LABELS)) is not None:
         if not isinstance(row[label], bool) and row[label] not in (0, 1):
             raise DataError(f"field {label!r}", f"is {row[label]!r}", "true (good) or false (bad)", "correct it")
-        name = _first(row, RESPONSES)
-        name = name or find_field(row, PROMPTS[-2:], "data.prompt_key", RESPONSES)  # a whole conversation
+        whole = [name for name in (data.prompt_key, *PROMPTS[-2:]) if isinstance(row.get(name), list)]
+        name = _first(row, RESPONSES) or find_field(row, whole or PROMPTS[-2:], "data.prompt_key", RESPONSES)
         return [(name, row[name])], [float(row[label])]
     output = row.get("output")
-    if isinstance(output, list) and len(output) == 2 and _first(row, COMMON["chosen_key"]) is None:
+    if not is_pair and isinstance(output, list) and len(output) == 2 and _first(row, COMMON["chosen_key"]) is None:
         return [("output", each) for each in output], [1.0, 0.0]  # Llama-Factory's first form
     keys = [find_field(row, data[key], f"data.{key}", names) for key, names in COMMON.items()]
     return [(name, row[name]) for name in keys], [1.0, 0.0]
@@ -274,21 +279,21 @@ def _listed(row: Row, name: str) -> tuple[list[tuple[str, Any]], list[float]]:
     return [(name, each) for each in responses], [float(score) for score in scores]
 
 
-def _prompt(row: Row, prompt_format: PromptFormat, data: ResponsesDataConfig) -> tuple[Message, ...] | None:
-    """Returns the messages of the prompt; None if the responses are whole conversations."""
-    name = data.prompt_key if row.get(data.prompt_key) is not None else _first(row, PROMPTS)
-    has_responses = any(_first(row, names) is not None for names in (*COMMON.values(), LISTS, RESPONSES))
-    if name is None or (not has_responses and name in PROMPTS[-2:]):
-        return None
+def _prompt(row: Row, name: str, prompt_format: PromptFormat) -> Messages:
+    """Returns the messages of the prompt in field `name`."""
     value = row[name]
     if isinstance(value, list):
         row = {**row, name: as_messages(value)}
     elif name == "instruction" and isinstance(row.get("input"), str) and row["input"]:
         row = {**row, name: f"{value}\n{row['input']}"}
-    messages = prompt_format.messages(row, name)
+    return _with_system(row, prompt_format.messages(row, name), prompt_format)
+
+
+def _with_system(row: Row, messages: Messages, prompt_format: PromptFormat) -> Messages:
+    """Puts the text in the row's field `system` in front of messages that have no system message."""
     system = row.get("system")
     if isinstance(system, str) and system and messages[0].role != "system" and prompt_format.apply_chat_template:
-        messages = (Message("system", system), *messages)
+        return (Message("system", system), *messages)
     return messages
 
 
@@ -306,7 +311,7 @@ def as_messages(value: Any) -> Any:
     ]
 
 
-def _answer(row: Row, name: str, value: Any, prompt_format: PromptFormat) -> str | tuple[Message, ...]:
+def _answer(row: Row, name: str, value: Any, prompt_format: PromptFormat) -> Answer:
     """Reads a response as text or messages.  Raises: DataError."""
     if isinstance(value, str):
         return value
@@ -318,10 +323,20 @@ def _answer(row: Row, name: str, value: Any, prompt_format: PromptFormat) -> str
 
 
 def _shared_messages(
-    row: Row, answers: list[str | tuple[Message, ...]], prompt_format: PromptFormat, *, is_needed: bool
-) -> tuple[tuple[Message, ...], list[str | tuple[Message, ...]]]:
-    """Splits conversations into their common first messages, and the remaining messages of each. Texts share none."""
-    conversations = [each for each in answers if not isinstance(each, str)]
+    row: Row, prompt: Messages | None, answers: list[Answer], prompt_format: PromptFormat, *, is_needed: bool
+) -> tuple[Messages, list[Answer]]:
+    """Splits conversations into their common first messages, and the remaining messages of each. Texts share none. The
+    conversations of a row with a `prompt` begin with it."""
+    conversations = [_with_system(row, each, prompt_format) for each in answers if not isinstance(each, str)]
+    if prompt is not None:
+        head = [each for each in prompt[:1] if each.role == "system"]
+        conversations = [each if each[0].role == "system" else (*head, *each) for each in conversations]
+        begun = [each if head or each[0].role != "system" else each[1:] for each in conversations]
+        odd = [each[0].content for each in begun if _said(each[: len(prompt)]) != _said(prompt)]
+        if odd or len(conversations) < len(answers):
+            found = f"begin with {odd[0]!r:.80}" if odd else "are a text and a conversation"
+            expected = f"responses alone, or conversations that begin with the prompt, {prompt[-1].content!r:.80}"
+            raise DataError("responses", found, expected, "correct the row, or set data.prompt_key")
     if len(conversations) < len(answers):
         if prompt_format.apply_chat_template:
             change = "set data.prompt_key, or data.apply_chat_template=false for whole texts"
@@ -334,18 +349,22 @@ def _shared_messages(
         shared += 1
     if len(conversations) == 1:
         shared = shortest
+    after = conversations[0][shared]
+    if after.role == "user" and all(each.role == "system" for each in conversations[0][:shared]):
+        shared = 0  # a system message alone is no prompt
     if not shared and is_needed:
-        found = f"begin with other messages: {conversations[0][0].content!r}"
+        found = f"begin with other messages: {after.content!r}"
         raise DataError("responses", found, "conversations with the same first message", "set data.prompt_key")
     return conversations[0][:shared], [each[shared:] for each in conversations]
 
 
+def _said(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """Returns role and text of messages, to compare them."""
+    return [(each.role, str(each.content).strip()) for each in messages]
+
+
 def _encode(
-    prompt: Sequence[Message],
-    name: str,
-    answer: str | tuple[Message, ...],
-    prompt_format: PromptFormat,
-    media: tuple[Media, ...],
+    prompt: Messages, name: str, answer: Answer, prompt_format: PromptFormat, media: tuple[Media, ...]
 ) -> SupervisedExample:
     """Encodes prompt and response. The mask is 1 on tokens that the policy would sample after the prompt."""
     if isinstance(answer, str) and prompt:

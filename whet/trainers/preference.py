@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,18 +18,19 @@ from whet.algorithms.statistics import row_sums
 from whet.batch import Batch
 from whet.config.preference import PreferenceConfig
 from whet.controller.dispatch import Dispatch, register
-from whet.controller.worker import WorkerSpec
+from whet.controller.worker import Placement, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.data.preferences import Comparison
 from whet.engines.engine import Engine
-from whet.errors import DataError, EngineError, StorageError
+from whet.engines.role import RoleSettings
+from whet.errors import ConfigError, DataError, EngineError, StorageError
 from whet.keyed import key
 from whet.metrics import Metrics
 from whet.models.packing import MEDIA
 from whet.models.positions import rotary_positions
 from whet.phases import phase
 from whet.registry import register_trainer
-from whet.roles.workers import AdapterOffWorker, TrainWorker, actor_beside, settings_of
+from whet.roles.workers import AdapterOffWorker, TrainWorker, actor_beside, check_vocabulary, settings_of, tokenizer_of
 from whet.tracking.console import USE, ConsoleColumn
 from whet.trainers.objectives import ComparisonObjective
 from whet.trainers.reference_cache import ReferenceCache, digest_of_all
@@ -47,16 +48,26 @@ COLUMNS = (
 
 
 class MovingReference(TrainWorker):
-    """A reference model that copies the policy's weights at intervals."""
+    """A reference model that copies the policy's weights at intervals.
 
-    @register(Dispatch.ONE_TO_ALL)
-    def follow(self) -> None:
-        """Copies the policy's weights.  Raises: EngineError if policy and reference have different engines."""
+    Raises: EngineError if policy and reference have different engines, ConfigError if they have different weights."""
+
+    def __init__(self, placement: Placement, settings: RoleSettings) -> None:
+        super().__init__(placement, settings)
         own, actor = self.engine, actor_beside(self).engine
         if not isinstance(own, Engine) or type(actor) is not type(own):
             found, expected = type(actor).__name__, f"{type(own).__name__} for both, derived from whet's Engine"
             raise EngineError("engine of the policy", found, expected, "unset reference.update_steps")
-        own.copy_from(actor)
+        shapes, others = ({n: w.shape for n, w in each.model.named_parameters()} for each in (own, actor))
+        if shapes != others:
+            expected = "a model with weights of the policy's names and shapes, which reference.update_steps copies"
+            raise ConfigError("reference.model_path", settings.model_path, expected, "unset one of both")
+        self._copy = partial(own.copy_from, actor)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def follow(self) -> None:
+        """Copies the policy's weights."""
+        self._copy()
 
 
 @dataclass(kw_only=True, repr=False)
@@ -70,6 +81,7 @@ class PreferenceRun(ExamplesRun):
     config: PreferenceConfig
     log_ratios: tuple[float, int] = (0.0, 0)  # sum and number of S(l - b) of all rows so far, for `mean_log_ratio`
     cached: ReferenceCache | None = None
+    reference_inputs: Mapping[str, str] = field(default_factory=dict)  # of the resumed run's cached reference
     has_warned: bool = False  # whether the run has warned of responses that become less likely
 
     @classmethod
@@ -98,6 +110,8 @@ class PreferenceRun(ExamplesRun):
 
     @classmethod
     def check(cls, config: PreferenceConfig, examples: Sequence[Comparison]) -> None:
+        if config.reads_reference and (path := config.reference.model_path) is not None:
+            check_vocabulary({"reference.model_path": path}, config.model, tokenizer_of(config, path), "name one")
         for number, each in enumerate(examples):
             is_labelled = {*each.scores} <= {0.0, 1.0} and len(each.responses) <= 2
             if len(each.responses) > 1 if config.of != "label" else is_labelled:
@@ -108,6 +122,9 @@ class PreferenceRun(ExamplesRun):
             raise DataError(
                 f"comparison {number}", found, f"{wanted[config.of]}, which loss={config.loss} reads", change
             )
+        if config.reads_mismatched and len(examples) == 1:
+            expected = f"at least 2: loss={config.loss} reads the responses of other comparisons"
+            raise DataError("number of comparisons", 1, expected, "add rows, or choose another loss")
 
     def prepared(self, examples: Sequence[Comparison], metrics: Metrics) -> Batch:
         batch = self.batch(examples)
@@ -132,7 +149,7 @@ class PreferenceRun(ExamplesRun):
         if self.cached is not None:
             rows = rows_of(examples, self.config.of, self.config.data.list_size)
             return batch.with_columns(ref_log_probs=self.cached.column(rows, batch["response_mask"].shape[1]))
-        if not has_point:
+        if not self.config.reads_mismatched:
             return batch.with_columns(ref_log_probs=self._reference(batch))
         other = to_batch(mismatched(examples, self.config.trainer.seed, self.step), self.pad_token_id, "label", 1)
         own, others = self._reference(Batch.concat([batch, other])).split(len(batch))  # prompts are shared in one pass
@@ -148,21 +165,19 @@ class PreferenceRun(ExamplesRun):
         """Opens the file of the reference's log-probs. Computes it first if it is missing.  Raises: StorageError."""
         path = Path(self.config.reference.file or self.run_dir / "reference.safetensors")
         examples = [*self.examples, *self.val_examples]
-        inputs = {"rows": digest_of_all(examples), "dtype": str(self.config.model.dtype)}
-        is_known = "ref" in self.roles or self.step == 0  # else the policy has been trained
-        if is_known:
+        size, of, width = self.config.data.train_batch_size, self.config.of, self.config.data.list_size
+        inputs = {**self.reference_inputs, "rows": digest_of_all(examples), "dtype": str(self.config.model.dtype)}
+        if "ref" in self.roles or self.step == 0:  # else the policy has been trained
             inputs["model"] = self.roles.get("ref", self.roles["actor"]).digest()[0]
         elif not path.exists():
             change = "put it back, or start the run again (trainer.resume=overwrite)"
             raise StorageError(str(path), "is missing", f"the file that the run made before step {self.step}", change)
         if path.exists():
-            return ReferenceCache.load(path, inputs)
-        size, of, width = self.config.data.train_batch_size, self.config.of, self.config.data.list_size
+            return ReferenceCache.load(path, inputs, rows_of(examples, of, width))
         parts = (examples[start : start + size] for start in range(0, len(examples), size))
-        with phase("log-probs of the reference"):
-            return ReferenceCache.make(
-                path, inputs, ((rows_of(part, of, width), self.batch(part)) for part in parts), self._reference
-            )
+        whole = ((rows_of(part, "label", 1), to_batch(part, self.pad_token_id, "label", 1)) for part in parts)
+        with phase("log-probs of the reference"):  # of all responses, also for losses that read other ones
+            return ReferenceCache.make(path, inputs, whole, self._reference)
 
     def with_baseline(self, batch: Batch, examples: Sequence[Comparison], *, counts: bool = True) -> Batch:
         """Adds the mean log-ratio of all earlier rows and these to the batch, if the loss reads it. With `counts` later
@@ -205,16 +220,18 @@ class PreferenceRun(ExamplesRun):
     def _fell(self, name: str) -> bool:
         """Tells whether the `name` responses (chosen, rejected) lost over a tenth of their reference log-prob."""
         last = self.history[-1]
-        moved = last.get(f"preference/{name}_moved", 0.0)
+        moved = last.get(f"preference/{name}_moved", 0.0) if self.config.reads_reference else 0.0
         return moved < 0 and moved < 0.1 * (last[f"preference/{name}_log_probs"] - moved)
 
     def state(self) -> dict[str, Any]:
-        return {**super().state(), "log_ratios": list(self.log_ratios)}
+        kept = {} if self.cached is None else {"reference": self.cached.inputs}
+        return {**super().state(), "log_ratios": list(self.log_ratios), **kept}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state(state)
         total, number = state["log_ratios"]
         self.log_ratios = float(total), int(number)
+        self.reference_inputs = dict(state.get("reference", {}))
 
 
 @register_trainer(
@@ -236,16 +253,17 @@ def train_preference(
 
 
 def mismatched(examples: Sequence[Comparison], seed: int, step: int) -> list[Comparison]:
-    """Pairs each prompt with the response of another row: the next row in a cyclic order, which is drawn by seed and
-    step."""
-    rows = [(each, response) for each in examples for response in each.responses]
+    """Pairs each prompt with the response of another comparison: the next in a cyclic order of all responses, which is
+    drawn by seed and step."""
+    rows = [(uid, each, response) for uid, each in enumerate(examples) for response in each.responses]
     order = list(range(len(rows)))
     Random(key(seed, "mismatched", step)).shuffle(order)
-    following = dict(pairwise([*order, order[0]]))
-    return [
-        Comparison(each.prompt_ids, (rows[following[number]][1],), (0.0,), each.media)
-        for number, (each, _) in enumerate(rows)
-    ]
+    place, made = {number: at for at, number in enumerate(order)}, []
+    for number, (uid, each, _) in enumerate(rows):
+        following = (rows[order[(place[number] + ahead) % len(order)]] for ahead in range(1, len(order)))
+        response = next(other for at, _, other in following if at != uid)
+        made.append(Comparison(each.prompt_ids, (response,), (0.0,), each.media))
+    return made
 
 
 def rows_of(examples: Sequence[Comparison], of: str, list_size: int) -> list[tuple[int, Comparison, int | None]]:

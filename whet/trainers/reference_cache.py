@@ -18,6 +18,7 @@ from whet.errors import StorageError
 
 log = logging.getLogger(__name__)
 Key = tuple[str, int]  # digest of an example, number of its response
+CHANGE = "delete it, or set reference.file to another file"
 Rows = Sequence[tuple[int, Comparison, int | None]]  # of `whet.trainers.preference.rows_of`
 
 
@@ -28,8 +29,8 @@ class ReferenceCache:
         self.inputs, self._log_probs = inputs, log_probs
 
     @classmethod
-    def load(cls, path: Path, inputs: Mapping[str, str]) -> ReferenceCache:
-        """Reads a file.  Raises: StorageError if the file is damaged or was computed from other inputs."""
+    def load(cls, path: Path, inputs: Mapping[str, str], rows: Rows) -> ReferenceCache:
+        """Reads a file.  Raises: StorageError if it is damaged, has other inputs, or lacks one of `rows`."""
         try:
             saved = serialization.load(path)
             found = {str(name): str(digest) for name, digest in saved["inputs"].items()}
@@ -40,8 +41,9 @@ class ReferenceCache:
             raise StorageError(str(path), f"cannot be read ({error!r})", "a file of this run", "delete it") from error
         for name, digest in inputs.items():
             if found.get(name) != digest:
-                change = "delete it, or set reference.file to another file"
-                raise StorageError(str(path), f"was computed from another {name} ({found.get(name)})", digest, change)
+                raise StorageError(str(path), f"was computed from another {name} ({found.get(name)})", digest, CHANGE)
+        if missing := {(each.digest, number) for _, each, number in rows if number is not None} - log_probs.keys():
+            raise StorageError(str(path), f"lacks {len(missing)} responses that this run reads", "", CHANGE)
         log.info("the reference's log-probs of %d responses come from %s", len(keys), path)
         return cls(found, log_probs)
 

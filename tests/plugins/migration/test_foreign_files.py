@@ -340,6 +340,22 @@ def test_constants_of_a_script_are_resolved_and_others_told(tmp_path: Path) -> N
     assert (values["model.lora.rank"], values["model.lora.alpha"]) == (8, 64)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "values", "unread"),
+    [
+        ("ref_model=None", {}, []),
+        ("NONE", {}, []),
+        ("load('r')", {}, ["ref_model=load('r') is not a literal: set it by hand"]),
+        ("ref_model='r'", {"ref_model": "r"}, []),
+    ],
+)
+def test_the_reference_of_a_trainer(arguments: str, values: dict[str, str], unread: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "dpo.py"
+    file.write_text(f"NONE = None\nDPOTrainer('m', {arguments}, args=DPOConfig(beta=0.1))\n")
+    found = read(str(file), "trl")
+    assert (found.values, found.unread) == ({"model_name_or_path": "m", "beta": 0.1, **values}, unread)
+
+
 CODE = """'''
 python grpo.py --beta 0.1 --loss_type grpo --epsilon 0.3
 '''

@@ -39,13 +39,15 @@ def arguments_of_calls(tree: ast.Module, path: str = "") -> tuple[Values, list[s
             continue
         called.append(name)
         values |= DEFAULTS.get(name, {})
-        model = [ast.keyword("model", each) for each in call.args[:1] if name.endswith("Trainer")]
-        for each in [*model, *call.keywords]:
+        first = ("model", "ref_model") if name in ("DPOTrainer", "KTOTrainer") else ("model",)
+        models = zip(first, call.args, strict=False) if name.endswith("Trainer") else ()
+        for each in [*(ast.keyword(*model) for model in models), *call.keywords]:
             if each.arg in _FUNCTIONS:
                 listed = _functions(each.value, names)
                 values[each.arg] = [f"{path}:{name}" if path and name in own else name for name in listed]
-            elif each.arg == "model" or not name.endswith("Trainer"):
-                values |= (found := _value(each.arg, each.value, names, unread))
+            elif each.arg in ("model", "ref_model") or not name.endswith("Trainer"):
+                found = _value(each.arg, each.value, names, unread)
+                values |= {key: value for key, value in found.items() if key != "ref_model" or value is not None}
                 if isinstance(each.value, ast.Attribute):
                     unread += [
                         f"{key}={ast.unparse(each.value)}: {found[key]}, the default of that flag" for key in found
