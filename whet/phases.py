@@ -14,6 +14,7 @@ Counter = Callable[[int, int, str], None]
 _watchers: dict[int, list[tuple[Watch, Counter]]] = {}  # by thread id
 _profilers: list[Watch] = []  # they watch all threads
 NOBODY = nullcontext()
+MOVING = threading.Lock()  # held while models move to the device or off it, which a signal must not end halfway
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 import whet
 from tests.checkpoints.hub_server import TOKEN, Hub, running_hub
+from whet.checkpoints.hub import Uploads
 
 ROWS = [{"prompt": "1+1=", "response": "2"}]
 
@@ -80,6 +82,28 @@ def test_a_run_uploads_its_checkpoints_and_its_model(hub: Hub, model_folder: Pat
     exported = whet.export(tmp_path / "run", tmp_path / "out")
     assert files["model.safetensors"] == (exported / "model.safetensors").read_bytes()
     assert hub.private == {"me/run": True}
+
+
+def test_a_hub_that_hangs_keeps_no_program_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uploads that wait behind it are not begun."""
+    begun, ends, before = list[Path](), threading.Event(), set(threading.enumerate())
+
+    def hangs(folder: Path, repo: str, **options: object) -> None:
+        begun.append(folder)
+        ends.wait(10.0)
+
+    monkeypatch.setattr("whet.checkpoints.hub.upload", hangs)
+    monkeypatch.setattr("whet.checkpoints.hub.CLOSE_SECONDS", 0.05)
+    uploads = Uploads("me/run")
+    for step in (1, 2):
+        uploads.checkpoint(Path(f"global_step_{step}"))
+    uploads.close()
+    own = set(threading.enumerate()) - before
+    assert own and all(each.daemon for each in own)
+    ends.set()
+    for each in own:
+        each.join(10.0)
+    assert begun == [Path("global_step_1")]
 
 
 @pytest.mark.slow

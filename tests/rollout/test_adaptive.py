@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from tests.rollout.test_continuous import Slow, continuous, uids
 from whet.data.loader import SamplerLoader
 from whet.data.samplers import Learnability
 from whet.rollout.collect import Collector
+from whet.rollout.episode import Episode
+from whet.rollout.flow import Filter, Flow, ReturnedFirst, keep_all
 from whet.rollout.protocol import Completion, Request
 from whet.rollout.rollouts import Rollouts
-from whet.types import Group
+from whet.types import Group, Prompt, Trajectory
 
 
 class Watched(Learnability):
@@ -84,3 +87,47 @@ def test_an_adaptive_sampler_observes_each_group_once(tokenizer: PreTrainedToken
             alone += synchronous.take(2, step=step).groups
         assert trained == alone
         assert loader.sampler.state() == saved["sampler"]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_the_groups_that_a_step_reads_are_observed_in_the_order_in_which_they_ended(order: Sequence[int]) -> None:
+    """Of three groups the step takes two, in whatever order the scores come."""
+    rows = [Prompt("", index, (), (1,), "", "") for index in range(12)]
+    sampler, begun = Watched(rows, 0), list[Prompt]()
+
+    def episodes(prompts: Sequence[Prompt], step: int) -> list[Episode]:
+        begun.extend(prompts)
+        return []
+
+    source, half = ReturnedFirst(SamplerLoader(rows, sampler, "watched")), Filter(keep_all, {}, extra=0.5)
+    flow = Flow(1, 2, source, episodes, group_filter=half, scores_alone=True)
+    for step in (1, 2):
+        begun.clear()
+        flow.ask(step)
+        ended = [Trajectory(f"{each.uid}:0", each, (), 0) for each in begun]
+        for place in (1, 0, 2):
+            flow.on_sampled(ended[place])
+        for place in order:
+            flow.on_scored([replace(ended[place], reward=1.0, accuracy=1.0)])
+        assert [each.prompt.uid for each in sampler.seen[-2:]] == [begun[1].uid, begun[0].uid]
+        assert len(sampler.seen) == 2 * step
+        flow.on_version(step)
+
+
+def test_a_refill_is_drawn_after_the_groups_before_it_are_observed() -> None:
+    rows = [Prompt("", index, (), (1,), "", "") for index in range(12)]
+    sampler, begun = Watched(rows, 0), list[tuple[Prompt, int]]()
+
+    def episodes(prompts: Sequence[Prompt], step: int) -> list[Episode]:
+        begun.extend((each, len(sampler.seen)) for each in prompts)
+        return []
+
+    source = ReturnedFirst(SamplerLoader(rows, sampler, "watched"))
+    flow = Flow(1, 2, source, episodes, group_filter=Filter(lambda values: values[0] > 0, {}))
+    flow.ask(1)
+    for number, reward in enumerate((0.0, 1.0, 1.0)):
+        ended = Trajectory(f"{begun[number][0].uid}:0", begun[number][0], (), 0)
+        flow.on_sampled(ended)
+        flow.on_scored([replace(ended, reward=reward, accuracy=reward)])
+    assert [seen for _, seen in begun] == [0, 0, 2]
+    assert uids(sampler.seen) == [prompt.uid for prompt, _ in begun]

@@ -44,11 +44,12 @@ def test_trackers_are_told_that_the_run_failed() -> None:
     assert events == ["only closed after a failure"]
 
 
-def test_a_table_goes_out_with_the_next_step_and_through_trackers_of_trackers() -> None:
+def test_a_table_goes_out_with_its_step_and_through_trackers_of_trackers() -> None:
     events: list[str] = []
     trackers = Trackers([Trackers([Recorder(events, "inner")]), Recorder(events, "outer")])
-    trackers.add_table("generations/rollout", [{"prompt": "1+1=", "reward": 1.0}])
-    trackers.add_table("generations/validation", [])  # nothing to show
+    trackers.add_table(1, "generations/rollout", [{"prompt": "1+1=", "reward": 1.0}])
+    trackers.add_table(1, "generations/validation", [])  # nothing to show
+    trackers.add_table(3, "generations/rollout", [{"prompt": "1+2=", "reward": 0.0}])  # sampled before step 1 is logged
     trackers.log(1, {"x": 1.0})
     trackers.log(2, {"x": 2.0})
     table = "('generations/rollout', [{'prompt': '1+1=', 'reward': 1.0}])"

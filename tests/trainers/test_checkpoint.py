@@ -446,7 +446,10 @@ def test_a_kill_while_saving_leaves_what_was_there(
     with pytest.raises(Killed):
         finish(config, additions)
     assert newest(tmp_path / "run") == "global_step_1"
-    assert (tmp_path / "run" / "checkpoints" / ".global_step_2.partial" / "actor.state").exists()
+    partial = tmp_path / "run" / "checkpoints" / ".global_step_2.partial"
+    assert not partial.exists()  # an exception removes it, SIGKILL leaves it
+    partial.mkdir()
+    (partial / "actor.state").touch()
     monkeypatch.setattr(checkpoint, "_write_manifest", plain)
     assert finish(config, additions).opened.found == tmp_path / "run" / "checkpoints" / "global_step_1"
     assert newest(tmp_path / "run") == "global_step_2"

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from whet.roles.rollout_worker import Modes, RolloutWorker
 from whet.roles.workers import TrainWorker
 from whet.trainers.build import build, build_scorer
 from whet.trainers.rl import fit
+from whet.trainers.stop import Stopped, StopSignals
 
 MakeConfig = Callable[..., TrainConfig]
 Rows = list[dict[str, str]]
@@ -54,6 +58,43 @@ def test_what_ends_the_run_is_what_is_raised() -> None:
     group.calls, modes = "", Modes(group)  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt), modes.rollout_mode():
         raise KeyboardInterrupt  # a checkpoint may follow
+    assert group.calls == "RT"
+
+
+@pytest.mark.parametrize("during", ["R", "T"])
+def test_a_stop_waits_until_models_have_moved(during: str, tmp_path: Path) -> None:
+    """In either direction; the step is then finished."""
+
+    class Signalled(Switched):
+        def moved(self, name: str) -> None:
+            if name == during and name not in self.calls:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0)  # a signal is handled between two instructions
+            self.calls += name
+
+        def rollout_mode(self) -> None:
+            self.moved("R")
+
+        def trainer_mode(self) -> None:
+            self.moved("T")
+
+    group, signals, sampled = Signalled(), StopSignals(tmp_path / "stop"), 0
+    modes = Modes(group)  # type: ignore[arg-type]
+    with signals:
+        with signals.at_once(), modes.rollout_mode():
+            sampled += 1
+        with pytest.raises(Stopped):
+            signals.here()
+    assert (group.calls, sampled) == ("RT", 1)
+    with modes.rollout_mode():
+        assert group.calls == "RTR"  # it knows that models are back
+
+
+def test_a_stop_while_samples_are_drawn_moves_models_back(tmp_path: Path) -> None:
+    group, signals = Switched(), StopSignals(tmp_path / "stop")
+    with signals, pytest.raises(Stopped), signals.at_once(), Modes(group).rollout_mode():  # type: ignore[arg-type]
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1.0)
     assert group.calls == "RT"
 
 

@@ -24,7 +24,7 @@ from whet.checkpoints import checkpoint
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.errors import CheckpointError, ConfigError, StorageError
 from whet.trainers.frame import run_folder
-from whet.trainers.run_dir import RunDir, open_run_dir
+from whet.trainers.run_dir import RunDir, open_run_dir, scoring_digest
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -69,6 +69,27 @@ def test_auto_says_what_it_does_and_cuts_the_files_back(run_dir: Path, caplog: p
     # the damaged one is out of the way: it neither is found again nor counts for save_limit
     assert (run_dir / "checkpoints" / "global_step_4.left_behind").is_dir()
     assert "global_step_4.left_behind" in caplog.text
+
+
+def test_a_start_removes_what_an_earlier_run_left(run_dir: Path) -> None:
+    """The file that stopped it, and a checkpoint that a kill left unfinished."""
+    (run_dir / "stop").touch()
+    left = run_dir / "checkpoints" / ".global_step_7.partial"
+    left.mkdir()
+    (left / "actor.state").touch()
+    assert opened(run_dir) == run_dir / "checkpoints" / "global_step_4"
+    assert not left.exists() and not (run_dir / "stop").exists()
+
+
+def test_scores_depend_on_reward_and_filter(run_dir: Path) -> None:
+    def digest(inputs: dict[str, str] | None = None, **changes: object) -> str:
+        return scoring_digest(config_of(run_dir, **changes), inputs or {})
+
+    same = [digest({"data.train_files, rows": "1"}), digest(reward__num_workers=1), digest(trainer__total_steps=99)]
+    assert set(same) == {digest()}
+    other = [{"reward__kwargs": {"a": 1}}, {"algorithm__filter__name": "dapo"}, {"reward__correct_threshold": 0.5}]
+    codes = [digest({"reward.given, code": code}) for code in "ab"]
+    assert len({digest(), *codes, *(digest(**changes) for changes in other)}) == 6
 
 
 def test_a_run_that_names_a_module_by_its_old_name_goes_on(run_dir: Path) -> None:

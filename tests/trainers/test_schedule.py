@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,7 @@ class Scene:
 
     def __init__(self, *, samples_apart: bool = True) -> None:
         self.validated: list[int] = []
+        self.saved: list[int] = []
         self.lines: list[tuple[int, dict[str, float]]] = []
         self.began = threading.Event()
         self.is_due = True
@@ -30,13 +33,21 @@ class Scene:
             samples_apart=samples_apart,
             validates=True,
             step=0,
+            total_steps=9,
+            signals=SimpleNamespace(asked=None),
+            interruptible=self.interruptible,
             config=SimpleNamespace(trainer=SimpleNamespace(val_freq=1, val_before_train=False)),
             is_due=lambda every: self.is_due if every == 1 else False,
             log=lambda step, metrics: self.lines.append((step, metrics.reduce())),
             check_health=lambda batch, metrics: None,
             count_flops=lambda: None,
-            save=lambda: None,
+            save=lambda: self.saved.append(self.run.step),
         )
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        if self.run.signals.asked is not None:
+            raise self.run.signals.asked
+        return nullcontext()
 
     def validate(self, run: Any, step: int) -> Metrics:
         self.validated.append(step)
@@ -75,12 +86,75 @@ def test_who_samples_where_models_train_and_who_saves_validates_first(samples_ap
         assert scene.lines == [(step, {"loss": step, "val/accuracy": step / 10})]
 
 
-def test_a_run_that_is_stopped_has_the_line_of_its_last_step() -> None:
+def test_a_run_that_is_stopped_has_the_line_of_its_last_step_and_does_not_validate() -> None:
     scene = Scene()
     with pytest.raises(Stopped), Schedule(scene.run, scene.validate) as schedule:
         scene.end(schedule, 1)
         raise Stopped("SIGTERM", 15)
-    assert scene.lines == [(1, {"loss": 1.0, "val/accuracy": 0.1})]
+    assert (scene.lines, scene.validated) == ([(1, {"loss": 1.0})], [])
+
+
+@pytest.mark.parametrize("error", [None, EngineError("rollout", "gone"), Stopped("SIGTERM", 15)])
+def test_a_stop_beside_a_validation_leaves_it_out_with_its_errors(error: BaseException | None) -> None:
+    """A stop comes before the validation of step 1, or during it. Step 2, whose training has begun, is done."""
+    scene = Scene()
+
+    def validate(run: Any, step: int) -> Metrics:
+        run.signals.asked = Stopped("SIGTERM", 15)
+        assert error is not None
+        raise error
+
+    with pytest.raises(Stopped), Schedule(scene.run, validate) as schedule:
+        scene.end(schedule, 1)
+        scene.run.signals.asked = Stopped("SIGTERM", 15) if error is None else None
+        with schedule.training():
+            pass
+        scene.end(schedule, 2)
+        with schedule.sampling():
+            raise AssertionError("the run goes on")
+    assert scene.lines == [(1, {"loss": 1.0}), (2, {"loss": 2.0})]
+
+
+def test_a_stop_beside_a_step_that_saves_leaves_its_validation_out() -> None:
+    scene = Scene()
+    scene.run.signals.asked = Stopped("SIGTERM", 15)
+    with Schedule(scene.run, scene.validate) as schedule:
+        scene.end(schedule, 3)
+    assert (scene.lines, scene.validated, scene.saved) == ([(3, {"loss": 3.0})], [], [3])
+
+
+def test_a_second_signal_waits_for_no_validation() -> None:
+    scene, ends = Scene(), threading.Event()
+
+    def validate(run: Any, step: int) -> Metrics:
+        assert ends.wait(SECONDS)
+        return Metrics()
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), Schedule(scene.run, validate) as schedule:
+        scene.end(schedule, 1)
+        with schedule.training():
+            raise KeyboardInterrupt
+    assert time.monotonic() - began < SECONDS / 2
+    ends.set()
+
+
+def test_a_callback_that_ends_the_run_beside_a_training_makes_this_step_the_last() -> None:
+    scene = Scene()
+
+    def log(step: int, metrics: Metrics) -> None:
+        scene.lines.append((step, metrics.reduce()))
+        if step == 1:
+            scene.run.total_steps = scene.run.step  # as `Frame.stop` does
+
+    scene.run.log = log
+    scene.run.is_due = lambda every: scene.run.step == scene.run.total_steps or every == 1
+    with Schedule(scene.run, scene.validate) as schedule:
+        scene.end(schedule, 1)
+        with schedule.training():
+            pass
+        scene.end(schedule, 2)
+    assert (scene.run.step, scene.run.total_steps, scene.saved) == (2, 2, [2])
 
 
 def test_what_validation_raises_ends_the_step() -> None:

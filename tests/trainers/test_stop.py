@@ -19,9 +19,10 @@ from tests.raising import raises
 from tests.trainers.test_checkpoint import assert_same_bits
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.engines.single import SingleEngine
-from whet.errors import WorkerError
+from whet.errors import LostWorkerError, WorkerError
 from whet.tracking.runs import read_run
 from whet.trainers.build import train
+from whet.trainers.run import Run as TrainRun
 from whet.trainers.sft import train_sft
 from whet.trainers.stop import Stopped, StopSignals
 
@@ -107,6 +108,46 @@ def test_a_file_stops_a_run_too(train_config: MakeConfig, additions: Rows, tmp_p
     run = train(train_config(FOUR), reward=sevens, data=additions)  # the file is gone with the start
     assert (read_run(tmp_path / "run").state, read_run(tmp_path / "run").total_steps) == ("finished", 4)
     assert run.opened.found is not None and run.opened.found.name == "global_step_1" and run.step == 4
+
+
+def test_a_file_that_comes_while_models_load_stops_a_run(train_config: MakeConfig, additions: Rows) -> None:
+    """Also where a worker is lost beside it, which starts the run again otherwise."""
+    calls = 0
+
+    def reward(solution_str: str) -> float:
+        nonlocal calls
+        calls += 1
+        return 0.0
+
+    config = train_config({**FOUR, "trainer.max_restarts": 1})
+    with pytest.MonkeyPatch.context() as patch:
+        loads = TrainRun.start
+
+        def start(run: TrainRun) -> None:
+            loads(run)
+            run.signals.file.touch()
+
+        patch.setattr(TrainRun, "start", start)
+        with pytest.raises(Stopped):
+            train(config, reward=reward, data=additions)
+    assert calls == 0
+
+
+def test_a_run_that_is_asked_to_end_is_not_started_again(
+    train_config: MakeConfig, additions: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = 0
+
+    def lost(*arguments: object) -> object:
+        nonlocal starts
+        starts += 1
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise LostWorkerError("rank 1 died")
+
+    monkeypatch.setattr(SingleEngine, "step", lost)
+    with pytest.raises(Stopped, match=r"SIGTERM.*rank 1 died") as stopped:
+        train(train_config({**FOUR, "trainer.max_restarts": 2}), reward=sevens, data=additions)
+    assert (starts, stopped.value.number) == (1, signal.SIGTERM)
 
 
 def test_a_run_notes_that_it_runs_and_how_it_failed(

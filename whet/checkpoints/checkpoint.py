@@ -100,8 +100,9 @@ def save(
         partial.rename(target)
         _sync([target.parent])
     except (OSError, SafetensorError, CheckpointError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise _write_error(target, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # of an error or a second signal
     delete_oldest(target.parent, save_limit)
     return target
 

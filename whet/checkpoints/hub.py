@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,6 +13,7 @@ from huggingface_hub import HfApi, constants
 
 from whet.checkpoints.export import export
 from whet.errors import CheckpointError, WhetError
+from whet.processes.background import Background
 
 log = logging.getLogger(__name__)
 CLOSE_SECONDS = 1800.0  # longest wait for uploads at the end of a run
@@ -46,12 +48,12 @@ class Uploads:
 
     def __init__(self, repo: str) -> None:
         self._repo = repo
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="whet-hub")
+        self._thread = Background("whet-hub")
         self._running: list[Future[None]] = []
 
     def checkpoint(self, folder: Path) -> None:
         """Uploads a checkpoint to checkpoints/global_step_N."""
-        self._running.append(self._thread.submit(self._guarded, folder, f"checkpoints/{folder.name}"))
+        self._running.append(self._thread.submit(partial(self._guarded, folder, f"checkpoints/{folder.name}")))
 
     def model(self, folder: Path, *, trust_remote_code: bool) -> None:
         """Exports the model of a checkpoint, and uploads it to the root folder of the repository."""
@@ -72,7 +74,9 @@ class Uploads:
         _, late = wait(self._running, CLOSE_SECONDS)
         if late:
             log.warning("%d uploads to %s are given up after %.0f s", len(late), address(self._repo), CLOSE_SECONDS)
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for upload in late:
+            upload.cancel()
+        self._thread.close()
 
     def _guarded(self, folder: Path, path: str | None) -> None:
         try:

@@ -24,7 +24,7 @@ from whet.engines.protocol import TrainEngine
 from whet.errors import DeadlineError, LostReplicaError, WhetError
 from whet.models.load import load_tokenizer, torch_dtype
 from whet.models.lora import adapted_layers
-from whet.phases import span
+from whet.phases import MOVING, span
 from whet.roles.telemetry import MeasuredWorker
 from whet.roles.workers import TrainWorker, actor_beside, with_adapter
 from whet.rollout.build import load_model, rollout_engine
@@ -105,20 +105,23 @@ class Modes:
         if self._samples:
             yield
             return
-        self._rollout.rollout_mode()
-        self._samples = True
         try:
+            with MOVING:
+                self._rollout.rollout_mode()
+                self._samples = True
             yield
+            self._back()
         except WhetError:  # ends the run, and the workers may be closed
             raise
         except BaseException:
-            self._back()
+            if self._samples:
+                self._back()
             raise
-        self._back()
 
     def _back(self) -> None:
-        self._rollout.trainer_mode()
-        self._samples = False
+        with MOVING:
+            self._rollout.trainer_mode()
+            self._samples = False
 
 
 class Lent:

@@ -165,6 +165,7 @@ class Admitted:
     is_kept: bool | None = None  # unknown until all are scored
     sampled: dict[int, Trajectory] = field(default_factory=dict)  # ended trajectories, without scores
     place: float = math.inf  # position among the groups of its step, in the order in which they ended
+    is_observed: bool = False  # by the source
 
     def group(self, samples: Mapping[int, Trajectory]) -> Group:
         """Makes the group of these samples, scored or unscored."""
@@ -197,6 +198,7 @@ class Flow:
     max_staleness: float = 0.0
     group_filter: Filter | None = None
     scores_alone: bool = False  # a trajectory is scored when it ends; else with its group or, with k = 0, its round
+    scoring: str = ""  # digest of the settings and the code that scores depend on
     version: int = 0  # of the weights that sample: the last step whose weights every replica has
     last_step: float = math.inf  # no prompt is started for a later one
     queue: dict[str, Admitted] = field(default_factory=dict)  # by uid of the prompt, in the order of admission
@@ -327,10 +329,8 @@ class Flow:
         admitted.scored[trajectory.sample] = trajectory
         if not (together := self._together(admitted, SCORED)):
             return []
-        groups = [each.group(each.scored) for each in together]
-        self.source.observe(groups)
-        for each, group in zip(together, groups, strict=True):
-            each.is_kept = self.group_filter is None or self.group_filter.keep(group)
+        for each in together:
+            each.is_kept = self.group_filter is None or self.group_filter.keep(each.group(each.scored))
         return self._advance()
 
     def _advance(self) -> list[Command]:
@@ -365,7 +365,13 @@ class Flow:
                 break
             read.append(each)
             kept += each.is_kept
-        if kept < self.batch_size and not self._is_exhausted(read):
+        is_short = kept < self.batch_size and not self._is_exhausted(read)
+        new = [] if is_short and self._undecided else [each for each in read if not each.is_observed]
+        if new:  # in the order of the step, whenever scores come; the prompts of a refill depend on them
+            self.source.observe([each.group(each.scored) for each in new])
+        for each in new:
+            each.is_observed = True
+        if is_short:
             return []
         taken = {each.prompt.uid for each in read}
         read = [each for uid, each in self.queue.items() if uid in taken]

@@ -116,7 +116,7 @@ class Rollouts:
         self.failures, self.held_out = FailureWatch(), FailureWatch()  # of training, of validation
         self.spent: dict[str, float] = {}  # by judges, since the run began
         self._kept_some = True
-        self.may_stop: Callable[[], None] = lambda: None  # called while a step waits and may be abandoned; may raise
+        self.may_stop: Callable[[], None] = lambda: None  # called in waits that may be abandoned; may raise
         self.prompts = ReturnedFirst(prompts)
         self._restored: Sequence[Mapping[str, Any]] | None = ()  # of a checkpoint, until the first weights come
         self._watched, self._idle_seconds = ExitStack(), 0.0  # phases of the loop; the engine's idle time so far
@@ -171,7 +171,8 @@ class Rollouts:
 
         scores_alone = all(each.scores_alone for each in self._scorers(purpose)) and self.scorer is not None
         flow = Flow(n, len(prompts), ReturnedFirst(None, prompts), episodes, scores_alone=scores_alone)
-        groups = self._begin(Asked(flow, purpose), step, metrics).result().kept
+        between = self.may_stop if purpose == "validation" else None
+        groups = self._begin(Asked(flow, purpose), step, metrics, between).result().kept
         count_failures(groups, metrics, self.spent)
         return groups
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import logging
+from base64 import b64decode, b64encode
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -17,11 +19,12 @@ from whet.keyed import key
 from whet.rollout.episode import Episode
 from whet.rollout.flow import Admitted, Command, Flow, ReturnedFirst, RunEpisodes
 from whet.rollout.protocol import Completion
-from whet.types import Prompt, Trajectory
+from whet.types import Media, Prompt, RewardResult, Trajectory, Turn
 
 log = logging.getLogger(__name__)
 TRAJECTORY, COMPLETION = TypeAdapter(Trajectory), TypeAdapter(Completion)
 PURPOSE = "rollout"  # of the episodes that are trained on
+T = TypeVar("T", Turn, Completion)
 
 
 def snapshot(flow: Flow, running: Iterable[Episode]) -> list[dict[str, Any]]:
@@ -30,36 +33,42 @@ def snapshot(flow: Flow, running: Iterable[Episode]) -> list[dict[str, Any]]:
     waiting = [each for each in flow.queue.values() if each.is_kept is not False]
     if (training := flow.training) is not None:
         scored = [(group.prompt, {each.sample: each for each in group.trajectories}) for group in training.kept]
-        waiting = [*(Admitted(prompt, training.step, found, True) for prompt, found in scored), *waiting]
+        begun = (Admitted(prompt, training.step, found, True, is_observed=True) for prompt, found in scored)
+        waiting = [*begun, *waiting]
     by_prompt = defaultdict[str, list[Episode]](list)
     for episode in running:
         if episode.rules.purpose == PURPOSE:
             by_prompt[episode.prompt.uid].append(episode)
-    return [_entry(admitted, by_prompt[admitted.prompt.uid]) for admitted in waiting]
+    return [_entry(admitted, by_prompt[admitted.prompt.uid], flow.scoring) for admitted in waiting]
 
 
 def restore(flow: Flow, source: ReturnedFirst, version: int, entries: Sequence[Mapping[str, Any]]) -> list[Command]:
     """Restores the groups of a snapshot. Scored groups go into the queue; the others continue to be sampled or scored.
 
     A group starts again from its prompt if its row has changed in the data, or if its tokens are too old for this run.
-    Groups beyond the limit are dropped: their prompts go back to the source, which returns them first."""
+    Scored groups are scored again if `Flow.scoring` has changed. Groups beyond the limit are dropped: their prompts go
+    back to the source, which returns them first."""
     queue, sampled, episodes = list[Admitted](), list[Trajectory](), list[Episode]()
-    room, again = flow.most_outstanding if flow.is_ahead else 0, Counter[str]()
+    room, again, unscored = flow.most_outstanding if flow.is_ahead else 0, Counter[str](), 0
     for place, entry in enumerate(entries[:room]):
         prompt = source.find(entry["uid"])
         admitted, partial = Admitted(prompt, entry["step"]), entry["partial"]
-        found = [TRAJECTORY.validate_python({**each, "prompt": prompt}) for each in entry["samples"]]
+        found = [_trajectory(each, prompt) for each in entry["samples"]]
         samples = {each.sample: each for each in found if each.sample < flow.n}
         if why := _misfit(entry, prompt, version - flow.most_age(place)):
             samples, partial, again[why] = {}, {}, again[why] + 1
         queue.append(admitted)
-        if entry["is_kept"] and len(samples) == len(found) == flow.n:
+        is_scored = entry["is_kept"] and len(samples) == len(found) == flow.n
+        if is_scored and entry.get("scoring", flow.scoring) == flow.scoring:  # older checkpoints have none
             admitted.scored, admitted.is_kept = samples, True
+            admitted.is_observed = entry.get("is_observed", True)
             continue
+        unscored += is_scored
+        samples = {number: _unscored(each) for number, each in samples.items()}
         for episode in flow.episodes([prompt], admitted.step):
             if episode.sample not in samples:
                 if (begun := partial.get(str(episode.sample))) is not None:
-                    episode.go_on_from(COMPLETION.validate_python(begun), begun.get("context"))
+                    episode.go_on_from(_as_bytes(COMPLETION.validate_python(begun)), begun.get("context"))
                 episodes.append(episode)
         sampled += samples.values()
     if queue:
@@ -69,6 +78,8 @@ def restore(flow: Flow, source: ReturnedFirst, version: int, entries: Sequence[M
             *(len(queue) - again.total(), sum(each.is_kept is True for each in queue), len(episodes)),
             sum(entry.get("again", 0) for entry in entries),
         )
+    if unscored:
+        log.warning("%d groups of the checkpoint are scored again: reward or algorithm.filter has changed", unscored)
     for why, count in again.items():
         log.warning("%d groups of the checkpoint start again from their prompts: %s", count, why)
     source.put_back([entry["uid"] for entry in entries[room:]])
@@ -98,27 +109,67 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"JSON cannot represent a {type(value).__name__}")
 
 
-def _entry(admitted: Admitted, running: Sequence[Episode]) -> dict[str, Any]:
-    """Converts a group to JSON values. Leaves out trajectories with environment objects; they are sampled again."""
+def _as_text(sampled: T) -> T:
+    """Encodes the experts as base64, because bytes are written to JSON as UTF-8."""
+    return replace(sampled, routed=tuple(map(b64encode, sampled.routed)))
+
+
+def _as_bytes(sampled: T) -> T:
+    """Decodes `_as_text`. Older checkpoints have the bytes themselves, whose second byte is 0."""
+    return replace(sampled, routed=tuple(each if b"\0" in each else b64decode(each) for each in sampled.routed))
+
+
+def _trajectory(written: Mapping[str, Any], prompt: Prompt) -> Trajectory:
+    """Restores a trajectory. The media of its prompt come from the data, since a snapshot may lack their sources."""
+    found = TRAJECTORY.validate_python({**written, "prompt": prompt})
+    own = {each: each for each in prompt.media}
+
+    def restored(media: Media) -> Media:
+        source = tuple(media.source) if isinstance(media.source, list) else media.source
+        return own.get(media, replace(media, source=source))
+
+    turns = (replace(_as_bytes(turn), media=tuple(map(restored, turn.media))) for turn in found.turns)
+    return replace(found, turns=tuple(turns))
+
+
+def _unscored(scored: Trajectory) -> Trajectory:
+    """Removes the results of the reward function, and its failure."""
+    failure = None if scored.failure is not None and scored.failure.source == "reward" else scored.failure
+    none = {**vars(RewardResult(0.0, 0.0)), "reward": None, "accuracy": None}
+    return replace(scored, failure=failure, **none)
+
+
+def _values(of: TypeAdapter[Any], found: object, uid: str) -> list[dict[str, Any]]:
+    """Converts a trajectory or completion to JSON values. Returns nothing if it has objects of an environment."""
+    try:
+        return [of.serializer.to_python(found, mode="json", exclude={"prompt"}, fallback=_plain)]
+    except (TypeError, ValueError) as error:
+        log.warning("the checkpoint leaves out %s, which a resumed run samples again: %s", uid, error)
+        return []
+
+
+def _entry(admitted: Admitted, running: Sequence[Episode], scoring: str) -> dict[str, Any]:
+    """Converts a group to JSON values, without the responses that have no form in JSON; they are sampled again."""
+    own = {each: replace(each, source=None) for each in admitted.prompt.media}
     is_scored = admitted.is_kept is True
-    samples = []
-    for trajectory in (admitted.scored if is_scored else admitted.sampled).values():
-        try:
-            values = TRAJECTORY.serializer.to_python(trajectory, mode="json", exclude={"prompt"}, fallback=_plain)
-            samples.append(values)
-        except (TypeError, ValueError) as error:
-            log.warning("the checkpoint leaves out %s, which a resumed run samples again: %s", trajectory.uid, error)
-            is_scored = False
+    ended = (admitted.scored if is_scored else admitted.sampled).values()
+    samples = list[dict[str, Any]]()
+    for each in ended:
+        turns = (replace(_as_text(turn), media=tuple(own.get(one, one) for one in turn.media)) for turn in each.turns)
+        samples += _values(TRAJECTORY, replace(each, turns=tuple(turns)), each.uid)
     return {
         "uid": admitted.prompt.uid,
         "prompt": _digest(admitted.prompt),
         "step": admitted.step,
-        "is_kept": is_scored,
+        "is_kept": is_scored and len(samples) == len(ended),
+        "is_observed": admitted.is_observed,
+        "scoring": scoring,
         "samples": samples,
         "partial": {
-            str(each.sample): {**COMPLETION.dump_python(each.sampled, mode="json"), "context": each.context_digest}
+            str(each.sample): {**values, "context": each.context_digest}
             for each in running
             if each.sampled is not None and not each.turns
+            for values in _values(COMPLETION, _as_text(each.sampled), each.id)
         },
         "again": sum(bool(each.turns) for each in running),
     }

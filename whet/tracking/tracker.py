@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,16 +39,16 @@ class Trackers:
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = tuple(trackers)
-        self._tables: dict[str, Sequence[TableRow]] = {}
+        self._tables = defaultdict[int, dict[str, Sequence[TableRow]]](dict)  # by step
 
-    def add_table(self, name: str, rows: Sequence[TableRow]) -> None:
-        """Keeps a table until the next `log`, which passes it on; so an interrupted step logs no table."""
+    def add_table(self, step: int, name: str, rows: Sequence[TableRow]) -> None:
+        """Keeps a table until the `log` of its step, which passes it on; so an interrupted step logs no table."""
         if rows:
-            self._tables[name] = rows
+            self._tables[step][name] = rows
 
     def log(self, step: int, metrics: Mapping[str, float], tables: Tables = NO_TABLES) -> None:
         """Passes metrics and tables to each tracker, in order."""
-        tables, self._tables = {**tables, **self._tables}, {}
+        tables = {**tables, **self._tables.pop(step, {})}
         for tracker in self._trackers:
             tracker.log(step, metrics, tables)
 

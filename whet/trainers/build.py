@@ -63,7 +63,7 @@ from whet.trainers.frame import opened_for, run_folder, with_named_dtypes, with_
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.rl import fit
 from whet.trainers.run import Run
-from whet.trainers.run_dir import MEDIA, digests
+from whet.trainers.run_dir import MEDIA, digests, scoring_digest
 from whet.trainers.shape import AdaptiveEntropy, Correction, Fixed, Shaper, estimator
 from whet.trainers.stop import likely_steps
 from whet.trainers.teacher import teacher_role
@@ -173,7 +173,7 @@ def build(
                 services=services,
                 tokenizer=tokenizer,
                 roles=roles,
-                rollouts=_rollouts(begun, config, roles, scorer, hosts),
+                rollouts=_rollouts(begun, config, roles, scorer, hosts, scoring_digest(config, inputs)),
                 columns=columns,
                 estimator=estimator(config.algorithm),
                 correction=Correction.from_config(config),
@@ -344,6 +344,7 @@ def _rollouts(
     roles: Mapping[str, WorkerGroup],
     scorer: Scorer | None,
     hosts: Mapping[str, EnvironmentHost] | None,
+    scoring: str,
 ) -> Rollouts:
     tokenizer, engine = begun.tokenizer, _engine(config, roles)
     if ENVIRONMENT in roles:
@@ -365,7 +366,7 @@ def _rollouts(
         length_stages=config.rollout.length_stages,
         sampling=Modes(roles["rollout"]).rollout_mode if config.rollout.free_cache_engine else nullcontext,
     )
-    made.val_scorer = val_scorer_of(config)
+    made.val_scorer, made.flow.scoring = val_scorer_of(config), scoring
     made.judge = None if config.reward_model.judge is None else judge_of(roles["reward_model"], config)
     return made
 

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from whet.tracking.profile import SystemMeter, observed
 from whet.tracking.runs import write_state
 from whet.tracking.service import TrackedRun, open_services
 from whet.tracking.tracker import METRIC_FILES, JsonlTracker, Trackers
-from whet.trainers.run_dir import RunDir, noted, open_run_dir
+from whet.trainers.run_dir import STOP, RunDir, noted, open_run_dir
 from whet.trainers.stop import Stopped, StopSignals, likely_steps
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Frame:
         self.metrics_file, self.timings_file = (  # metrics of the algorithm, equal in equal runs; and times
             JsonlTracker(self.run_dir / name) if "jsonl" in loggers else Trackers([]) for name in METRIC_FILES
         )
-        self.signals = StopSignals(self.run_dir / "stop")
+        self.signals = StopSignals(self.run_dir / STOP)
         repo = self.config.trainer.hub_repo if self.opened.is_taken else None
         self.uploads = Uploads(repo) if repo is not None else None
         self.history = list(self.opened.history)
@@ -130,8 +130,12 @@ class Frame:
         return False
 
     def interruptible(self) -> AbstractContextManager[None]:
-        """Marks a block that changes no saved state. A stop request ends the run immediately inside it."""
-        return self.signals.at_once()
+        """Marks a block that changes no saved state. A stop request ends the run inside it, with the checkpoint of the
+        steps done. Workers in other processes finish their call first, unless no step is done yet."""
+        if self.step == 0 or self.stays_here:
+            return self.signals.at_once()
+        self.signals.here()
+        return nullcontext()
 
     def state(self) -> dict[str, Any]:
         """Returns the state that a checkpoint keeps beside weights and optimizers."""
@@ -197,6 +201,8 @@ class Frame:
         except BaseException as error:
             with suppress(OSError):  # the disk may be full
                 write_state(self.run_dir, "failed", self.total_steps, error)
+            if (asked := self.signals.asked) is not None and isinstance(error, LostWorkerError | DeadlineError):
+                raise Stopped(f"stopped by {asked}; {error}", asked.number) from error  # so that nothing starts again
             raise
 
     def stop(self) -> None:
@@ -383,6 +389,8 @@ def with_restarts(config: C, attempt: Callable[[C], R]) -> R:
             return attempt(config)
         except (LostWorkerError, DeadlineError) as error:
             os.chdir(folder)  # user code may have left it
+            if (run_folder(config.trainer) / STOP).exists():
+                raise
             if config.trainer.resume in checkpoint.AFRESH:  # the folder is this run's own by now
                 config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"resume": "auto"})})
             last = checkpoint.newest(run_folder(config.trainer))

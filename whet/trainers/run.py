@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, islice, zip_longest
@@ -141,14 +141,6 @@ class Run(Frame):
         """Warns of jumps and skipped updates.  Raises: EngineError after three skipped updates in a row."""
         self.health.check(self, batch, self.step, metrics)
 
-    def interruptible(self) -> AbstractContextManager[None]:
-        """Marks a block at the start of a step, before weights change. A stop request ends the run inside it, with the
-        previous step's checkpoint. Workers in other processes finish their call first, unless no step is done yet."""
-        if self.step == 0 or self.stays_here:
-            return self.signals.at_once()
-        self.signals.here()
-        return nullcontext()
-
     def sync(self, step: int) -> None:
         """Syncs the weights of `step` to the rollout.  Raises: WeightSyncError, DeadlineError, WorkerError."""
         self.digests[step] = self.engine.sync(step)
@@ -175,7 +167,7 @@ class Run(Frame):
             self._write_jumps(path, list(chain.from_iterable(lines)))
         if not OWN_TRACKERS.issuperset(self.config.trainer.logger):  # console and jsonl show no tables
             rows = table_rows(lines, self.config.trainer.table_rows)
-            self.trackers.add_table(f"generations/{purpose}", rows)
+            self.trackers.add_table(step, f"generations/{purpose}", rows)
 
     def write_tokens(self, step: int, batch: Batch) -> None:
         """Writes a JSON object for each row to tokens/: each token as text, with its value in every column. If the

@@ -44,6 +44,7 @@ from whet.types import Example, Prompt
 
 log = logging.getLogger(__name__)
 STEP_FOLDERS = ("rollouts", "tokens")  # files that end in _STEP.jsonl
+STOP = "stop"  # a file that ends the run
 MEDIA = "media"  # images and videos by digest
 OWN = {*STEP_FOLDERS, MEDIA, "checkpoints", "profile"}  # trackers write other folders, which may have links
 # Keys that a resumed run may change: they change where, how fast and how long a run computes, and
@@ -57,6 +58,7 @@ FREE = (
     *("rollout.free_cache_engine", "data.hub_deadline_seconds", "model.gradient_checkpointing"),
 )
 BOUND = ("trainer.seed", "trainer.loop")  # keys below FREE that must not change
+SCORING = re.compile(r"(reward|algorithm\.filter)\.(?!timeout_seconds|num_workers|manager|limits)")
 LOCKS = weakref.WeakSet[TextIOWrapper]()  # that this process holds
 OTHER_FOLDER = "choose another trainer.run_dir or trainer.experiment_name"
 Items = Sequence[Prompt] | Sequence[Example]
@@ -100,6 +102,9 @@ def open_run_dir(path: Path, config: RunConfig, inputs: Mapping[str, str] | None
         path.mkdir(parents=True, exist_ok=True)
         _check_links(path)
         lock = undo.enter_context(lock_folder(path))
+        (path / STOP).unlink(missing_ok=True)  # of an earlier run
+        for partial in path.glob("checkpoints/.*.partial"):  # a kill left it
+            files.remove(partial)
         is_used = any((path / name).exists() for name in ("checkpoints", *METRIC_FILES))
         if resume == "overwrite" and is_used:
             log.warning("deleting the earlier run in %s: trainer.resume=overwrite", path)
@@ -267,6 +272,12 @@ def digests(config: RunConfig, train: Items, val: Items, reward: Callable[..., A
     with suppress(OSError, TypeError):  # typed at a prompt, or no function
         found |= {"reward.given, code": _of(inspect.getsource(reward).encode())} if reward is not None else {}
     return found
+
+
+def scoring_digest(config: RunConfig, inputs: Mapping[str, str]) -> str:
+    """Digest of the settings and the code that scores and filters depend on. `inputs` are from `digests`."""
+    values = {**dict(flatten(config.model_dump(mode="json", exclude_defaults=True))), **inputs}
+    return _of(json.dumps({key: values[key] for key in sorted(values) if SCORING.match(key)}).encode())
 
 
 def _of(content: bytes) -> str:

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Generic, Self, TypeVar
 
 from whet.batch import Batch
+from whet.errors import WhetError
 from whet.metrics import Metrics
+from whet.processes.background import Background
 from whet.threads import Contention
 from whet.trainers.frame import Frame
 from whet.trainers.stop import Stopped
@@ -47,18 +49,30 @@ class Schedule(Generic[F]):
 
     @contextmanager
     def _beside(self, step: int, metrics: Metrics) -> Iterator[None]:
-        with ThreadPoolExecutor(1, "validation") as thread:
-            validated = thread.submit(self._validate, self._run, step)
-            yield
-            metrics.merge(validated.result())
+        thread = Background("validation")
+        validated = thread.submit(partial(self._measured, step))
+        thread.close()
+        yield
+        metrics.merge(validated.result())
         self._held = None
         self._run.log(step, metrics)
+
+    def _measured(self, step: int) -> Metrics:
+        """Validates. If the run is asked to end, the validation and its errors are left out, so that the run saves."""
+        try:
+            with self.sampling():
+                return self._validate(self._run, step)
+        except (Stopped, WhetError):
+            if self._run.signals.asked is None:
+                raise
+        return Metrics()
 
     def end_step(self, batch: Batch, metrics: Metrics) -> None:
         """Counts the step. Then validates, logs, checks the run's health and saves, each if it is due."""
         run, trainer = self._run, self._run.config.trainer
         self._contention.end()
         run.step += 1
+        run.total_steps = max(run.step, run.total_steps)  # a callback may end the run beside the step's training
         run.count_flops()
         is_saved = run.saves_now
         is_validated = run.validates and run.is_due(trainer.val_freq)
@@ -66,7 +80,7 @@ class Schedule(Generic[F]):
             self._held = run.step, metrics
         else:
             if is_validated:
-                metrics.merge(self._validate(run, run.step))
+                metrics.merge(self._measured(run.step))
             run.log(run.step, metrics)
         run.check_health(batch, metrics)
         if is_saved or run.is_due(0):  # a callback may have made this step the last
@@ -75,6 +89,5 @@ class Schedule(Generic[F]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._contention.close()
-        if isinstance(error, Stopped):  # so that a saved step also has a line in the log
-            with self.training():
-                pass
+        if isinstance(error, Stopped) and self._held is not None:  # so that a saved step also has a line in the log
+            self._run.log(*self._held)

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+from whet.phases import MOVING
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -53,13 +55,12 @@ class StopSignals:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self._asked: Stopped | None = None
+        self.asked: Stopped | None = None  # the request to end the run
         self._at_once = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # only the main thread may set signal handlers
-            self.file.unlink(missing_ok=True)
             self._before = {number: signal.signal(number, self._take) for number in SIGNALS}
         return self
 
@@ -69,14 +70,14 @@ class StopSignals:
 
     def here(self) -> None:
         """Raises: Stopped if the run was asked to end."""
-        if self._asked is None and self.file.exists():
-            self._asked = Stopped(f"the file {self.file}", None)
-        if self._asked is not None:
-            raise self._asked
+        if self.asked is None and self.file.exists():
+            self.asked = Stopped(f"the file {self.file}", None)
+        if self.asked is not None:
+            raise self.asked
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Marks a block that changes no saved state. A signal may end it at any line."""
+        """Marks a block that changes no saved state. A signal may end it at any line, but not while models move."""
         self.here()
         self._at_once = True
         try:
@@ -85,10 +86,10 @@ class StopSignals:
             self._at_once = False
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if self._asked is not None:
+        if self.asked is not None:
             raise KeyboardInterrupt("asked twice: ended at once, without saving")
-        self._asked = Stopped("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name, number)
-        if self._at_once:
-            raise self._asked
+        self.asked = Stopped("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name, number)
+        if self._at_once and not MOVING.locked():
+            raise self.asked
         # No logging: the signal may come in the middle of a line of the console.
-        os.write(2, f"{self._asked}: the run ends after this step; again: at once, without saving\n".encode())
+        os.write(2, f"{self.asked}: the run ends after this step; again: at once, without saving\n".encode())
