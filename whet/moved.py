@@ -63,7 +63,7 @@ MOVED = {  # by the old name of a file or folder
     "whet.rollout.servers.words": "whet.plugins.inference.servers.wire_protocol",
     **{
         f"whet.trainers.{name}": f"whet.roles.{name}"
-        for name in ("placed", "reward_texts", "rollout_worker", "served_teacher", "telemetry", "workers")
+        for name in ("placed", "reward_texts", "rollout_worker", "telemetry", "workers")
     },
     "whet.trainers.certify": "whet.plugins.proofs.certify",
     "whet.trainers.hints": "whet.trainers.teacher",

@@ -27,7 +27,7 @@ from whet.data.supervised import SupervisedExample
 from whet.errors import ConfigError, DataError, EngineError
 from whet.models.load import load_tokenizer, stop_token_ids
 from whet.plugins.lessons.init_model import init_model
-from whet.roles.served_teacher import ServedTeacher
+from whet.plugins.teachers.served import HTTPTeacher
 from whet.trainers.distill import DistillRun, aligned_teachers, distill, prompt_of
 from whet.types import Media
 
@@ -421,11 +421,11 @@ class Told(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def told(model_folder: Path) -> Iterator[ServedTeacher]:
+def told(model_folder: Path) -> Iterator[HTTPTeacher]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Told) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/v1/"
-        yield ServedTeacher("teachers.*", address, load_tokenizer(model_folder))
+        yield HTTPTeacher("teachers.*", address, load_tokenizer(model_folder))
         server.shutdown()
 
 
@@ -443,7 +443,7 @@ def test_a_row_without_a_prompt_is_trained_behind_its_first_token(
     assert distill(sampled, data=[{"prompt": "", "response": "abc"}]).history[0]["distill/tokens"] > 1
 
 
-def test_what_a_server_tells(told: ServedTeacher) -> None:
+def test_what_a_server_tells(told: HTTPTeacher) -> None:
     """The tokens of the prompt are not read; the likeliest of four is not the student's."""
     ids = told._tokenizer.encode("abc")
     batch = Batch.of(

@@ -27,7 +27,6 @@ from whet.metrics import Metrics
 from whet.models.load import load_config, load_tokenizer, stop_token_ids, torch_dtype
 from whet.models.lora import adapted_layers
 from whet.registry import DIVERGENCES, PARTS, register_trainer
-from whet.roles.served_teacher import TEXTS, ServedTeacher
 from whet.roles.workers import TrainWorker, check_vocabulary, path_of, settings_of, tokenizer_of
 from whet.rollout.build import chosen_engine, rollout_engine
 from whet.rollout.protocol import Completion, Request, SamplingParams, generate
@@ -37,6 +36,7 @@ from whet.trainers.preference import to_batch
 from whet.trainers.sft import Callbacks, ExamplesRun, Rows, train_on_examples, weights_of
 from whet.weight_sync import buckets
 
+TEXTS = "name a teacher with the student's tokenizer, or train on this one's texts (`whet generate`, then `whet sft`)"
 ALIGN = f"{TEXTS}, or set alignment=bytes"
 CHUNK_TOKENS = 4096  # whose distributions over a vocabulary are on the host at once
 COLUMNS = (
@@ -46,6 +46,13 @@ COLUMNS = (
     ConsoleColumn("lr", ("distill/lr",), ".2e"),
     *USE,
 )
+
+
+class ServedTeacher(Protocol):
+    """A teacher behind a server."""
+
+    def outcomes(self, batch: Batch, top_k: int, vocab_size: int) -> dict[str, Tensor]:
+        """Returns `teacher_ids` and `teacher_outcomes` of the `top_k` most probable tokens below `vocab_size`."""
 
 
 class AlignedTeacher(Protocol):
@@ -169,7 +176,10 @@ class DistillRun(ExamplesRun):
     def served(self) -> dict[str, ServedTeacher]:
         """The teachers behind servers, by data source."""
         served = {source: where for source, where in self.config.teachers.items() if is_server(where)}
-        return {source: ServedTeacher(f"teachers.{source}", where, self.tokenizer) for source, where in served.items()}
+        return {
+            source: PARTS["served_teacher"].load()(f"teachers.{source}", where, self.tokenizer)
+            for source, where in served.items()
+        }
 
     @cached_property
     def aligned(self) -> dict[str, AlignedTeacher]:

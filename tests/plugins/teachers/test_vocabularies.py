@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.raising import raises
 from whet.errors import DataError
-from whet.plugins.alignment.vocabularies import Alignment, ByteVocabulary
+from whet.plugins.teachers.vocabularies import Alignment, ByteVocabulary
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 

@@ -21,7 +21,7 @@ PATHS: Mapping[Api, str] = {"pooling": "/pooling", "classify": "/classify", "sco
 SHOWN_BYTES = 200
 
 
-@register_reward("reward_server", checked_by="whet.rewards.served:check_options")
+@register_reward("reward_server", checked_by="whet.plugins.scores.served:check_options")
 async def compute_score(
     solution_str: str,
     prompt_str: str = "",

@@ -15,12 +15,12 @@ import pytest
 from tests.raising import raises
 from whet import http
 from whet.errors import RewardError
+from whet.plugins.scores.served import compute_score, last_number
 from whet.rewards.adapter import adapt
 from whet.rewards.pool import RewardPool
-from whet.rewards.served import compute_score, last_number
 from whet.types import Failure, Message, Outcome, RewardItem, RewardResult
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "rewards"))
 from judge_server import Judge, Reply, judging
 
 

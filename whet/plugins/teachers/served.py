@@ -18,14 +18,16 @@ from transformers import PreTrainedTokenizerBase
 from whet.batch import Batch
 from whet.errors import EngineError
 from whet.http import CallError, fetch, shown
+from whet.registry import register_part
+from whet.trainers.distill import TEXTS
 
 CONCURRENCY, ATTEMPTS, SECONDS, REPLY_BYTES = 16, 5, 600.0, 2**30
 LEAST = 1e-6  # smallest probability of all tokens not returned: 1 minus a sum is only rounding error below it
-TEXTS = "name a teacher with the student's tokenizer, or train on this one's texts (`whet generate`, then `whet sft`)"
 Place = Mapping[str, Mapping[str, Any]]  # by token id
 
 
-class ServedTeacher:
+@register_part("served_teacher")
+class HTTPTeacher:
     """A teacher on a server; `key` is its config key. If the server needs an API key, set OPENAI_API_KEY to it."""
 
     def __init__(self, key: str, address: str, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -18,9 +18,9 @@ from whet.data.supervised import SupervisedExample
 from whet.data.written import warn_once
 from whet.errors import ConfigError, DataError
 from whet.models.load import context_length, load_tokenizer
-from whet.plugins.alignment.vocabularies import Alignment, ByteVocabulary
+from whet.plugins.teachers.vocabularies import Alignment, ByteVocabulary
 from whet.registry import register_part
-from whet.roles.served_teacher import TEXTS
+from whet.trainers.distill import TEXTS
 from whet.trainers.preference import to_batch
 
 
