@@ -78,7 +78,8 @@ def fsdp(sizes: Sizes, **options: Any) -> EngineConfig:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models of 4 layers, with 4 heads and 2 of keys and values, and with 8 experts; dense ones with fewer heads."""
-    from whet.plugins.lessons.init_model import init_model  # not in the processes that read this file
+    from tests.models.nano import nano_model  # not in the processes that read this file
+    from whet.plugins.lessons.init_model import init_model
 
     folder = tmp_path_factory.mktemp("models")
     made = {
@@ -89,7 +90,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     others = {name: with_config(made["qwen3"], name, **sizes) for name, sizes in heads.items()}
     for arch in ("qwen3", "qwen3_moe"):  # a stage has the embedding, another one the output
         others[f"{arch} untied"] = with_config(made[arch], f"{arch} untied", tie_word_embeddings=False)
-    return made | others
+    return made | others | {arch: nano_model(folder / arch, arch) for arch in ("olmo2", "olmo3", "glm4")}
 
 
 def with_config(folder: Path, name: str, **changes: Any) -> Path:
@@ -133,6 +134,8 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[int, list[Sizes]]]] = {
         {2: [{"expert": 2}, {"tensor": 2}], 4: [{"expert": 2, "tensor": 2}]},
     ),
     "checkpointing": ("qwen3_moe", {"gradient_checkpointing": True}, {2: [{"expert": 2}], 4: [{"expert": 2}]}),
+    # norms read the sum over the ranks itself
+    **{arch: (arch, {}, {2: [{"tensor": 2}]}) for arch in ("olmo2", "olmo3", "glm4")},
 }
 CASES = {
     f"{kind} on {count}, {named(sizes)}": (count, kind, sizes)
