@@ -24,7 +24,7 @@ from whet.engines.fsdp import checkpoint, checks
 from whet.engines.fsdp.pipeline import padded, run_schedule, stages_of
 from whet.engines.fsdp.sharding import arrange, shard
 from whet.engines.mesh import Mesh
-from whet.engines.optim import optimizer_for, optimizers_of
+from whet.engines.optim import form_of, optimizer_for, optimizers_of
 from whet.engines.protocol import Columns, Objective, Spread
 from whet.engines.role import RoleSettings
 from whet.engines.stages import everywhere, run_forward
@@ -137,8 +137,8 @@ class FSDPEngine(Engine):
     def load(self, path: Path) -> dict[str, Any] | None:
         """Restores a state that any number of ranks wrote.  Returns its `start`, the description of an adapter's base.
 
-        Raises: EngineError for the state of another model or engine."""
-        state = checkpoint.load(path, self._saved(), self._states(), self.ranks.group)
+        Raises: EngineError for the state of another model or engine; CheckpointError for one of another optimizer."""
+        state = checkpoint.load(path, self._saved(), self._states(), form_of(self.role.optim), self.ranks.group)
         for optimizer in [] if self.optimizer is None else optimizers_of(self.optimizer):
             for weight, kept in optimizer.state.items():
                 if isinstance(optimizer, CompactAdamW):  # keeps its rank's part as plain tensors
