@@ -24,7 +24,9 @@ from whet.controller.worker_group import WorkerGroup
 from whet.engines.fsdp.pipeline import stages_of
 from whet.engines.role import RoleSettings
 from whet.errors import ConfigError
-from whet.models.load import outline
+from whet.models.load import body_of, load_policy
+from whet.models.outputs import ForwardSettings, layout_of, states_of
+from whet.models.sequence_parallel import heads_ranks
 from whet.trainers.objectives import ValueObjective
 
 BOUND = 2e-5  # of the gradient of a parameter, relative by norm, float32
@@ -266,13 +268,52 @@ def test_a_row_of_32k_tokens_over_more_ranks_than_heads(folders: dict[str, Path]
     ],
 )
 def test_a_model_without_such_stages(sizes: Sizes, arch: str, key: str, found: int, folders: dict[str, Path]) -> None:
-    with raises(ConfigError, key, found=found), torch.device("meta"):
-        stages_of(outline(folders[arch]), sizes["pipeline"], [0])
+    with raises(ConfigError, key, found=found):
+        stages_of(load_policy(folders[arch]), sizes["pipeline"], [0])
+
+
+def random_model(arch: str, **config: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"vocab_size": 32, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, **config}
+    made = AutoConfig.for_model(arch, **shape, tie_word_embeddings=False, pad_token_id=0)
+    made._attn_implementation = "whet"
+    return AutoModelForCausalLM.from_config(made)
+
+
+@pytest.mark.parametrize(
+    ("arch", "config"),
+    [
+        ("granite", {"embedding_multiplier": 12.0}),  # a factor between embedding and layers
+        ("nanochat", {}),  # a norm there
+        ("gpt2", {}),  # embeddings of positions
+        ("opt", {"word_embed_proj_dim": 32, "ffn_dim": 48}),  # the same, in an inner module
+    ],
+)
+def test_a_body_that_does_not_pass_on_received_states_has_no_stages(arch: str, config: dict[str, Any]) -> None:
+    with raises(ConfigError, "engine.options.mesh.pipeline", found=2):
+        stages_of(random_model(arch, **config), 2, [0])
+
+
+def test_heads_are_split_whose_config_does_not_count_those_of_keys() -> None:
+    config = random_model("gpt_neox").config
+    assert [heads_ranks(config, size) for size in (2, 4, 8)] == [2, 4, 4]
+
+
+@pytest.mark.parametrize("arch", ["granite", "gpt_neox"])
+def test_stages_in_turn_compute_the_states_of_the_whole(arch: str) -> None:
+    model, ones = random_model(arch).eval(), torch.ones(2, 10, dtype=torch.long)
+    ids, positions = torch.arange(20).view(2, 10), ones.cumsum(1) - 1
+    columns = {"input_ids": ids, "attention_mask": ones, "position_ids": positions, "response_mask": ones[:, 4:]}
+    settings = ForwardSettings()
+    where, (_, stages) = layout_of(columns, settings), stages_of(model, 2, [0, 1])
+    with torch.no_grad():
+        body_of(stages[1]).get_input_embeddings().hidden = states_of(stages[0], where, settings)[None]
+        assert states_of(stages[1], where, settings).equal(states_of(model, where, settings))
 
 
 def test_stages_have_the_names_of_the_whole_and_each_weight_once(folders: dict[str, Path]) -> None:
-    with torch.device("meta"):
-        model = outline(folders["qwen3 untied"])
+    model = load_policy(folders["qwen3 untied"])
     whole = [name for name, _ in model.named_parameters()]
     first, (zero, two) = stages_of(model, 4, [0, 2])
     second, _ = stages_of(model, 4, [1, 3])
