@@ -127,7 +127,7 @@ def restore(optimizer: Optimizer, state: dict[str, Any]) -> None:
 Form = Mapping[str, Any]  # name, state_dtype and weight_rounding: they decide which tensors an optimizer's state has
 
 
-class Saved(NamedTuple):
+class SavedTensor(NamedTuple):
     """A tensor of a saved optimizer state."""
 
     name: str
@@ -140,7 +140,7 @@ def form_of(settings: OptimConfig | None) -> Form:
     return {} if settings is None else settings.model_dump(include={"name", "state_dtype", "weight_rounding"})
 
 
-def check_form(saved: Form | None, own: Form, state: Sequence[Saved], weights: Iterable[torch.dtype]) -> None:
+def check_form(saved: Form | None, own: Form, state: Sequence[SavedTensor], weights: Iterable[torch.dtype]) -> None:
     """Compares the `saved` form with the run's own. None: an older version wrote the state; then its tensors and the
     dtypes of the weights show the form.  Raises: CheckpointError."""
     for name, value in own.items():
@@ -151,7 +151,7 @@ def check_form(saved: Form | None, own: Form, state: Sequence[Saved], weights: I
             raise CheckpointError(f"optim.{name}", value, expected, f"{change}, or name another checkpoint")
 
 
-def _found_form(state: Sequence[Saved], weights: Iterable[torch.dtype]) -> Form:
+def _found_form(state: Sequence[SavedTensor], weights: Iterable[torch.dtype]) -> Form:
     """Returns the form that saved tensors show. (int8 keeps the moments of small tensors in float32.)"""
     if not (names := {each.name for each in state}):
         return {}  # of a run before its first step

@@ -19,7 +19,7 @@ from whet import serialization
 from whet.config.algorithm_checks import EngineUse
 from whet.devices import HOST
 from whet.engines.engine import Engine, check_same
-from whet.engines.optim import Saved, check_form, form_of, optimizer_for, restore
+from whet.engines.optim import SavedTensor, check_form, form_of, optimizer_for, restore
 from whet.engines.role import RoleSettings
 from whet.errors import ConfigError, EngineError
 from whet.kernels.bfloat16_copies import NarrowCopies
@@ -91,7 +91,7 @@ class SingleEngine(Engine):
         saved: dict[str, Any] = state["optimizer"] if self.optimizer is not None else {}
         parts = [saved] if "state" in saved else saved.values()
         values = [(name, value) for part in parts for each in part["state"].values() for name, value in each.items()]
-        found = [Saved(name, value.dtype, value.shape) for name, value in values if torch.is_tensor(value)]
+        found = [SavedTensor(name, value.dtype, value.shape) for name, value in values if torch.is_tensor(value)]
         check_form(state.get("optim"), form_of(self.role.optim), found, {w.dtype for w in state["model"].values()})
         with torch.no_grad():
             for name, parameter in own.items():

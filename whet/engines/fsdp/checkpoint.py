@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from whet.engines.engine import check_same
-from whet.engines.optim import Form, Saved, check_form
+from whet.engines.optim import Form, SavedTensor, check_form
 from whet.errors import CheckpointError, EngineError
 from whet.models.sharded import like
 
@@ -84,7 +84,7 @@ def load(
                 tensors[name] = made = _empty(each, own, weights[weight])
                 state[own] = made.view(()) if own == STEP else made
     moments = {name: each for name, each in found.items() if name.startswith("optimizer.")}
-    kept = [Saved(name.rpartition(".")[2], each.properties.dtype, each.size) for name, each in moments.items()]
+    kept = [SavedTensor(name.rpartition(".")[2], each.properties.dtype, each.size) for name, each in moments.items()]
     dtypes = {each.properties.dtype for name, each in found.items() if name.startswith("model.")}
     try:
         progress: dict[str, Any] = json.loads((path / STATE).read_text())
