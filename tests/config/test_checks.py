@@ -201,6 +201,13 @@ SECTIONS_AND_REFUSALS: list[Refusal] = [
     ),
     ("{actor: {mini_batch_size: 1}, rollout: {n: 2}, cluster: {processes: 3}}", "cluster.processes", 3, "at most 2,"),
     (
+        "{actor: {mini_batch_size: 1, engine: {name: fsdp, options: {mesh: {tensor: 2}}}}, rollout: {n: 2}, "
+        "cluster: {processes: 6}}",
+        "cluster.processes",
+        6,
+        "at most 4,",
+    ),
+    (
         "rollout: {engine: {name: hf, options: {compile: true}}}",
         "rollout.engine.options.compile",
         True,
@@ -407,6 +414,10 @@ def test_sft_and_eval_are_checked_too(folder: Path) -> None:
     check_fields(
         problems(SFTConfig.model_validate(two_rows))[0], "cluster.processes", found=3, expected=re.compile("2")
     )
+    for mesh in ({"context": 2}, {"tensor": 4}, {"pipeline": 2}):  # shards of a batch count, not processes
+        engine = {"name": "fsdp", "options": {"mesh": mesh}}
+        shared = {**two_rows, "cluster": {"processes": 4}, "engine": engine}
+        assert problems(SFTConfig.model_validate(shared)) == []
     evaluation = {"model": {"path": "model"}, "data": {"val_files": ["train.jsonl"]}, "reward": {"function": "gsm8k"}}
     assert problems(EvalConfig.model_validate(evaluation)) == []
     greedy = EvalConfig.model_validate({**evaluation, "rollout": {"n": 3, "temperature": 0.0}})

@@ -24,7 +24,9 @@ from whet.controller.worker_group import WorkerGroup
 from whet.engines.fsdp.pipeline import stages_of
 from whet.engines.role import RoleSettings
 from whet.errors import ConfigError
-from whet.models.load import outline
+from whet.models.load import body_of, load_policy
+from whet.models.outputs import ForwardSettings, layout_of, states_of
+from whet.models.sequence_parallel import heads_ranks
 from whet.trainers.objectives import ValueObjective
 
 BOUND = 2e-5  # of the gradient of a parameter, relative by norm, float32
@@ -78,7 +80,8 @@ def fsdp(sizes: Sizes, **options: Any) -> EngineConfig:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models of 4 layers, with 4 heads and 2 of keys and values, and with 8 experts; dense ones with fewer heads."""
-    from whet.plugins.lessons.init_model import init_model  # not in the processes that read this file
+    from tests.models.nano import nano_model  # not in the processes that read this file
+    from whet.plugins.lessons.init_model import init_model
 
     folder = tmp_path_factory.mktemp("models")
     made = {
@@ -89,7 +92,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     others = {name: with_config(made["qwen3"], name, **sizes) for name, sizes in heads.items()}
     for arch in ("qwen3", "qwen3_moe"):  # a stage has the embedding, another one the output
         others[f"{arch} untied"] = with_config(made[arch], f"{arch} untied", tie_word_embeddings=False)
-    return made | others
+    return made | others | {arch: nano_model(folder / arch, arch) for arch in ("olmo2", "olmo3", "glm4")}
 
 
 def with_config(folder: Path, name: str, **changes: Any) -> Path:
@@ -133,6 +136,8 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[int, list[Sizes]]]] = {
         {2: [{"expert": 2}, {"tensor": 2}], 4: [{"expert": 2, "tensor": 2}]},
     ),
     "checkpointing": ("qwen3_moe", {"gradient_checkpointing": True}, {2: [{"expert": 2}], 4: [{"expert": 2}]}),
+    # norms read the sum over the ranks itself
+    **{arch: (arch, {}, {2: [{"tensor": 2}]}) for arch in ("olmo2", "olmo3", "glm4")},
 }
 CASES = {
     f"{kind} on {count}, {named(sizes)}": (count, kind, sizes)
@@ -263,13 +268,52 @@ def test_a_row_of_32k_tokens_over_more_ranks_than_heads(folders: dict[str, Path]
     ],
 )
 def test_a_model_without_such_stages(sizes: Sizes, arch: str, key: str, found: int, folders: dict[str, Path]) -> None:
-    with raises(ConfigError, key, found=found), torch.device("meta"):
-        stages_of(outline(folders[arch]), sizes["pipeline"], [0])
+    with raises(ConfigError, key, found=found):
+        stages_of(load_policy(folders[arch]), sizes["pipeline"], [0])
+
+
+def random_model(arch: str, **config: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"vocab_size": 32, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, **config}
+    made = AutoConfig.for_model(arch, **shape, tie_word_embeddings=False, pad_token_id=0)
+    made._attn_implementation = "whet"
+    return AutoModelForCausalLM.from_config(made)
+
+
+@pytest.mark.parametrize(
+    ("arch", "config"),
+    [
+        ("granite", {"embedding_multiplier": 12.0}),  # a factor between embedding and layers
+        ("nanochat", {}),  # a norm there
+        ("gpt2", {}),  # embeddings of positions
+        ("opt", {"word_embed_proj_dim": 32, "ffn_dim": 48}),  # the same, in an inner module
+    ],
+)
+def test_a_body_that_does_not_pass_on_received_states_has_no_stages(arch: str, config: dict[str, Any]) -> None:
+    with raises(ConfigError, "engine.options.mesh.pipeline", found=2):
+        stages_of(random_model(arch, **config), 2, [0])
+
+
+def test_heads_are_split_whose_config_does_not_count_those_of_keys() -> None:
+    config = random_model("gpt_neox").config
+    assert [heads_ranks(config, size) for size in (2, 4, 8)] == [2, 4, 4]
+
+
+@pytest.mark.parametrize("arch", ["granite", "gpt_neox"])
+def test_stages_in_turn_compute_the_states_of_the_whole(arch: str) -> None:
+    model, ones = random_model(arch).eval(), torch.ones(2, 10, dtype=torch.long)
+    ids, positions = torch.arange(20).view(2, 10), ones.cumsum(1) - 1
+    columns = {"input_ids": ids, "attention_mask": ones, "position_ids": positions, "response_mask": ones[:, 4:]}
+    settings = ForwardSettings()
+    where, (_, stages) = layout_of(columns, settings), stages_of(model, 2, [0, 1])
+    with torch.no_grad():
+        body_of(stages[1]).get_input_embeddings().hidden = states_of(stages[0], where, settings)[None]
+        assert states_of(stages[1], where, settings).equal(states_of(model, where, settings))
 
 
 def test_stages_have_the_names_of_the_whole_and_each_weight_once(folders: dict[str, Path]) -> None:
-    with torch.device("meta"):
-        model = outline(folders["qwen3 untied"])
+    model = load_policy(folders["qwen3 untied"])
     whole = [name for name, _ in model.named_parameters()]
     first, (zero, two) = stages_of(model, 4, [0, 2])
     second, _ = stages_of(model, 4, [1, 3])

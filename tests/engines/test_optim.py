@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,18 @@ import pytest
 import torch
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parent))
+import engine_conformance as suite
+
 from tests.pictures import seeing_folder
-from whet.config.schema import OptimConfig
-from whet.engines.optim import Together, inner_matrices, learning_rate, optimizer_for
+from tests.raising import raises
+from whet.config.schema import EngineConfig, OptimConfig
+from whet.engines.engine import Engine
+from whet.engines.fsdp.engine import FSDPEngine
+from whet.engines.optim import Together, inner_matrices, learning_rate, optimizer_for, optimizers_of
+from whet.engines.role import RoleSettings
+from whet.engines.single import SingleEngine
+from whet.errors import CheckpointError
 from whet.models.load import ValueModel, load_policy
 from whet.plugins.lessons.init_model import Arch
 
@@ -109,3 +120,78 @@ def steps_of_muon(
             group["lr"] = 0.1 / (1 + step)
         optimizer.step()
     return optimizer.state_dict(), [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_muon_with_frozen_layers_leaves_the_rest_to_adamw() -> None:
+    model = nn.Sequential(nn.Linear(3, 4).requires_grad_(False), nn.LayerNorm(4))
+    optimizer = optimizer_for(model, OptimConfig(name="muon", lr=0.1, weight_decay=0.0))
+    model(torch.randn(2, 3)).square().sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    torch.testing.assert_close(model[1].weight.detach(), 1 - 0.1 * model[1].weight.grad.sign())
+
+
+def engine_of(kind: type[Engine], folder: Path, **optim: Any) -> Any:
+    return kind(RoleSettings(str(folder), EngineConfig(), "bfloat16", optim=OptimConfig(lr=1e-3, **optim)))
+
+
+FORMS: tuple[dict[str, Any], ...] = (
+    {},
+    {"state_dtype": "bfloat16"},
+    {"state_dtype": "int8"},
+    {"weight_rounding": "stochastic"},
+    {"weight_rounding": "kahan", "state_dtype": "int8"},
+    {"name": "muon"},
+)
+
+
+@pytest.mark.parametrize("kind", [SingleEngine, FSDPEngine])
+@pytest.mark.parametrize("is_older", [False, True])
+def test_a_state_of_another_optimizer_is_refused_and_the_own_is_not(
+    kind: type[Engine], is_older: bool, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress = kind._progress
+
+    def without_a_form(self: Engine) -> dict[str, Any]:
+        return {name: value for name, value in progress(self).items() if name != "optim"}
+
+    readers = [engine_of(kind, model_folder, **form) for form in FORMS]
+    before = suite.weights_of(readers[0])
+    for number, form in enumerate(FORMS):
+        writer, path = engine_of(kind, model_folder, **form), tmp_path / f"{number}"
+        suite.update(writer, suite.ragged_batch()[:4], suite.OBJECTIVES[0])
+        with monkeypatch.context() as patch:
+            if is_older:
+                patch.setattr(kind, "_progress", without_a_form)
+            writer.save(path, None)
+        for other, reader in zip(FORMS, readers, strict=True):
+            if other != form:
+                full, saved = ({"name": "adamw", "state_dtype": "float32", **each} for each in (other, form))
+                key = next(key for key in ("name", "state_dtype", "weight_rounding") if full.get(key) != saved.get(key))
+                expected = re.compile(re.escape(str(saved.get(key, "no value"))))
+                with raises(CheckpointError, f"optim.{key}", found=full.get(key), expected=expected):
+                    reader.load(path)
+        if not number:
+            assert torch.equal(suite.weights_of(readers[1]), before)
+    readers[-1].load(path)
+    assert torch.equal(suite.weights_of(readers[-1]), suite.weights_of(writer))
+
+
+@pytest.mark.parametrize("kind", [SingleEngine, FSDPEngine])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_resumed_run_has_its_own_hyperparameters(
+    kind: type[Engine], name: str, model_folder: Path, tmp_path: Path
+) -> None:
+    first = engine_of(kind, model_folder, name=name)
+    suite.update(first, suite.ragged_batch()[:4], suite.OBJECTIVES[0])
+    first.save(tmp_path / "state", None)
+    changed = {"weight_decay": 0.5, "betas": (0.8, 0.95), "eps": 1e-6, "momentum": 0.5}
+    second = engine_of(kind, model_folder, name=name, **changed)
+    names = {"lr", *changed}
+    expected = [{key: group[key] for key in names & group.keys()} for group in second.optimizer.param_groups]
+    second.load(tmp_path / "state")
+    found = [{key: group[key] for key in names & group.keys()} for group in second.optimizer.param_groups]
+    assert found == expected
+    states = [[each.state.values() for each in optimizers_of(engine.optimizer)] for engine in (first, second)]
+    for one, other in zip(*([value for state in each for value in state] for each in states), strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)

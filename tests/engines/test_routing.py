@@ -37,8 +37,8 @@ def engine_of(folder: Path, variant: suite.Variant, **options: bool) -> SingleEn
     return SingleEngine(RoleSettings(str(folder), *settings, **options))
 
 
-def gradient(engine: SingleEngine) -> tuple[torch.Tensor, dict[str, float]]:
-    metrics = engine.forward_backward(suite.ragged_batch(), ImitationObjective())
+def gradient(engine: SingleEngine, batch: suite.Batch | None = None) -> tuple[torch.Tensor, dict[str, float]]:
+    metrics = engine.forward_backward(suite.ragged_batch() if batch is None else batch, ImitationObjective())
     parts = [p.grad if p.grad is not None else torch.zeros_like(p) for p in engine.model.parameters()]
     return torch.cat([part.flatten() for part in parts]), metrics.reduce()
 
@@ -78,6 +78,19 @@ def test_any_split_has_the_same_gradient_and_numbers(variant: suite.Variant, fol
     assert (found - expected).norm() < 1e-5 * expected.norm()
     for name in ("sft/router_aux_loss", "sft/router_load", "sft/router_entropy"):
         assert others[name] == pytest.approx(metrics[name], rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_an_example_of_weight_2_counts_like_two_examples(scale: float, folder: Path) -> None:
+    """Also to the auxiliary loss, which no common factor of all weights changes."""
+    batch, twice = suite.ragged_batch(), torch.arange(0, len(suite.ragged_batch()), 2)
+    weights = torch.ones(len(batch))
+    weights[twice] = 2.0
+    found, metrics = gradient(engine_of(folder, suite.VARIANTS[0]), batch.with_columns(example_weights=weights * scale))
+    copies = batch[[*range(len(batch)), *twice.tolist()]]
+    expected, others = gradient(engine_of(folder, suite.VARIANTS[0]), copies)
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+    assert metrics["sft/router_aux_loss"] == pytest.approx(others["sft/router_aux_loss"], rel=1e-5)
 
 
 def test_gradient_checkpointing_changes_nothing(folder: Path) -> None:

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from whet import devices
 from whet.kernels import compact_adamw, compact_adamw_triton
+from whet.kernels.bfloat16_copies import NarrowCopies, NarrowLinear
 from whet.kernels.compact_adamw import BLOCK, CompactAdamW, Draws, RankPart, Rounded, Work
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
@@ -69,6 +70,27 @@ def test_the_kernel_takes_the_steps_of_the_loop(
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-7)
             else:
                 assert (a != b).float().mean() < 0.003
+
+
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
+def test_bfloat16_copies_follow_the_weights_that_the_kernel_writes(
+    state_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compact_adamw, "runs_triton", lambda *_: True)
+    box = nn.Sequential(nn.Linear(64, 64))
+    copies = NarrowCopies([box])
+    [linear] = box.children()
+    groups = [{"params": list(box.parameters())}]
+    optimizer = CompactAdamW(groups, lr=0.1, betas=(0.9, 0.99), eps=1e-8, state_dtype=state_dtype)  # type: ignore[arg-type]
+    for _ in range(2):
+        with copies.used():
+            box(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+        before = box[0].weight.detach().clone()
+        optimizer.step()
+        with copies.used():
+            assert isinstance(linear, NarrowLinear) and linear.narrow is not None
+            for weight, narrow in zip(linear.parameters(), linear.narrow, strict=True):
+                assert narrow is not None and narrow.equal(weight.bfloat16()) and not weight.equal(before)
 
 
 def test_a_part_of_a_weight_is_rounded_as_in_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

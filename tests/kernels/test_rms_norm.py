@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from whet.kernels import fused
 from whet.kernels.fused import RMSNorm, gradients, normalise, reference, reference_gradients
@@ -25,6 +26,18 @@ def test_by_hand() -> None:
 
 def test_the_kernel_is_what_ran() -> None:
     assert fused._has_kernel(random((2, 3))), "no C++ compiler works here: the tests compare torch with torch"
+
+
+def test_results_of_a_collective_are_normalised_without_the_kernel() -> None:
+    """Such a tensor has no memory of its own: tensor parallelism gives it to norms that follow a split product."""
+    x, weight, grad = random((3, 8)), random((8,), seed=1), random((3, 8), seed=2)
+    pending, pending_grad = AsyncCollectiveTensor(x.clone()), AsyncCollectiveTensor(grad.clone())
+    assert not fused._has_kernel(pending, weight) and not fused._has_kernel(x, weight, pending_grad)
+    out, scale = normalise(pending, weight, 1e-6)
+    expected, same_scale = normalise(x, weight, 1e-6)
+    torch.testing.assert_close(out, expected)
+    got, wanted = gradients(pending_grad, x, weight, scale), gradients(grad, x, weight, same_scale)
+    torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, 3, 32), (300, 128), (0, 8)])

@@ -59,3 +59,35 @@ def test_the_weights_of_experts_are_no_target(tmp_path: Path) -> None:
     model = load_policy(random_folder(tmp_path, "qwen3_moe"))
     with raises(ModelError, "model.lora.target_modules", found=re.compile("experts.gate_up_proj.*experts")):
         add_adapter(model, LoraConfig(rank=4, target_modules=["experts.gate_up_proj"]), seed=1)
+
+
+@pytest.mark.parametrize("target", ["shared_experts.down_proj", "down_proj"])
+def test_a_linear_layer_with_the_name_of_experts_is_no_target_either(target: str, tmp_path: Path) -> None:
+    model = load_policy(random_folder(tmp_path, "glm4_moe"))
+    with raises(ModelError, "model.lora.target_modules", found=re.compile(f"{target}.*peft")):
+        add_adapter(model, LoraConfig(rank=4, target_modules=[target]), seed=1)
+
+
+def test_the_output_of_a_state_space_is_no_target(tmp_path: Path) -> None:
+    model = load_policy(random_folder(tmp_path, "jamba"))
+    with raises(ModelError, "model.lora.target_modules", found=re.compile("out_proj.*kernel")):
+        add_adapter(model, LoraConfig(rank=4, target_modules=["out_proj"]), seed=1)
+
+
+@torch.no_grad()
+def test_the_output_of_linear_attention_is_adapted_if_it_is_named(tmp_path: Path) -> None:
+    """By default it is not: checkpoints of earlier runs have no adapter there."""
+    plain, model = (load_policy(random_folder(tmp_path, "qwen3_5_text")).eval() for _ in range(2))
+    add_adapter(plain, LoraConfig(rank=4), seed=1)
+    assert not any(name.endswith("out_proj") for name in adapted_layers(plain))
+    start = whet_log_probs(model, IDS)
+    add_adapter(model, LoraConfig(rank=4, target_modules=["out_proj"]), seed=1)
+    assert {name.rpartition(".")[2] for name in adapted_layers(model)} == {"out_proj"}
+    for layer in adapted_layers(model).values():
+        layer.lora_B["default"].weight.normal_(std=0.1)
+    moved, merged = whet_log_probs(model, IDS), plain_copy(model)
+    own = dict(merged.named_parameters())
+    for name, weight in merged_weights(model):
+        own[name].copy_(weight)
+    assert (moved - start).abs().max() > 1e-3
+    torch.testing.assert_close(whet_log_probs(merged, IDS), moved, atol=1e-5, rtol=0)

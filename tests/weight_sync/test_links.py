@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +63,19 @@ def test_every_receiver_gets_every_version(way: str, receivers: int) -> None:
                 assert all(torch.equal(got[name], weight) for name, weight in weights(version).items())
     for end in (outlet, *inlets):
         end.close()
+        end.close()
+
+
+def test_a_temporary_folder_may_have_a_longer_path_than_a_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    outlet, inlets = link("memory", 1)
+    both([outlet], inlets)
+    assert Path(str(outlet.address)).is_relative_to(folder)
+    for end in (outlet, *inlets):
         end.close()
 
 

@@ -15,7 +15,7 @@ from whet.columns import COLUMNS
 from whet.config import schema
 from whet.config.cluster import ROLES, ClusterConfig, devices_of
 from whet.config.schema import EngineConfig, ExamplesConfig, ModelConfig, OptimConfig, TrainConfig
-from whet.config.section import SectionPlace, entry_at
+from whet.config.section import Section, SectionPlace, entry_at
 from whet.errors import ConfigError, did_you_mean, pip_install
 from whet.registry import ENGINES, FILTERS, load_target
 
@@ -260,6 +260,14 @@ class EngineUse:
         refuses: Callable[[EngineUse], Iterable[ConfigError]] = load_target(target)
         return refuses(self)
 
+    @property
+    def row_ranks(self) -> int:
+        """The number of processes that compute a row together, by the mark `row_ranks` or `spread` of the engine."""
+        entry = ENGINES[self.engine.name]
+        if "row_ranks" in entry.marks:
+            return int(entry.marked("row_ranks")(self.processes, self.options))
+        return 1 if entry.function is None else int(entry.load().spread(self.processes, self.options).row_ranks)  # type: ignore[attr-defined]
+
 
 def other_kernels(use: EngineUse) -> Iterator[ConfigError]:
     """Yields an error if the rollout is batch-invariant but the training engine does not use the same kernels."""
@@ -277,6 +285,22 @@ def engine_rule(engine: EngineConfig, at: SectionPlace) -> Iterator[ConfigError]
         change = "set model.dtype=bfloat16, in which it keeps the weights"
         yield ConfigError(f"{use.optim_key}.weight_rounding", rounding, expected, change)
     yield from use.refused()
+    yield from _rows(use, at.whole)
+
+
+def _rows(use: EngineUse, config: Section) -> Iterator[ConfigError]:
+    """Requires that each shard of a mini-batch has at least one row."""
+    if isinstance(config, ExamplesConfig):
+        rows, what = config.data.train_batch_size, "data.train_batch_size"
+    elif isinstance(config, TrainConfig) and use.key in ("actor.engine", "critic.engine"):
+        prompts = config[use.key.partition(".")[0]].mini_batch_size or config.data.train_batch_size
+        rows, what = prompts * config.rollout.n, "mini-batch prompts x rollout.n"
+    else:
+        return
+    if use.processes > (most := rows * (ranks := use.row_ranks)):
+        together = f" x {ranks} processes that compute a row together" if ranks > 1 else ""
+        expected = f"at most {most}, the rows of an optimizer step ({what}){together}"
+        yield ConfigError(use.processes_key, use.processes, expected, f"set it to {most} or less")
 
 
 def cluster_rule(cluster: ClusterConfig, at: SectionPlace) -> Iterator[ConfigError]:
@@ -370,21 +394,6 @@ def replica_rule(cluster: ClusterConfig, at: SectionPlace) -> Iterator[ConfigErr
     else:
         expected = f"all {devices} devices of a server on one node (largest: {max(here.values())}), or on whole nodes"
         yield ConfigError(key, size, expected, "lower it")
-
-
-def processes_rule(cluster: ClusterConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    """Requires that each training rank has at least one row in each optimizer step."""
-    config, what = at.whole, "mini-batch prompts x rollout.n"
-    if isinstance(config, ExamplesConfig):
-        rows, what = {"actor": config.data.train_batch_size}, "data.train_batch_size"
-    elif isinstance(config, TrainConfig):
-        prompts, n = config.data.train_batch_size, config.rollout.n
-        rows = {role: (config[role].mini_batch_size or prompts) * n for role in ("actor", "critic")}
-    for role, count in rows.items():
-        if cluster.processes_of(role) > count:
-            expected = f"at most {count}, the rows of an optimizer step ({what})"
-            key, found = cluster.processes_key(role), cluster.processes_of(role)
-            yield ConfigError(key, found, expected, f"set it to {count} or less")
 
 
 def neighbours_rule(cluster: ClusterConfig, at: SectionPlace) -> Iterator[ConfigError]:

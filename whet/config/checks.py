@@ -22,7 +22,6 @@ from whet.config.algorithm_checks import (
     group_rule,
     neighbours_rule,
     optim_rule,
-    processes_rule,
     replica_rule,
     updates_rule,
 )
@@ -338,6 +337,6 @@ RULES: list[tuple[type[schema.Section], Rule]] = [
         *(_chosen, _model, _pixels, _files, _sampling, _staleness, _reward),
         *(_reward_model, _mix, _trainer, _output),
         *(group_rule, extra_rule, algorithm_rule, updates_rule, critic_rule, optim_rule, tool_rule),
-        *(engine_rule, cluster_rule, processes_rule, neighbours_rule, replica_rule),
+        *(engine_rule, cluster_rule, neighbours_rule, replica_rule),
     )
 ]

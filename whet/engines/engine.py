@@ -22,7 +22,7 @@ from whet.batch import Batch, blocks_of
 from whet.config.algorithm_checks import EngineUse, other_kernels
 from whet.devices import HOST
 from whet.engines.micro_batches import micro_batches
-from whet.engines.optim import Optimizer, learning_rate, optimizers_of
+from whet.engines.optim import Optimizer, form_of, learning_rate, optimizers_of
 from whet.engines.protocol import Columns, Narrows, Objective, Spread
 from whet.engines.role import RoleSettings
 from whet.engines.routing import Routing, trained
@@ -376,9 +376,10 @@ class Engine(ABC):
             return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         return {**named, **kept_buffers(self.model)}
 
-    def _progress(self) -> dict[str, int]:
-        """Returns the numbers of steps taken and skipped."""
-        return {"steps_done": self.steps_done, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
+    def _progress(self) -> dict[str, Any]:
+        """Returns the numbers of steps taken and skipped, and the form of the optimizer's state."""
+        done = {"steps_done": self.steps_done, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
+        return {**done, "optim": form_of(self.role.optim)}
 
     def _load_progress(self, state: dict[str, Any]) -> None:
         names = ("steps_done", "skipped", "skipped_in_a_row")

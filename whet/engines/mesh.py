@@ -68,6 +68,12 @@ class Mesh:
         return self.replicate * self.holders * self.tensor
 
 
+def row_ranks(processes: int, options: Mapping[str, Any]) -> int:
+    """Returns the number of ranks, of all pipeline stages, that compute the same row together."""
+    mesh = Mesh.of(processes, options["mesh"])
+    return mesh.row_ranks * mesh.pipeline
+
+
 def of_former(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Converts the former options in `FORMER` to `mesh`. (`shard_size` was the product of today's shard and context.)
 

@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from whet.config.schema import OptimConfig
-from whet.kernels.compact_adamw import CompactAdamW
+from whet.errors import CheckpointError
+from whet.kernels.compact_adamw import SMALL, CompactAdamW
 
 
 def learning_rate(settings: OptimConfig, step: int, total_steps: int) -> float:
@@ -37,7 +38,7 @@ def optimizer_for(model: nn.Module, settings: OptimConfig, seed: int = 0) -> Opt
     inner = {id(p) for p in inner_matrices(model)}
     chosen, rest = ([p for p in trainable if (id(p) in inner) is is_inner] for is_inner in (True, False))
     muon = torch.optim.Muon(
-        chosen,
+        [{"params": chosen}],  # may be empty: of a stage whose layers are frozen
         lr=settings.lr,
         weight_decay=settings.weight_decay,
         momentum=settings.momentum,
@@ -113,3 +114,52 @@ class Together:
 
 
 Optimizer = torch.optim.Optimizer | Together
+
+
+def restore(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Restores the state that `state_dict` returned. Hyperparameters stay those of the run."""
+    own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, values in zip(optimizer.param_groups, own, strict=True):
+        group.update(values)
+
+
+Form = Mapping[str, Any]  # name, state_dtype and weight_rounding: they decide which tensors an optimizer's state has
+
+
+class SavedTensor(NamedTuple):
+    """A tensor of a saved optimizer state."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Sequence[int]
+
+
+def form_of(settings: OptimConfig | None) -> Form:
+    """Returns the form of the optimizer's state; empty without an optimizer."""
+    return {} if settings is None else settings.model_dump(include={"name", "state_dtype", "weight_rounding"})
+
+
+def check_form(saved: Form | None, own: Form, state: Sequence[SavedTensor], weights: Iterable[torch.dtype]) -> None:
+    """Compares the `saved` form with the run's own. None: an older version wrote the state; then its tensors and the
+    dtypes of the weights show the form.  Raises: CheckpointError."""
+    for name, value in own.items():
+        theirs = (_found_form(state, weights) if saved is None else saved).get(name, value)
+        if theirs != value:
+            change = "unset it" if theirs is None else f"set it to {theirs}"
+            expected = f"{theirs or 'no value'}, as in the run that wrote the checkpoint"
+            raise CheckpointError(f"optim.{name}", value, expected, f"{change}, or name another checkpoint")
+
+
+def _found_form(state: Sequence[SavedTensor], weights: Iterable[torch.dtype]) -> Form:
+    """Returns the form that saved tensors show. (int8 keeps the moments of small tensors in float32.)"""
+    if not (names := {each.name for each in state}):
+        return {}  # of a run before its first step
+    rounding = "kahan" if "lost" in names else "stochastic" if torch.bfloat16 in weights else None
+    form = {"name": "muon" if "momentum_buffer" in names else "adamw", "weight_rounding": rounding}
+    moments = [each for each in state if each.name == "exp_avg"]
+    for dtype, word in ((torch.uint8, "int8"), (torch.bfloat16, "bfloat16")):
+        if any(each.dtype == dtype for each in moments):
+            return {**form, "state_dtype": word}
+    is_large = any(len(each.shape) > 1 and math.prod(each.shape) >= SMALL for each in moments)
+    return {**form, "state_dtype": "float32"} if is_large else form

@@ -58,7 +58,7 @@ class Routing:
         """Computes f from `choices` [E], how often this rank's tokens choose each expert. All ranks call it."""
         own = trained(columns).sum().to(choices)
         chosen = self._sum(torch.cat([choices, own[None]]), self.rows_group)
-        self.factors = chosen[:-1] / chosen[-1].clamp(min=1)
+        self.factors = chosen[:-1] / chosen[-1].clamp(min=1e-12)
         self.tokens = counts["num_tokens"].to(choices) if "num_tokens" in counts else chosen[-1]
 
     def loss(self, outputs: Columns, part: Columns, metrics: Metrics) -> torch.Tensor | float:
@@ -69,8 +69,8 @@ class Routing:
         mask = trained(part)
         probs = (outputs[PROBS] * mask[..., None]).sum((0, 1))
         total = self.coefficient * len(self.factors) * (self.factors * probs).sum()
-        metrics.mean(f"{self.name}/router_aux_loss", total.detach() / mask.sum().clamp(min=1), mask.sum())
-        return total / self.tokens.clamp(min=1)
+        metrics.mean(f"{self.name}/router_aux_loss", total.detach() / mask.sum().clamp(min=1e-12), mask.sum())
+        return total / self.tokens.clamp(min=1e-12)
 
     def measure(self, metrics: Metrics) -> None:
         """Records metrics of the routers. All ranks call it. `router_load` is the tokens of the fullest expert over the
@@ -87,6 +87,6 @@ class Routing:
 
 
 def trained(columns: Columns) -> torch.Tensor:
-    """Returns the mask of the tokens that the loss reads.  [B, R]"""
+    """Returns the weights of tokens in the loss: 0 if it does not read them, else 1 or the example's.  [B, R]"""
     mask: torch.Tensor = columns.get("loss_mask", columns["response_mask"])
-    return mask
+    return mask * columns["example_weights"][:, None] if "example_weights" in columns else mask

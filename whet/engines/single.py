@@ -19,7 +19,7 @@ from whet import serialization
 from whet.config.algorithm_checks import EngineUse
 from whet.devices import HOST
 from whet.engines.engine import Engine, check_same
-from whet.engines.optim import optimizer_for
+from whet.engines.optim import SavedTensor, check_form, form_of, optimizer_for, restore
 from whet.engines.role import RoleSettings
 from whet.errors import ConfigError, EngineError
 from whet.kernels.bfloat16_copies import NarrowCopies
@@ -88,18 +88,21 @@ class SingleEngine(Engine):
         if not all(map(torch.is_tensor, state["model"].values())):
             raise TypeError("not all weights are tensors")
         check_same({name: p.shape for name, p in own.items()}, {name: w.shape for name, w in state["model"].items()})
+        saved: dict[str, Any] = state["optimizer"] if self.optimizer is not None else {}
+        parts = [saved] if "state" in saved else saved.values()
+        values = [(name, value) for part in parts for each in part["state"].values() for name, value in each.items()]
+        found = [SavedTensor(name, value.dtype, value.shape) for name, value in values if torch.is_tensor(value)]
+        check_form(state.get("optim"), form_of(self.role.optim), found, {w.dtype for w in state["model"].values()})
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(state["model"][name])
         self._load_progress(state)
         if self.optimizer is not None:
-            # torch keeps the tensors that it gets. Mapped from the file, they would keep it on the disk when deleted.
-            parts = [state["optimizer"]] if "state" in state["optimizer"] else state["optimizer"].values()
-            values = [value for part in parts for each in part["state"].values() for value in each.values()]
-            is_numbers = all(isinstance(value, torch.Tensor | int | float) for value in values)
-            if not is_numbers or not serialization.fits(state["optimizer"], self.optimizer.state_dict()):
+            is_numbers = all(isinstance(value, torch.Tensor | int | float) for _, value in values)
+            if not is_numbers or not serialization.fits(saved, self.optimizer.state_dict()):
                 raise TypeError("the optimizer's state has other values than numbers and tensors")
-            self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+            # torch keeps the tensors that it gets. Mapped from the file, they would keep it on the disk when deleted.
+            restore(self.optimizer, copy.deepcopy(saved))
 
     def save(self, path: Path, start: dict[str, Any] | None) -> None:
         """Writes one file, on the first rank."""

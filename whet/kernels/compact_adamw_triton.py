@@ -144,6 +144,8 @@ def step(work: Sequence[Work], tables: Sequence[torch.Tensor], rounding: str | N
                 WEIGHTS=triton.next_power_of_2(len(some)), FIELDS=len(records) // len(some), N=BLOCKS, WIDTH=width,
                 STEP=step, num_warps=WARPS,
             )  # fmt: skip
+        # torch does not see these writes; copies of weights are refreshed when a version counter has changed
+        torch.autograd.graph.increment_version([each.weight for each in some])
 
 
 def _record(work: Work, grad: torch.Tensor, width: int) -> list[int]:

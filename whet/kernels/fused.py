@@ -15,10 +15,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from whet.compiled import library
-from whet.kernels.linear import FastLinear
+from whet.kernels.linear import PLAIN, FastLinear
 
 TOLERANCE = 1e-5  # relative, in float32
 WIDTH = 8  # of the copies for the comparison
@@ -184,9 +183,9 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _has_kernel(*tensors: torch.Tensor) -> bool:
-    """Tells whether the C++ kernel can run: on CPU tensors, but not fake ones, and not under torch.compile."""
+    """Tells whether the C++ kernel can run: on plain CPU tensors, and not under torch.compile."""
     for each in tensors:
-        if each.dtype not in KERNEL_DTYPES or not each.is_cpu or isinstance(each, FakeTensor):
+        if each.dtype not in KERNEL_DTYPES or not each.is_cpu or type(each) not in PLAIN:
             return False
     return not torch.compiler.is_compiling() and library(_SOURCE) is not None
 

@@ -30,7 +30,7 @@ from whet.models.latent import LatentProjection
 
 ADAPTER = "default"  # peft's name for the one adapter of a model
 HEAD = "score.weight"  # of a reward model; trained whole beside its adapter
-FUSED = ("dt_proj", "out_proj")  # of mixers with states, whose kernels read the weights without an adapter
+FUSED = ("dt_proj", "out_proj")  # of state spaces
 TRAINED_PARTS = ("lora_A", "lora_B")
 
 
@@ -89,8 +89,10 @@ def peft_config(model: PreTrainedModel, settings: LoraSettings, *, adapts_head: 
     head = model.get_output_embeddings()
     kinds = nn.Linear, FastLinear, LatentProjection
     layers = {name: module for name, module in model.named_modules() if type(module) in kinds}
-    mixers = [name for name, module in model.named_modules() if hasattr(module, "conv1d")]
-    fused = {f"{mixer}.{part}" for mixer in mixers for part in FUSED}
+    mixers = {name: module for name, module in model.named_modules() if hasattr(module, "conv1d")}
+    # The kernels of state spaces, which have a weight D, read weights without an adapter. Linear attention has no such
+    # kernel: there the layer can be named, but by default it is left out, as in earlier checkpoints.
+    fused = {f"{mixer}.{part}" for mixer, module in mixers.items() if hasattr(module, "D") for part in FUSED}
     chosen = (name for name, module in layers.items() if adapts_head or module is not head)
     linear = {name for name in chosen if name not in fused and f"{name}.weight" != HEAD}
     # If the experts are one tensor in the model but layers of these names in files, peft would adapt the wrong layers.
@@ -99,11 +101,16 @@ def peft_config(model: PreTrainedModel, settings: LoraSettings, *, adapts_head: 
     linear = {name for name in linear if name.rpartition(".")[2] not in taken}
     tower = _tower(model)
     language = {name for name in linear if tower is None or not re.fullmatch(tower, name)}
-    names = sorted({re.sub(r".*?([^.]+(\.\d+)*)$", r"\1", name) for name in language})
+    default = {name for name in language if not (name.endswith(".out_proj") and name.rpartition(".")[0] in mixers)}
+    names = sorted({re.sub(r".*?([^.]+(\.\d+)*)$", r"\1", name) for name in default})
     for target in settings.target_modules:
         if not _has(linear, target):
             found = f"names {target!r}, which no linear layer of {type(model).__name__} is called"
-            if _has((name for name, weight in model.named_parameters() if weight.dim() == 3), target):
+            if _has(fused, target):
+                found = f"names {target!r}, a layer whose kernel reads its weight without an adapter"
+            elif _has((name for name in layers if name.rpartition(".")[2] in taken), target):
+                found = f"names {target!r}, and in a mixture peft adapts the experts in place of layers of such a name"
+            elif _has((name for name, weight in model.named_parameters() if weight.dim() == 3), target):
                 found = f"names {target!r}, the weights of experts, which are no linear layers and cannot be adapted"
             raise ModelError("model.lora.target_modules", found, f"some of {', '.join(names)}")
     return _peft().LoraConfig(

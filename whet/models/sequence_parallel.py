@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from whet.errors import ConfigError
 from whet.kernels.varlen_attention import TOKENS_STEP, rounded
+from whet.models.caches import attention_heads, key_value_heads
 
 KEY = "engine.options.mesh.context"
 SUPPORTED = {"full_attention", "sliding_attention"}  # layer types in which only attention mixes tokens
@@ -113,7 +114,7 @@ class TokenShare:
 def heads_ranks(config: Any, size: int, tensor: int = 1) -> int:
     """Returns the largest divisor of `size` over which sequence parallelism can split the attention heads of one of
     `tensor` tensor-parallel ranks.  Raises: ConfigError for layers that mix tokens outside of attention."""
-    heads, kv_heads = config.num_attention_heads // tensor, config.num_key_value_heads // tensor
+    heads, kv_heads = attention_heads(config) // tensor, key_value_heads(config) // tensor
     if others := sorted(set(getattr(config, "layer_types", None) or ()) - SUPPORTED):
         expected = f"layers in which only attention mixes tokens, and this model has {', '.join(others)}"
         raise ConfigError(KEY, size, expected, "set it to 1")

@@ -348,6 +348,17 @@ def _address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
+@contextmanager
+def _short(path: str) -> Iterator[str]:
+    """Yields a path to the same file through an open folder: the path of a socket has at most 107 bytes."""
+    folder, name = os.path.split(path)
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{name}"
+    finally:
+        os.close(descriptor)
+
+
 class SharedMemoryOutlet(Outlet):
     """The sender's end of shared memory for several receivers. With `spares`, only a receiver that fails is dropped."""
 
@@ -359,7 +370,8 @@ class SharedMemoryOutlet(Outlet):
         self._folder = tempfile.TemporaryDirectory(prefix="whet-weights-")
         self.address = str(Path(self._folder.name, "socket"))
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self.address)
+        with _short(self.address) as path:
+            self._listener.bind(path)
         self._listener.listen(receivers)
         self._listener.settimeout(deadline_seconds)
         self._file = os.memfd_create("whet-weights")
@@ -433,8 +445,8 @@ class SharedMemoryInlet(Inlet):
         super().__init__(deadline_seconds)
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.settimeout(deadline_seconds)
-        with self.waiting(f"connecting to the weights at {address}"):
-            self._socket.connect(address)
+        with self.waiting(f"connecting to the weights at {address}"), _short(address) as path:
+            self._socket.connect(path)
         self._slots: torch.Tensor | None = None
         self._num_read = 0
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from whet.engines.engine import check_same
+from whet.engines.optim import Form, SavedTensor, check_form
 from whet.errors import CheckpointError, EngineError
 from whet.models.sharded import like
 
@@ -60,11 +61,13 @@ def save(
 
 
 def load(
-    path: Path, weights: Mapping[str, torch.Tensor], states: Mapping[str, Named], group: dist.ProcessGroup
+    path: Path, weights: Mapping[str, torch.Tensor], states: Mapping[str, Named], form: Form, group: dist.ProcessGroup
 ) -> dict[str, Any]:
-    """Loads `weights`, and the optimizer's `states` by weight if the folder has them.  Returns the `progress`.
+    """Loads `weights`, and the optimizer's `states` by weight if the folder has them. `form` is the form of the run's
+    states.  Returns the `progress`.
 
-    Raises: EngineError for the state of another model or engine; CheckpointError for an unreadable state."""
+    Raises: EngineError for the state of another model or engine; CheckpointError for an unreadable state, and for one
+    of another form."""
     if not path.is_dir():
         change = "set engine.name to the engine of the run that wrote the file"
         raise EngineError(f"{path}", "is a file", "a folder, which this engine writes", change)
@@ -80,9 +83,13 @@ def load(
                 own = name.removeprefix(prefix)
                 tensors[name] = made = _empty(each, own, weights[weight])
                 state[own] = made.view(()) if own == STEP else made
+    moments = {name: each for name, each in found.items() if name.startswith("optimizer.")}
+    kept = [SavedTensor(name.rpartition(".")[2], each.properties.dtype, each.size) for name, each in moments.items()]
+    dtypes = {each.properties.dtype for name, each in found.items() if name.startswith("model.")}
     try:
-        dcp.load(tensors, storage_reader=reader, process_group=group)
         progress: dict[str, Any] = json.loads((path / STATE).read_text())
+        check_form(progress.get("optim"), form, kept, dtypes)
+        dcp.load(tensors, storage_reader=reader, process_group=group)
     except (OSError, ValueError, CheckpointException) as error:
         raise CheckpointError(f"{path}", _first_line(error), "a readable state of the fsdp engine") from error
     return progress

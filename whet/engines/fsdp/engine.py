@@ -23,8 +23,8 @@ from whet.engines.engine import Engine, rows_of
 from whet.engines.fsdp import checkpoint, checks
 from whet.engines.fsdp.pipeline import padded, run_schedule, stages_of
 from whet.engines.fsdp.sharding import arrange, shard
-from whet.engines.mesh import Mesh
-from whet.engines.optim import optimizer_for, optimizers_of
+from whet.engines.mesh import Mesh, row_ranks
+from whet.engines.optim import form_of, optimizer_for, optimizers_of
 from whet.engines.protocol import Columns, Objective, Spread
 from whet.engines.role import RoleSettings
 from whet.engines.stages import everywhere, run_forward
@@ -39,7 +39,12 @@ from whet.options import Count
 from whet.registry import register_engine
 
 
-@register_engine("fsdp", refuses="whet.engines.fsdp.checks:refuses", former="whet.engines.mesh:of_former")
+@register_engine(
+    "fsdp",
+    refuses="whet.engines.fsdp.checks:refuses",
+    row_ranks="whet.engines.mesh:row_ranks",
+    former="whet.engines.mesh:of_former",
+)
 class FSDPEngine(Engine):
     """Weights, gradients and optimizer state in shards over the ranks of `process_group`, by torch's FSDP2.
 
@@ -108,8 +113,8 @@ class FSDPEngine(Engine):
     @classmethod
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
         """Returns the placement: each process has a shard of weights, gradients and optimizer state."""
-        mesh = Mesh.of(processes, options["mesh"])
-        return Spread(mesh.shards, options["cpu_offload"], mesh.row_ranks * mesh.pipeline, token_shares=mesh.context)
+        mesh, together = Mesh.of(processes, options["mesh"]), row_ranks(processes, options)
+        return Spread(mesh.shards, options["cpu_offload"], together, token_shares=mesh.context)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._reshard()
@@ -137,8 +142,8 @@ class FSDPEngine(Engine):
     def load(self, path: Path) -> dict[str, Any] | None:
         """Restores a state that any number of ranks wrote.  Returns its `start`, the description of an adapter's base.
 
-        Raises: EngineError for the state of another model or engine."""
-        state = checkpoint.load(path, self._saved(), self._states(), self.ranks.group)
+        Raises: EngineError for the state of another model or engine; CheckpointError for one of another optimizer."""
+        state = checkpoint.load(path, self._saved(), self._states(), form_of(self.role.optim), self.ranks.group)
         for optimizer in [] if self.optimizer is None else optimizers_of(self.optimizer):
             for weight, kept in optimizer.state.items():
                 if isinstance(optimizer, CompactAdamW):  # keeps its rank's part as plain tensors

@@ -6,7 +6,7 @@ A stage has the model's own modules, with `Absent` in place of modules of other 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
+from whet.devices import HOST
 from whet.errors import ConfigError
 from whet.models.load import body_of, layers
+from whet.models.outputs import ForwardSettings, layout_of, states_of, tokens_of
 from whet.models.routers import auxiliary_coefficient
 
 KEY = "engine.options.mesh.pipeline"
@@ -62,12 +64,38 @@ def stages_of(model: nn.Module, count: int, own: Sequence[int]) -> tuple[nn.Modu
         is_end = module is not base and module is not body and any(True for _ in module.parameters())
         if is_end and number not in owner and not isinstance(module, nn.ModuleList):
             owner[number] = count - 1
+    others = [name for name, module in base.named_children() if id(module) in owner and module is not embedding]
+    if len(others) > 1 or not _passes_on(model, owner):
+        what = "has other weights before its layers" if len(others) > 1 else "changes hidden states before its layers"
+        raise ConfigError(KEY, count, f"1, as {type(body).__name__} {what} or after them", "set it to 1")
 
     def only(kept: Sequence[int]) -> nn.Module:
-        gone = {each for each, stage in owner.items() if stage not in kept}
-        return replaced(model, {each: Receives() if each == id(embedding) else Absent() for each in gone})
+        return _without(model, [each for each, stage in owner.items() if stage not in kept])
 
     return only(own), [only([stage]) for stage in own]
+
+
+def _without(model: nn.Module, gone: Iterable[int]) -> nn.Module:
+    """Copies a model without the modules `gone`, by id."""
+    embedding = id(body_of(model).get_input_embeddings())
+    return replaced(model, {each: Receives() if each == embedding else Absent() for each in gone})
+
+
+@torch.no_grad()
+def _passes_on(model: nn.Module, parts: Iterable[int]) -> bool:
+    """Tells whether a model without embedding, layers and ends, the `parts`, returns received hidden states unchanged.
+    (Granite multiplies the embedding's output in its body, and so each stage would multiply again.)"""
+    rest, settings = _without(model, parts), ForwardSettings()
+    body: Any = body_of(rest)
+    device, one = next((each.device for each in body.buffers()), HOST), torch.ones(1, 4, dtype=torch.long)
+    columns = {"input_ids": one, "attention_mask": one, "position_ids": one.cumsum(1) - 1, "response_mask": one[:, 1:]}
+    where = layout_of(columns, settings).to(device)
+    hidden = torch.linspace(-1, 1, body.config.hidden_size, device=device).expand(1, tokens_of(where, settings), -1)
+    try:
+        body.get_input_embeddings().hidden = hidden
+        return states_of(rest, where, settings).equal(hidden[0])
+    except (RuntimeError, TypeError, AttributeError):  # the body reads a module that is gone
+        return False
 
 
 def replaced(module: nn.Module, table: Mapping[int, nn.Module]) -> nn.Module:

@@ -29,6 +29,7 @@ from whet import devices
 from whet.devices import backends
 from whet.engines.mesh import Mesh
 from whet.errors import ConfigError
+from whet.models.caches import attention_heads, key_value_heads
 from whet.models.experts import SHARE, ExpertShare, expert_modules, is_special
 from whet.models.load import body_of, layers
 from whet.models.lora import ADAPTER, adapted_layers
@@ -158,10 +159,10 @@ def split_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     plan = {name: style for name in names for glob, style in known.items() if fnmatchcase(name, glob)}
     rows = (name for name, style in plan.items() if style.startswith("rowwise") and "attn" not in name)
     inner: set[int] = {getattr(body.get_submodule(name), "in_features") for name in rows}  # noqa: B009  # of a Linear
-    sizes = {"attention heads": config.num_attention_heads, "key-value heads": config.num_key_value_heads}
+    sizes = {"attention heads": attention_heads(config), "key-value heads": key_value_heads(config)}
     counts = [*sizes.items(), *(("neurons of an MLP", each) for each in sorted(inner))]
     if wrong := [f"{count} {what}" for what, count in counts if count % mesh.size()]:
-        valid = [each for each in divisors(config.num_key_value_heads) if not any(n % each for _, n in counts)]
+        valid = [each for each in divisors(key_value_heads(config)) if not any(n % each for _, n in counts)]
         change = f"try {', '.join(str(each) for each in valid)}"
         raise ConfigError(TENSOR_KEY, mesh.size(), f"a divisor of the model's {' and '.join(wrong)}", change)
     adapted = adapted_layers(body)

@@ -31,7 +31,7 @@ from whet.plugins.megatron import checkpoint, core, sizes as checks
 from whet.plugins.megatron.model import Packed, config_of, in_halves, outputs_of, pack, stage_of
 from whet.plugins.megatron.names import check_family
 from whet.plugins.megatron.ranks import arrange, join
-from whet.plugins.megatron.sizes import Sizes
+from whet.plugins.megatron.sizes import Sizes, row_ranks
 from whet.plugins.megatron.weights import fill, named
 from whet.registry import register_engine
 
@@ -39,6 +39,7 @@ from whet.registry import register_engine
 @register_engine(
     "megatron",
     refuses="whet.plugins.megatron.sizes:refuses",
+    row_ranks="whet.plugins.megatron.sizes:row_ranks",
     writes="whet.plugins.megatron.folders:write",
     reads="whet.plugins.megatron.folders:read",
 )
@@ -106,8 +107,8 @@ class MegatronEngine(Engine):
     @classmethod
     def spread(cls, processes: int, options: Mapping[str, Any]) -> Spread:
         """Returns how layers and heads are divided over the processes. Each copy of the model reads other rows."""
-        parts, context = options["tensor"] * options["pipeline"], options["context"]
-        return Spread(parts, row_ranks=parts * context, token_shares=context)
+        parts, together = options["tensor"] * options["pipeline"], row_ranks(processes, options)
+        return Spread(parts, row_ranks=together, token_shares=options["context"])
 
     def step(self) -> Metrics:
         with self.ranks.used():

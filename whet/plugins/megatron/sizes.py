@@ -5,9 +5,10 @@ pipeline x rows x context x tensor = processes        the first is the outermost
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 from whet.config.algorithm_checks import EngineUse, other_kernels
 from whet.engines.sizes import uneven_experts, uneven_sizes
@@ -34,6 +35,11 @@ class Sizes:
     def expert_tensor(self) -> int:
         """The number of parts of an expert's inner dimension: 1 if the experts are divided over ranks."""
         return 1 if self.expert > 1 else self.tensor
+
+
+def row_ranks(processes: int, options: Mapping[str, Any]) -> int:
+    """Returns the number of ranks that compute the same row together."""
+    return int(options["tensor"] * options["pipeline"] * options["context"])
 
 
 def refuses(use: EngineUse) -> Iterator[ConfigError]:
