@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from whet.cli.arguments import program
+from whet.cli.arguments import path_override, program
 from whet.cli.tables import table
 from whet.errors import DataError
 
@@ -189,7 +189,7 @@ def next_command(run: RunFolder) -> str:
     words = ["trainer.resume=auto"] if trainer.get("resume") in ("never", "overwrite") else []
     default = Path("runs", str(trainer.get("project_name")), str(trainer.get("experiment_name")))
     if Path(trainer.get("run_dir") or default).absolute() != run.path.absolute():
-        words.append(f"trainer.run_dir={path}")
+        words.append(shlex.quote(path_override("trainer.run_dir", run.path)))
     return " ".join([program(), shlex.quote(run.command), f"{path}/config.yaml", *words])
 
 
