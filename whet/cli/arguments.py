@@ -109,14 +109,6 @@ def split_recipe(words: list[str] | None, config_name: str | None) -> tuple[str 
     return (first, rest) if words and config_name is None and is_recipe else (config_name, words or [])
 
 
-def path_override(key: str, path: Path) -> str:
-    """Returns the override that sets a key to a path. The path is quoted if Hydra's syntax requires it."""
-    if re.fullmatch(r"[\w./+-]*/[\w./+-]*", str(path)):
-        return f"{key}={path}"
-    quoted = str(path).replace('"', r"\"").replace("${", r"\${")
-    return f'{key}="{quoted}"'
-
-
 def read_options(words: list[str], name: str = "--option") -> dict[str, Any]:
     """Reads options of the form KEY=VALUE; VALUE is YAML.  Raises: ConfigError."""
     import yaml

@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from whet.cli.arguments import path_override, program
+from whet.cli.arguments import program
 from whet.cli.tables import table
 from whet.errors import DataError
 
@@ -191,6 +191,13 @@ def next_command(run: RunFolder) -> str:
     if Path(trainer.get("run_dir") or default).absolute() != run.path.absolute():
         words.append(shlex.quote(path_override("trainer.run_dir", run.path)))
     return " ".join([program(), shlex.quote(run.command), f"{path}/config.yaml", *words])
+
+
+def path_override(key: str, path: Path) -> str:
+    """Returns the override that sets a key to a path. The path is quoted if Hydra's syntax requires it."""
+    is_plain = re.fullmatch(r"[\w./+-]*/[\w./+-]*", str(path))
+    quoted = str(path).replace('"', r"\"").replace("${", r"\${")
+    return f"{key}={path}" if is_plain else f'{key}="{quoted}"'
 
 
 def show_end(run: RunFolder) -> None:

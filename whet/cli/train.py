@@ -24,16 +24,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from whet.cli.arguments import (
-    ConfigName,
-    DeviceMemory,
-    HostMemory,
-    RecipeAndOverrides,
-    path_override,
-    program,
-    split_recipe,
-)
-from whet.cli.runs import runs_table, show_end
+from whet.cli.arguments import ConfigName, DeviceMemory, HostMemory, RecipeAndOverrides, program, split_recipe
+from whet.cli.runs import path_override, runs_table, show_end
 from whet.errors import ConfigError
 from whet.registry import Entry
 
