@@ -99,6 +99,9 @@ def test_a_frozen_model_counts_with_its_own_size(tmp_path: Path) -> None:
     critic = {**plain, "algorithm.adv_estimator": "gae"}
     bigger = gib(config_of("train", **critic, **{"critic.model_path": large}), small)
     assert bigger > gib(config_of("train", **critic), small) + 4 * of_large  # weights, gradients, two moments
+    sampling = {"a": {"processes": 1, "roles": ["actor"]}, "b": {"processes": 1, "roles": ["rollout"]}}
+    apart = {**critic, "critic.model_path": large, "cluster.placement": sampling}
+    assert gib(config_of("train", **apart), small) == pytest.approx(bigger, rel=0.2)
     first, *_ = first_answer(distilled, 80.0, None)
     assert "20 %" in first
     first, *_ = first_answer(config_of("distill", **plain, teachers={"*": "nowhere"}), 80.0, None)

@@ -164,8 +164,10 @@ def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: boo
     copy, cache, logits = _sampling(config, shape, item, narrow) if samples else (0.0, 0.0, 0.0)
     turns = isinstance(config, TrainConfig) and config.rollout.free_cache_engine
     for role, others in beside.items():
-        (own, _), sizes = section_of(config, role), [shapes[role][name] for name in ("hidden", "inner", "layers")]
-        of_token = kinds[role].bytes_of_token(*sizes, item, recomputes=config.model.gradient_checkpointing)
+        own, _ = section_of(config, role)
+        hidden, inner, layers = (shapes[role][name] for name in ("hidden", "inner", "layers"))
+        recomputes = config.model.gradient_checkpointing
+        of_token = kinds[role].bytes_of_token(hidden, inner, layers, item, recomputes=recomputes)
         width = own.max_tokens_per_micro_batch or MICRO_BATCH_TOKENS["accelerator" if on_device else "cpu"]
         if on_device and gib is not None and own.max_tokens_per_micro_batch is None:
             stays = held + others + (0 if turns else copy + cache)
@@ -177,7 +179,7 @@ def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: boo
     if not on_device:
         return round(1.25 * (held + copy + max(update, cache + logits)))
     if turns:  # each leaves the accelerator to the other
-        return round(2**30 + 1.1 * max(held + update, (copy or 4 * weights) + cache + logits))
+        return round(2**30 + 1.1 * max(held + update, (copy or 4 * shape["weights"]) + cache + logits))
     return round(2**30 + 1.1 * (held + copy + cache + max(update, logits)))
 
 
