@@ -75,33 +75,42 @@ MOVED = {  # by the old name of a file or folder
     "whet.trainers.quickstart_pretrained": "whet.plugins.lessons.quickstart_pretrained",
     "whet.viewer": "whet.plugins.viewer",
 }
-RENAMED = {  # by module (under its new name) and old name in it: the new location
-    "whet.config.load": {"Loaded": "whet.config.load:LoadedConfig"},
-    "whet.controller.worker": {"Layout": "whet.controller.worker:RankLayout"},
-    "whet.evaluation.estimators": {
-        "Comparison": "whet.evaluation.estimators:ScoreComparison",
-        "Estimate": "whet.evaluation.estimators:MeanEstimate",
+_RENAMED = {  # by module (under its new name) and old name in it: the new name, with a module if this is another
+    "whet.config.load": {"Loaded": "LoadedConfig"},
+    "whet.config.section": {"Place": "SectionPlace"},
+    "whet.controller.worker": {"Layout": "RankLayout"},
+    "whet.data.supervised": {
+        "PreferencePair": "whet.data.preferences:Comparison",
+        "build_pairs": "whet.data.preferences:build_comparisons",
     },
+    "whet.evaluation.estimators": {"Comparison": "ScoreComparison", "Estimate": "MeanEstimate"},
     "whet.kernels.sampling": {
         "LastStops": "whet.rollout.stop_strings:LastStops",
         "StopStrings": "whet.rollout.stop_strings:StopStrings",
         "bad_word_ids": "whet.rollout.build:bad_word_ids",
+        "LoadTokenizer": "whet.rollout.stop_strings:LoadTokenizer",
     },
+    "whet.plugins.agents.check": {"Finding": "EnvironmentFinding"},
     "whet.plugins.agents.tools.toolbox": {"with_tools": "whet.environments.toolbox:with_tools"},
+    "whet.plugins.inference.servers.engine": {"OnNewWeights": "whet.plugins.inference.servers.options:OnNewWeights"},
+    "whet.plugins.inference.servers.process": {"Client": "ServerClient", "Span": "whet.rollout.protocol:Span"},
     "whet.plugins.planner.fit": {"check_disk": "whet.planning.machine:check_disk"},
-    "whet.plugins.serving.app": {"Settings": "whet.plugins.serving.app:ServeSettings"},
-    "whet.plugins.inference.servers.process": {
-        "Client": "whet.plugins.inference.servers.process:ServerClient",
-        "Span": "whet.rollout.protocol:Span",
+    "whet.plugins.scores.check": {"Finding": "RewardFinding"},
+    "whet.plugins.serving.app": {"Settings": "ServeSettings"},
+    "whet.rewards.worker": {"WorkerSpec": "ScorerSpec"},
+    "whet.rollout.driver": {"Background": "BackgroundDriver"},
+    "whet.rollout.episode": {"Context": "Conversation", "Limits": "EpisodeLimits"},
+    "whet.rollout.rollouts": {"Sampled": "SampledTrajectories"},
+    "whet.tracking.console": {"Column": "ConsoleColumn"},
+    "whet.trainers.objectives": {"Objective": "LossObjective"},
+    "whet.trainers.teacher": {
+        "judge": "whet.plugins.scores.judge.hint:judge",
+        "judge_scores": "whet.plugins.scores.judge.role:judge_scores",
     },
-    "whet.rewards.worker": {"WorkerSpec": "whet.rewards.worker:ScorerSpec"},
-    "whet.rollout.episode": {
-        "Context": "whet.rollout.episode:Conversation",
-        "Limits": "whet.rollout.episode:EpisodeLimits",
-    },
-    "whet.tracking.console": {"Column": "whet.tracking.console:ConsoleColumn"},
-    "whet.trainers.objectives": {"Objective": "whet.trainers.objectives:LossObjective"},
-    "whet.trainers.teacher": {"judge": "whet.plugins.scores.judge.hint:judge"},
+}
+RENAMED = {  # the new location, by module and old name
+    module: {old: new if ":" in new else f"{module}:{new}" for old, new in names.items()}
+    for module, names in _RENAMED.items()
 }
 
 

@@ -19,13 +19,14 @@ import builtins
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from whet.errors import ConfigError, RegistryError, did_you_mean
+from whet.errors import ConfigError, RegistryError, describe, did_you_mean
 from whet.manifests import absent, missing_plugin, targets
 from whet.options import fits, read, words
 from whet.targets import GAMES as GAMES, load_target as load_target
@@ -197,7 +198,12 @@ class Registry:
         return sorted({**self._installed, **self.shipped, **self._live})
 
     def __iter__(self) -> Iterator[Entry]:
-        return (self[name] for name in self.names())
+        """Yields the entries. An entry point that cannot be loaded has the error as its `doc`."""
+        for name in self.names():
+            try:
+                yield self[name]
+            except RegistryError as error:
+                yield Entry(self.kind, name, self._installed[name], (), {}, str(error))
 
     def __contains__(self, name: str) -> bool:
         return name in self._live or name in self.shipped or name in self._installed
@@ -210,7 +216,8 @@ class Registry:
         if found is not None:
             return found
         if reference in self._installed:
-            return replace(self[self._installed[reference]], name=reference)
+            with loading(reference, self._installed[reference]):
+                return replace(self[self._installed[reference]], name=reference)
         if self.also is not None and reference in self.also:
             return self.also[reference]
         if ":" in reference:
@@ -302,6 +309,18 @@ def _alias_entries(entry: Entry, aliases: Mapping[str, Mapping[str, Any]] | Sequ
         replace(entry, name=alias, alias_of=entry.name, options={**entry.options, **preset})
         for alias, preset in presets.items()
     ]
+
+
+@contextmanager
+def loading(name: str, target: str) -> Iterator[None]:
+    """Converts errors of the block, which imports the target of an entry point, to RegistryError."""
+    try:
+        yield
+    except RegistryError as error:
+        raise error.at(f"entry point {name}") from error
+    except Exception as error:  # code of an installed package
+        change = "correct the package, or uninstall it"
+        raise RegistryError(f"entry point {name}", f"{target}: {describe(error)}", change=change) from error
 
 
 @cache

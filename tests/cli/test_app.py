@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.raising import raises
 from whet import __version__ as whet_version, registry
 from whet.cli.app import main
-from whet.errors import ConfigError
+from whet.errors import ConfigError, RegistryError
 from whet.threads import SPINS
 
 COMMANDS = [
@@ -124,6 +125,11 @@ def test_debug_shows_the_traceback(how: str, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv("WHET_DEBUG", "1")
     with pytest.raises(ConfigError):
         main(arguments)
+
+
+def test_debug_may_come_before_a_trainer_in_a_file() -> None:
+    with raises(RegistryError, re.compile("mine.py$")):
+        main(["--debug", "no/mine.py:fit"])
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -26,6 +28,14 @@ def test_a_first_word_that_is_no_override_is_the_recipe(
     words: list[str] | None, config_name: str | None, expected: tuple[str | None, list[str]]
 ) -> None:
     assert split_recipe(words, config_name) == expected
+
+
+def test_a_file_with_an_equals_sign_in_its_path_is_the_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "lr=1" / "config.yaml"
+    assert split_recipe([str(recipe)], None) == (None, [str(recipe)])
+    recipe.parent.mkdir()
+    recipe.touch()
+    assert split_recipe([str(recipe), "x=1"], None) == (str(recipe), ["x=1"])
 
 
 @pytest.mark.parametrize("flag", ["--config-name", "--config_name"])

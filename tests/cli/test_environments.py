@@ -4,13 +4,19 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.raising import raises
 from whet import registry
 from whet.cli.app import main
+from whet.errors import RegistryError
+from whet.planning import doctor
 from whet.registry import ENVIRONMENTS
+
+BROKEN = re.compile("entry point broken|broken_games")
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
@@ -31,13 +37,8 @@ def test_list_names_each_environment(capsys: pytest.CaptureFixture[str]) -> None
 def test_an_installed_package_adds_names(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "games-1.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: games\nVersion: 1.0\n")
-    (folder / "entry_points.txt").write_text(
-        "[whet.environment]\npuzzle = whet_environments.sokoban:Sokoban\n[whet.reward]\nscore = games:score\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
+    text = "[whet.environment]\npuzzle = whet_environments.sokoban:Sokoban\n[whet.reward]\nscore = games:score\n"
+    install(tmp_path, monkeypatch, text)
     clear_installed()
     try:
         assert "puzzle" in ENVIRONMENTS and "score" not in ENVIRONMENTS
@@ -47,10 +48,48 @@ def test_an_installed_package_adds_names(
         clear_installed()
 
 
+@pytest.mark.parametrize("code", ["import no_such_package", "1 / 0", "Puzzle = 1", "class Puzzle: ..."])
+def test_a_broken_package_is_listed_with_its_error(
+    code: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = ("environment", "rollout", "engine", "command")
+    install(tmp_path, monkeypatch, "".join(f"[whet.{kind}]\nbroken = broken_games:Puzzle\n" for kind in kinds))
+    monkeypatch.delitem(sys.modules, "broken_games", raising=False)
+    (tmp_path / "broken_games.py").write_text(f"{code}\n")
+    clear_installed()
+    try:
+        line = re.search(r"^  broken +(.*)$", printed(capsys, "list"), re.MULTILINE)
+        engines = {each.what: each for each in doctor._engines({})}
+        if code.startswith("class"):
+            assert ENVIRONMENTS["broken"].name == "broken"
+            return
+        assert line is not None and {*BROKEN.findall(line[1])} == {"entry point broken", "broken_games"}
+        for key in ("engine.name=broken", "rollout.engine.name=broken"):
+            assert engines[key].status == "note" and "entry point broken" in BROKEN.findall(engines[key].found)
+        for kind in (ENVIRONMENTS, registry.ENGINES):
+            with raises(RegistryError, re.compile("^entry point broken")):
+                kind["broken"]
+        with pytest.raises(SystemExit) as ended:
+            main(["broken"])
+        assert ended.value.code == 2
+    finally:
+        clear_installed()
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, entry_points: str) -> None:
+    """Makes a package with entry points in a folder, and puts the folder on the Python path."""
+    info = folder / "games-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: games\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(entry_points)
+    monkeypatch.syspath_prepend(str(folder))
+
+
 def clear_installed() -> None:
     """Lets the registry search the installed packages again."""
     registry.entry_points.cache_clear()
-    vars(ENVIRONMENTS).pop("_installed", None)
+    for kind in (ENVIRONMENTS, registry.ENGINES, registry.ROLLOUT_ENGINES):
+        vars(kind).pop("_installed", None)
 
 
 def test_show_prints_description_and_options(capsys: pytest.CaptureFixture[str]) -> None:

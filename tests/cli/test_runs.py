@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from matplotlib.image import imread
 
 from tests.tracking.test_runs import OLD_RUN, make_run
 from whet.cli.app import main
+from whet.cli.arguments import split_recipe
 from whet.cli.runs import next_command
 from whet.config import SFTConfig, TrainConfig
-from whet.config.load import to_yaml
+from whet.config.load import load_config, to_yaml
 from whet.tracking.runs import main_metrics, read_run, write_state
 
 
@@ -105,6 +107,16 @@ def test_the_command_to_go_on_fits_the_kind_of_run() -> None:
     sft = make_run(Path("runs/p/e"), config=to_yaml(SFTConfig.model_validate(values)))
     write_state(sft, "stopped")
     assert next_command(read_run(sft)) == "whet sft runs/p/e/config.yaml trainer.resume=auto"
+
+
+@pytest.mark.parametrize("name", ["lr=1,2 [a]", "1e5", 'it\'s "${x}"'])
+def test_the_command_to_go_on_is_read_back_for_any_name_of_the_folder(name: str) -> None:
+    config = to_yaml(TrainConfig.model_validate({"data": {"train_files": ["x.jsonl"]}}))
+    for path in (Path(name), Path("runs", name)):
+        write_state(make_run(path, config=config), "stopped")
+        _, _, *words = shlex.split(next_command(read_run(path)))
+        found = load_config(TrainConfig, *split_recipe(words, None), checked=False).config
+        assert found.trainer.run_dir == str(path)
 
 
 def test_the_main_metrics_are_those_that_a_run_has() -> None:

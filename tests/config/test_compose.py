@@ -12,7 +12,8 @@ from hydra import compose as hydra_compose, initialize_config_dir
 
 from tests.raising import raises
 from whet.config.compose import compose, find_recipe, flatten, key_lines, shipped_recipes
-from whet.config.schema import TrainConfig
+from whet.config.load import load_config
+from whet.config.schema import EvalConfig, TrainConfig
 from whet.errors import ConfigError
 
 RECIPE = """\
@@ -79,6 +80,20 @@ def test_tilde_takes_the_recipes_value_away_and_leaves_the_default(recipe: Path)
         compose(TrainConfig, recipe, ["~rollout.temprature"])
 
 
+def test_a_removed_section_leaves_no_sources(recipe: Path) -> None:
+    _, sources = compose(TrainConfig, recipe, ["rollout.seed=3", "~rollout", "rollout.n=2"])
+    assert {key: each for key, each in sources.items() if key.startswith("rollout")} == {"rollout.n": "command line"}
+    assert load_config(TrainConfig, recipe, ["~rollout"], checked=False).source("rollout.n") == "default"
+
+
+def test_a_merged_mapping_has_the_lines_of_its_values(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    lines = ["x: &one {n: 4, top_k: 3, engine: {name: hf}}", "y: &two {top_k: 7}", "rollout:", "  n: 5"]
+    recipe.write_text("\n".join([*lines, "  <<: [*two, *one]", "  engine: {options: {}}"]))
+    found = {key: line for key, line in key_lines(recipe) if key.startswith("rollout")}
+    assert found == {"rollout.n": 4, "rollout.top_k": 2, "rollout.engine.options": 6}
+
+
 def test_values_are_read_as_hydra_reads_them(tmp_path: Path) -> None:
     """The same overrides through Hydra's own `+key=value` on an empty config."""
     overrides = [
@@ -119,6 +134,16 @@ def test_a_group_is_chosen_from_beside_the_recipe_or_from_the_shipped_ones(recip
     (recipe.parent / "rollout" / "hot.yaml").write_text("temperature: 2.0\n")
     assert values_of(recipe, "rollout=hot")["rollout.temperature"] == 2.0
     assert values_of(recipe, "+data=gsm8k")["data.prompt_key"] == "question"
+
+
+def test_a_folder_with_the_name_of_a_value_is_no_group(recipe: Path) -> None:
+    for name in ("output", "source"):
+        (recipe.parent / name).mkdir()
+    recipe.write_text("output: old\n")
+    for word in ("output=new", "++output=new"):
+        assert compose(EvalConfig, recipe, [word])[0]["output"] == "new"
+    assert compose(EvalConfig, recipe, ["output=null"])[0]["output"] is None
+    assert compose(EvalConfig, recipe, ["~output"]) == compose(EvalConfig, None, [])
 
 
 def test_a_mapping_of_overrides_takes_plain_python_values(recipe: Path) -> None:

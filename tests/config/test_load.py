@@ -159,12 +159,18 @@ def test_unchecked_values_that_do_not_go_together_are_refused_when_checked() -> 
 def test_a_written_config_reads_back_equal(schema: type[TrainConfig], tmp_path: Path) -> None:
     overrides = [
         "model.path=a b/c",
-        "extra={x: ['1', 1, 1.5, null, true], y_z: 'line # break: '}",
+        "extra={x: ['1', 1, 1.5, null, true], y_z: 'line # break: ', z: ['\\${a}', 'b\\\\\\${c}', 'd\\e']}",
         "model.dtype=bfloat16",
     ]
     config = load_config(schema, None, overrides, checked=False).config
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert load_config(schema, tmp_path / "config.yaml", checked=False).config == config
+
+
+@pytest.mark.parametrize("key", ["reward.domains", "cluster.placement", "environment.agents"])
+def test_a_name_with_a_dot_is_refused(key: str) -> None:
+    with raises(ConfigError, f"{key}: a.b"):
+        load_config(TrainConfig, None, {key: {"a.b": {"processes": "x"}}})
 
 
 def test_small_learning_rates_survive_yaml(tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ def test_whet_is_whole_without_it(plugin: str, tmp_path: Path) -> None:
     commands = [name for offered in gone.values() for name in offered.get("command", {})]
     help_text = output(folder, "-m", "whet", "--help")
     assert " train " in help_text and not [name for name in commands if f"│ {name} " in help_text]
+    for group, _, own in (name.rpartition(" ") for name in commands):
+        assert not group or own not in output(folder, "-m", "whet", group, "--help")
     for name in commands:
         owner = next(each for each, offered in gone.items() if name in offered.get("command", {}))
         said = output(folder, "-m", "whet", *name.split(), status=2)

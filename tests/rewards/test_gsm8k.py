@@ -72,6 +72,7 @@ def test_another_last_number_is_wrong(answer, truth):
         ("10^x", "10"),
         ("x_2", "2"),
         ("1e6", "6"),
+        ("1e-6", "6"),
         (r"\frac{1}{2}", "2"),
         (r"\boxed{\frac{1}{ 2 }}", "2"),
         (r"2\sqrt{5}", "5"),

@@ -21,10 +21,10 @@ import yaml
 
 from tests.raising import raises
 from whet.checkpoints import checkpoint
-from whet.config import SFTConfig, TrainConfig, load_config
+from whet.config import SFTConfig, TrainConfig, load_config, to_yaml
 from whet.errors import CheckpointError, ConfigError, StorageError
 from whet.trainers.frame import run_folder
-from whet.trainers.run_dir import RunDir, open_run_dir, scoring_digest
+from whet.trainers.run_dir import RunDir, is_begun, open_run_dir, scoring_digest
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -468,3 +468,12 @@ def test_a_disk_that_runs_full(model_folder: Path, additions: list[dict[str, str
         assert (disk / "run" / "metrics.jsonl").read_text().count("\n") == 6
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_text_with_a_dollar_is_the_same_as_at_the_start_of_the_run(tmp_path: Path) -> None:
+    config, other = (TrainConfig.model_validate({"model": {"path": f"models/${{{name}}}"}}) for name in "xy")
+    for written in (to_yaml(config), to_yaml(config).replace(r"\${", "${")):  # an older run has no escapes
+        (tmp_path / "config.yaml").write_text(written)
+        assert is_begun(tmp_path, config, {})
+        with raises(ConfigError, "model.path", found="models/${y}"):
+            is_begun(tmp_path, other, {})

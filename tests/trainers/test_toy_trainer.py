@@ -19,6 +19,7 @@ from tests.raising import raises
 from whet import registry
 from whet.cli.app import main
 from whet.cli.runs import next_command
+from whet.config import load_config
 from whet.config.commands import commands, schema_of
 from whet.errors import ConfigError, RegistryError
 from whet.registry import trainer_of
@@ -154,3 +155,12 @@ def test_a_function_without_a_config_is_no_trainer(tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text("def train(config):\n    pass\n")
     with raises(RegistryError, found="has no config"):
         schema_of(f"{tmp_path}/plain.py:train")
+
+
+def test_a_trainer_of_an_earlier_version_loads(tmp_path: Path) -> None:
+    """Its config is written with the name that `SectionPlace` had."""
+    text = (HERE / "toy_trainer.py").read_text().replace("SectionPlace", "Place")
+    (tmp_path / "earlier.py").write_text(text.replace('register_trainer("toy"', 'register_trainer("earlier"'))
+    schema: Any = schema_of(f"{tmp_path}/earlier.py:train_toy")
+    with raises(ConfigError, "weights.lowest", found=2.0):
+        load_config(schema, None, {"weights": {"lowest": 2.0, "highest": 1.0}})

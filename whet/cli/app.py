@@ -113,8 +113,9 @@ CONSOLE = ConsoleHandler()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command in `arguments` (default: the process's own), then exits; the status is 2 after a WhetError."""
     yield_soon()
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in words or os.environ.get("WHET_DEBUG", "0") not in ("", "0")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = [word for word in given if word != "--debug"]
+    debug = words != given or os.environ.get("WHET_DEBUG", "0") not in ("", "0")
     logger = logging.getLogger("whet")
     logger.setLevel(logging.INFO)
     logger.addHandler(CONSOLE)
@@ -129,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if ":" not in words[0] and words[0] not in registry.TRAINERS:
                 sys.exit(_installed_command(words[0])(words[1:]))
             app.command(words[0], cls=Command)(command_of(registry.trainer_of(words[0])))
-        app(args=[word for word in words if word != "--debug"], prog_name="whet")
+        app(args=words, prog_name="whet")
     except WhetError as error:
         if debug:
             raise
@@ -151,7 +152,8 @@ def _installed_command(name: str) -> Callable[[Sequence[str]], int]:
     """Returns the function of a command that an installed package adds.  Raises: RegistryError."""
     installed = registry.entry_points().get("whet.command", {})
     if name in installed:
-        return registry.load_target(installed[name])
+        with registry.loading(name, installed[name]):
+            return registry.load_target(installed[name])
     known = [*_own_commands(), *registry.TRAINERS.names(), *installed, *COME_WITH]
     hint = did_you_mean(name, known, "`whet --help` lists the commands")
     raise RegistryError(f"whet {name}", "unknown command", change=COME_WITH.get(name, hint))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -101,11 +102,11 @@ KeyValues = Annotated[list[str] | None, typer.Option("--option", metavar="KEY=VA
 
 
 def split_recipe(words: list[str] | None, config_name: str | None) -> tuple[str | None, list[str]]:
-    """Splits arguments into recipe (or None) and overrides. The first is the recipe unless it is an override."""
-    words = words or []
-    if config_name is None and words and "=" not in words[0] and not words[0].startswith("~"):
-        return words[0], words[1:]
-    return config_name, words
+    """Splits arguments into recipe (or None) and overrides. The first is the recipe if it is no override, or a file."""
+    first, *rest = words or [""]
+    is_file = first.endswith(".yaml") and os.path.isfile(first)  # noqa: PTH113  # never raises
+    is_recipe = is_file or not ("=" in first or first.startswith("~"))
+    return (first, rest) if words and config_name is None and is_recipe else (config_name, words or [])
 
 
 def read_options(words: list[str], name: str = "--option") -> dict[str, Any]:

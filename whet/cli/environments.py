@@ -10,15 +10,16 @@ from rich.console import Console
 
 from whet.cli.algorithms import console, facts, print_doc, print_kind, print_pairs
 from whet.cli.arguments import Command
-from whet.registry import ENVIRONMENTS
+from whet.registry import COMMANDS, ENVIRONMENTS
 
-environments = typer.Typer(help="List environments; show, play or check one.")
+HELP = f"List environments; show{', play or check' * ('env check' in COMMANDS.shipped)} one."
+environments = typer.Typer(help=HELP)
 Name = Annotated[str, typer.Argument(help="a name that `whet env list` prints, or path/file.py:Class")]
 
 
-@environments.callback(invoke_without_command=True)
+@environments.callback(invoke_without_command=True, help=HELP)
 def env(context: typer.Context) -> None:
-    """List environments; show, play or check an environment."""
+    """Lists environments, unless a subcommand follows."""
     if context.invoked_subcommand is None:
         list_all()
 

@@ -30,26 +30,32 @@ LEARNED, READ = "bold green", "dim"
 OPEN, CLOSE = "⟦", "⟧"  # around trained tokens, where there are no colours
 MAX_FACT_CHARACTERS = 300
 TRAINING = ", ".join(TRAINERS.shipped)
+CONVERTS = "config convert" in COMMANDS.shipped
+CONVERT = "; convert: FILE or 'COMMAND' of another framework to a recipe" if CONVERTS else ""
 For = Annotated[
     str | None,
     typer.Option("--for", help=f"command of the config ({TRAINING}, ...); unset: train, or sft if only sft accepts it"),
 ]
 
 
+def _of_convert(*names: str, help: str) -> Any:  # noqa: A002  # as typer names it
+    return typer.Option(*names, help=f"convert: {help}", hidden=not CONVERTS)
+
+
 def config(
     command: Annotated[
         str,
-        typer.Argument(help=f"the command ({TRAINING}, eval, ...); convert: FILE or 'COMMAND' to a recipe"),
+        typer.Argument(help=f"the command ({TRAINING}, eval, ...){CONVERT}"),
     ],
     words: RecipeAndOverrides = None,
     config_name: ConfigName = None,
     meanings: Annotated[bool, typer.Option("--meanings", help="show meanings of keys, not sources of values")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="print the JSON Schema of recipes, for editors")] = False,
-    system: Annotated[str | None, typer.Option("--from", help="convert: framework (verl, easyr1, roll, trl)")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="convert: the recipe file to write")] = None,
-    variables: Annotated[list[str] | None, typer.Option("--set", help="convert: NAME=VALUE of the script")] = None,
+    system: Annotated[str | None, _of_convert("--from", help="framework (verl, easyr1, roll, trl)")] = None,
+    output: Annotated[Path | None, _of_convert("-o", "--output", help="the recipe file to write")] = None,
+    variables: Annotated[list[str] | None, _of_convert("--set", help="NAME=VALUE of the script")] = None,
 ) -> None:
-    """Print a resolved config, or convert another framework's."""
+    """Print a resolved config, or the JSON Schema of recipes."""
     from whet.config.commands import schema_of
 
     if command == "convert":

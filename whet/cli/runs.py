@@ -189,8 +189,15 @@ def next_command(run: RunFolder) -> str:
     words = ["trainer.resume=auto"] if trainer.get("resume") in ("never", "overwrite") else []
     default = Path("runs", str(trainer.get("project_name")), str(trainer.get("experiment_name")))
     if Path(trainer.get("run_dir") or default).absolute() != run.path.absolute():
-        words.append(f"trainer.run_dir={path}")
+        words.append(shlex.quote(path_override("trainer.run_dir", run.path)))
     return " ".join([program(), shlex.quote(run.command), f"{path}/config.yaml", *words])
+
+
+def path_override(key: str, path: Path) -> str:
+    """Returns the override that sets a key to a path. The path is quoted if Hydra's syntax requires it."""
+    is_plain = re.fullmatch(r"[\w./+-]*/[\w./+-]*", str(path))
+    quoted = str(path).replace('"', r"\"").replace("${", r"\${")
+    return f"{key}={path}" if is_plain else f'{key}="{quoted}"'
 
 
 def show_end(run: RunFolder) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from whet.cli.arguments import ConfigName, DeviceMemory, HostMemory, RecipeAndOverrides, program, split_recipe
-from whet.cli.runs import runs_table, show_end
+from whet.cli.runs import path_override, runs_table, show_end
 from whet.errors import ConfigError
 from whet.registry import Entry
 
@@ -169,8 +169,7 @@ def sweep(schema: type[RunConfig], recipe: str | None, words: Sequence[str], *, 
             console.print(f"run {number} of {len(found)} is finished already: {folder}", markup=False, soft_wrap=True)
             continue
         console.rule(f"run {number} of {len(found)}: {settings}")
-        quoted = str(folder).replace('"', r"\"")
-        given = [*([recipe] if recipe else []), *member.overrides, f'trainer.run_dir="{quoted}"']
+        given = [*([recipe] if recipe else []), *member.overrides, path_override("trainer.run_dir", folder)]
         _run([sys.executable, "-m", "whet", schema.command, *given, *(["--dry-run"] if dry_run else [])], asked)
         if asked:
             break

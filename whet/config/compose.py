@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, reduce
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from whet.config.commands import commands, schema_of
-from whet.config.section import Section, Values, is_known, is_section, nearest_key
+from whet.config.section import Section, Values, is_free, is_known, is_section, leaf_fields, nearest_key
 from whet.errors import ConfigError, did_you_mean
 from whet.limits import bounded, cause
 from whet.manifests import absent, missing_plugin, recipes
@@ -49,15 +49,15 @@ def compose(
     if path is not None and path.parent not in folders():
         read_document(path)
     with _explained(recipe, schema, path):
-        composed, files = _run_hydra(path, parsed)
+        composed, files = _run_hydra(schema, path, parsed)
         values = _resolve(schema, composed, arguments)
         sources = {key: f"{shown(file)}:{line}" for file, section in files for key, line in key_lines(file, section)}
     for override in parsed:
-        for key, _ in flatten({override.key_or_group: override.value()}):
-            if override.is_delete():
-                sources.pop(key, None)
-            else:
-                sources[key] = COMMAND_LINE
+        key = override.key_or_group
+        if override.is_delete():
+            sources = {each: source for each, source in sources.items() if not f"{each}.".startswith(f"{key}.")}
+        else:
+            sources |= dict.fromkeys((each for each, _ in flatten({key: override.value()})), COMMAND_LINE)
     sources |= dict.fromkeys((key for key, _ in flatten(arguments)), ARGUMENT)
     return values, sources
 
@@ -200,7 +200,9 @@ def advice(kind: str, *given: object) -> str | None:
     return text
 
 
-def _run_hydra(recipe: Path | None, overrides: list[Override]) -> tuple[DictConfig, list[tuple[Path, str]]]:
+def _run_hydra(
+    schema: type[Section], recipe: Path | None, overrides: list[Override]
+) -> tuple[DictConfig, list[tuple[Path, str]]]:
     """Returns the composed tree, and its recipe files with their sections, in order of priority (last wins)."""
     import hydra
     from hydra.core.global_hydra import GlobalHydra
@@ -211,11 +213,21 @@ def _run_hydra(recipe: Path | None, overrides: list[Override]) -> tuple[DictConf
         return OmegaConf.create(), []
     folder = recipe.parent if recipe else SHIPPED
     name = recipe.stem if recipe else None
+    groups = {each.key_or_group for each in overrides if _is_folder(each.key_or_group, folder)}
+    leaves = {key for key, field in leaf_fields(schema).items() if not is_free(field)}
+    values = [each for each in overrides if each.key_or_group in groups & leaves]
     with _own_hydra(), hydra.initialize_config_dir(str(folder), version_base="1.3"):
         places = ",".join(f"'file://{each}'" for each in folders())
-        lines = [f"hydra.searchpath=[{places}]", *(_for_hydra(each, folder) for each in overrides)]
+        others = [_for_hydra(each, groups) for each in overrides if each not in values]
+        lines = [f"hydra.searchpath=[{places}]", *others]
         composed = hydra.compose(name, lines)
         parts = GlobalHydra.instance().config_loader().compute_defaults_list(name, lines, RunMode.RUN).defaults
+    OmegaConf.set_struct(composed, False)
+    for each in values:  # Hydra would search for a file in the folder of this name
+        if each.is_delete():
+            composed.pop(each.key_or_group, None)
+        else:
+            OmegaConf.update(composed, each.key_or_group, each.value())
     files = [(_part_file(f"{part.config_path}.yaml", folder), part.package or "") for part in parts]
     return composed, [(file, section) for file, section in files if file is not None]
 
@@ -239,11 +251,14 @@ def _part_file(name: str, folder: Path) -> Path | None:
     return next((place / name for place in (folder, *folders()) if (place / name).is_file()), None)
 
 
-def _for_hydra(override: Override, folder: Path) -> str:
+def _is_folder(name: str, folder: Path) -> bool:
+    return any((place / name).is_dir() for place in (folder, *folders()))
+
+
+def _for_hydra(override: Override, groups: Collection[str]) -> str:
     """Converts an override to Hydra's syntax. `++` sets a value even if the recipe lacks the key; `data=gsm8k` chooses
     the file data/gsm8k.yaml."""
-    group, text = override.key_or_group, str(override.input_line)
-    chooses = isinstance(override.value(), str) and any((place / group).is_dir() for place in (folder, *folders()))
+    text, chooses = str(override.input_line), isinstance(override.value(), str) and override.key_or_group in groups
     return text if chooses or override.is_delete() else f"++{text.lstrip('+')}"
 
 
@@ -251,7 +266,6 @@ def _resolve(schema: type[Section], composed: DictConfig, arguments: Mapping[str
     """Merges defaults, composed tree and arguments (last wins), and resolves interpolations."""
     from omegaconf import OmegaConf
 
-    OmegaConf.set_struct(composed, False)
     for key, value in arguments.items():
         OmegaConf.update(composed, key, value, merge=True, force_add=True)
     _drop_empty_sections(schema, composed)
@@ -294,7 +308,8 @@ def key_lines(file: Path, section: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _node_lines(node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, int]]:
-    for name, value in node.value:
+    yaml.SafeLoader("").flatten_mapping(node)  # replaces `<<` by its values, before the mapping's own
+    for name, value in {str(pair[0].value): pair for pair in node.value}.values():
         key = f"{prefix}{name.value}"
         if isinstance(value, yaml.MappingNode) and value.value:
             yield from _node_lines(value, f"{key}.")

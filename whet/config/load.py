@@ -14,21 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
+import yaml
 from pydantic import ValidationError
 
 from whet.config.checks import check
-from whet.config.compose import ARGUMENT, COMMAND_LINE, compose, flatten, put, unknown_key
+from whet.config.compose import ARGUMENT, COMMAND_LINE, compose, flatten, put, shipped_recipes, unknown_key
 from whet.config.managers import MANAGERS
 from whet.config.section import Section, Values, describe_type, field_at, is_free
 from whet.errors import ConfigError
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
-
-
-import yaml
-
-from whet.config.compose import shipped_recipes
 
 log = logging.getLogger(__name__)
 ConfigT = TypeVar("ConfigT", bound=Section)
@@ -163,6 +159,9 @@ def _explain(
             yield unknown_key(schema, key, sources.get(key, DEFAULT))
         return
     path = [str(name) for name in finding["loc"]]
+    if isinstance(error := finding.get("ctx", {}).get("error"), ConfigError):
+        yield error.at(".".join(path))
+        return
     key, field = field_at(schema, path)
     found: Any = values
     for name in key.split("."):
@@ -210,12 +209,22 @@ def rename(
 
 def to_yaml(config: Section) -> str:
     """Writes the whole config as YAML. `load_config` restores it unchanged."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    return yaml.safe_dump(escaped(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True, width=120)
 
 
 def keyed_lines(config: Section) -> list[tuple[str, str]]:
     """Returns the lines of the config as YAML, each with the dotted key that it sets; "" for the name of a section."""
-    return list(value_lines(config.model_dump(mode="json")))
+    return list(value_lines(escaped(config.model_dump(mode="json"))))
+
+
+def escaped(value: Any) -> Any:
+    """Escapes each `${` in the texts of a value, since a recipe would read it as a reference to a key."""
+    match value:
+        case str():
+            return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+        case dict():
+            return {key: escaped(each) for key, each in value.items()}
+    return [escaped(each) for each in value] if isinstance(value, list) else value
 
 
 def value_lines(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:

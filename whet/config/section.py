@@ -43,13 +43,18 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _read_as_written(cls, value: object, info: ValidationInfo) -> object:
-        """Converts a string to a list of one where a list is expected. Refuses true and false as numbers."""
+        """Converts a string to a list of one where a list is expected. Refuses true and false as numbers, and a dot in
+        the name of a section."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         match value:
             case str() if get_origin(annotation) is list:
                 return [value]
             case bool() if bool not in (annotation, *get_args(annotation)):
                 raise ValueError("true and false are no numbers")
+            case dict() if get_origin(annotation) is dict and is_section(get_args(annotation)[1]):
+                if dotted := [str(name) for name in value if "." in str(name)]:
+                    expected = "a name without a dot, which separates the names of sections"
+                    raise ConfigError(dotted[0], "has a dot", expected, "rename it")
         return value
 
     def __getitem__(self, key: str) -> Any:

@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 from whet import devices
 from whet.compiled import cache_folder, compiler
 from whet.config.schema import ClusterConfig, RunConfig, TrainConfig
-from whet.errors import CHECKOUT, ConfigError, pip_install
+from whet.errors import CHECKOUT, ConfigError, RegistryError, pip_install
 from whet.planning.machine import existing, free_disk, free_memory, total_memory
 from whet.planning.units import size
 from whet.registry import ENGINES, ROLLOUT_ENGINES
@@ -141,23 +141,26 @@ def _engines(requirements: dict[str, list[Requirement]]) -> Iterator[Finding]:
     ):
         for name in names:
             absent = [_plain(each) for each in requirements.get(name, []) if _version(each) is None]
-            slow = name in ROLLOUT_ENGINES and ROLLOUT_ENGINES[name].marks.get("compiles") and compiler() is None
+            shipped = ROLLOUT_ENGINES.shipped.get(name)
             if absent:
                 yield Finding(f"{what}={name}", f"cannot run: {', '.join(absent)} is not installed", pip_install(name))
-            elif slow:
+            elif shipped and shipped.marks.get("compiles") and compiler() is None:
                 why = "can run, but several times slower: there is no C++ compiler"
                 yield Finding(f"{what}={name}", why, "install g++ or clang++, or set CXX")
-            elif why := _problem(name) if name in ROLLOUT_ENGINES else "":
+            elif why := _problem(what, name):
                 yield Finding(f"{what}={name}", f"cannot run: {why.partition('; ')[0]}", why.partition("; ")[2])
             else:
                 yield Finding(f"{what}={name}", "can run")
 
 
-def _problem(name: str) -> str:
-    """Returns the error text with which a rollout engine with default options refuses to start; "" if it starts."""
+def _problem(key: str, name: str) -> str:
+    """Returns the error text with which an engine with default options refuses to start; "" if it starts."""
     try:
-        check_engine(TrainConfig.model_validate({"rollout": {"engine": {"name": name}}}))
-    except ConfigError as error:
+        if key == "engine.name":
+            ENGINES[name]  # imported, if it comes from an installed package
+        elif key == "rollout.engine.name":
+            check_engine(TrainConfig.model_validate({"rollout": {"engine": {"name": name}}}))
+    except (ConfigError, RegistryError) as error:
         return str(error)
     return ""
 

@@ -17,9 +17,9 @@ _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}.])[-\u2212])?\$?(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
 _MARK = "####"
-# The last number of 1/2, 10^6, 2**3, x_2, 1e6, \frac{1}{2} and \sqrt{5} is part of an expression. After `####` there
+# The last number of 1/2, 10^6, 2**3, x_2, 1e-6, \frac{1}{2} and \sqrt{5} is part of an expression. After `####` there
 # must be one number only, not several as in "5 or 6", "3-5" and "5, 6".
-_PART_OF = re.compile(r"(?:\w_|\w\s*\^|[\d)}\]](?:\s*/|\*\*|\s\*\*\s)|\}\s*\{|\\sqrt|\d[eE]\+?)\s*[({]*\s*$")
+_PART_OF = re.compile(r"(?:\w_|\w\s*\^|[\d)}\]](?:\s*/|\*\*|\s\*\*\s)|\}\s*\{|\\sqrt|\d[eE][-+\u2212]?)\s*[({]*\s*$")
 _GOES_ON = re.compile(r"\s*\^|[ \t]*(?:[-+*/×÷:,\u2013]|or|and|to|[eE])[ \t]*[-+$({\\]*\s*\d")
 
 

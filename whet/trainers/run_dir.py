@@ -33,7 +33,7 @@ from whet.checkpoints import checkpoint
 from whet.checkpoints.checkpoint import disk_errors
 from whet.config.commands import likely_command
 from whet.config.compose import flatten
-from whet.config.load import rename, to_yaml
+from whet.config.load import escaped, rename, to_yaml
 from whet.config.schema import RunConfig
 from whet.errors import ConfigError
 from whet.moved import today
@@ -218,7 +218,11 @@ def is_begun(path: Path, config: RunConfig, inputs: Mapping[str, str]) -> bool:
     Raises: ConfigError with the keys that would change the computation of a step, if `trainer.resume` is `auto`."""
     before = noted(path, config)
     now = {**dict(flatten(config.model_dump(mode="json"))), **inputs}
-    changed = {key: (before[key], now[key]) for key in now if key in before and today(before[key]) != today(now[key])}
+    changed = {  # an older run wrote values without escapes
+        key: (before[key], value)
+        for key, value in now.items()
+        if key in before and today(before[key]) not in (today(value), today(escaped(value)))
+    }
     bound = {key: pair for key, pair in changed.items() if key.startswith(BOUND) or not key.startswith(FREE)}
     if config.trainer.resume != "auto":
         return not bound and before.get("trainer.resume") == config.trainer.resume

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tests.peers.peer import interpreter
 from tests.raising import check_fields
-from whet.cli.app import app
+from whet.cli.app import app, main
 from whet.errors import ConfigError
 from whet.plugins.migration.convert import Converted, convert
 from whet.plugins.migration.foreign import tables
@@ -567,3 +567,13 @@ def test_the_critic_of_verl_has_the_aggregation_of_the_actor() -> None:
     assert len(told["gae"]) == 1 and not told["grpo"]
     assert found["gae"].values["algorithm.loss_agg_mode"] == "seq-mean-token-mean"
     assert any("a mean over tokens" in line for line in verl(**{"critic.loss_agg_mode": "seq-mean-token-sum"}).check)
+
+
+def test_the_folder_of_the_recipe_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for file, status in (("new/folder/mine.yaml", 0), ("file/mine.yaml", 2)):
+        words = ["config", "convert", "trl grpo --beta 0.1", "--from", "trl", "-o", str(tmp_path / file)]
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert (ended.value.code or 0) == status
+    assert (tmp_path / "new" / "folder" / "mine.yaml").is_file()

@@ -23,8 +23,9 @@ import uvicorn
 import whet.http
 from tests.plugins.sandbox.conftest import needs_bubblewrap
 from tests.raising import raises
-from whet.errors import SandboxError
+from whet.errors import ConfigError, SandboxError
 from whet.plugins.sandbox import http, server as sandbox_service
+from whet.plugins.sandbox.command import serve_sandbox
 from whet.plugins.sandbox.http import HttpSandbox
 from whet.plugins.sandbox.local import LocalSandbox
 from whet.plugins.sandbox.server import SandboxApp
@@ -243,11 +244,26 @@ def test_a_service_with_a_key(unisolated: LocalSandbox, monkeypatch: pytest.Monk
 def test_an_open_service_without_a_key_is_told(
     unisolated: LocalSandbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(uvicorn, "run", lambda *_, **__: None)
-    for host, key, told in (("127.0.0.1", None, 0), ("0.0.0.0", "k", 0), ("0.0.0.0", None, 1), ("lab7", "", 2)):
-        sandbox_service.serve(unisolated, host, 8080, 1, key)
-        assert len(caplog.records) == told
-    assert "0.0.0.0" in caplog.records[0].getMessage()
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: None)
+    with sandbox_service.bound_to("127.0.0.1", 0) as bound:
+        for host, key, told in (("127.0.0.1", None, 0), ("0.0.0.0", "k", 0), ("0.0.0.0", None, 1), ("lab7", "", 2)):
+            sandbox_service.serve(unisolated, bound, host, 1, key)
+            assert len(caplog.records) == told
+        assert caplog.records[0].args == ("0.0.0.0", bound.getsockname()[1])
+
+
+def test_a_port_in_use_is_an_error_before_the_address_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = list[socket.socket]()
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: served.extend(sockets))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with raises(ConfigError, f"--host 127.0.0.1 --port {port}"):
+            serve_sandbox(port=port, sandbox="unisolated")
+    assert not capsys.readouterr().out
+    serve_sandbox(port=port, sandbox="unisolated")
+    assert f"http://127.0.0.1:{port}/run_code" in capsys.readouterr().out and len(served) == 1
 
 
 def test_a_body_that_never_ends(address: str, monkeypatch: pytest.MonkeyPatch) -> None:

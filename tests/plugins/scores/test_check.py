@@ -50,6 +50,13 @@ def test_a_grader_that_never_scores_is_found_for_that_alone(capsys: pytest.Captu
     assert re.match(r"bad result  .*'good' \(str\)", out)
 
 
+def test_a_file_without_rows_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(SystemExit) as ended:
+        main(["check-reward", f"{BROKEN}:a_word", "--data", str(tmp_path / "empty.jsonl")])
+    assert ended.value.code == 2 and "empty.jsonl" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_decent_rule_has_no_finding() -> None:
     with RewardPool(right_or_not, num_workers=1, timeout_seconds=5.0, correct_threshold=1.0) as pool:

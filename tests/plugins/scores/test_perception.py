@@ -3,11 +3,13 @@ import json
 import re
 import time
 
+import numpy as np
 import pytest
 
 from tests.raising import raises
 from whet.errors import ConfigError, DataError
 from whet.plugins.scores.perception import counting, detection, grounding, ocr, relative_error, rouge_l
+from whet.registry import REWARDS
 
 
 def box(*corners, label="cat", **more):
@@ -133,6 +135,8 @@ def test_character_errors(response, truth, cer):
         ("<think>[9, 9, 10, 10]</think> the box (0,0,10,5)", 0.5),
         ('{"bbox_2d": [5.0, 0, 15, 10]}', 1 / 3),
         ("[50, 50, 60, 60] or rather [ 0,0 , 10,10 ]", 1.0),
+        ("[0e0, -0.0, 1.00000000000000000e1, 1E+1]", 1.0),
+        ("[0.000000000001, .0, 5.000000000001, 10.]", 0.5),
         ("[10, 10, 0, 0]", 0.0),
         ("[0, 0, 10]", 0.0),
         ("", 0.0),
@@ -144,6 +148,26 @@ def test_the_overlap_of_one_box(response, iou):
         assert found == {"reward": pytest.approx(iou), "accuracy": float(iou >= 0.5), "iou": pytest.approx(iou)}
         assert grounding(response, truth, metric="accuracy")["reward"] == float(iou >= 0.5)
     assert grounding(response, [0, 0, 10, 10], threshold=0.3)["accuracy"] == float(iou > 0.3)
+
+
+def test_a_ground_truth_of_any_digits_is_read():
+    for truth in (
+        [1 / 7, 5e-05, 1 / 3, 0.5],
+        np.array([1 / 7, 5e-05, 1 / 3, 0.5]),
+        {"bbox": (1 / 7, 5e-05, 1 / 3, 0.5)},
+    ):
+        assert grounding(f"<answer>[{1 / 7}, 0.00005, {1 / 3}, 5e-1]</answer>", truth)["reward"] == pytest.approx(1)
+    for truth in ([0, 0, 1], [0, 0, 1, float("nan")], [0, 0, 1, None], [], None):
+        with raises(DataError, "ground_truth"):
+            REWARDS["grounding"].check_row(truth, {}, "")
+
+
+@pytest.mark.parametrize("name", ["relative_error", "counting"])
+def test_a_number_with_an_exponent_is_one_number(name):
+    assert REWARDS[name].load()("<answer>2e-05</answer>", 2e-05)["reward"] == 1.0
+    assert REWARDS[name].load()("so 20", "2e1")["reward"] == 1.0
+    with raises(DataError, "ground_truth"):
+        REWARDS[name].check_row("about 2e-5", {}, "")  # neither 5 nor -5
 
 
 @pytest.mark.parametrize(
@@ -219,7 +243,7 @@ def test_an_empty_ground_truth_is_an_error(function):
         function("a", "")
 
 
-@pytest.mark.parametrize("unit", ["[{", "[", "{", '[{"bbox_2d":', "[]", "1 ", "a "])
+@pytest.mark.parametrize("unit", ["[{", "[", "{", '[{"bbox_2d":', "[]", "1 ", "a ", "1", "[.1", "[1,1,1"])
 def test_a_long_response_is_read_at_once(unit):
     start = time.process_time()
     detection(unit * (100_000 // len(unit)), ONE)

@@ -33,6 +33,10 @@ def write_recipe(words: list[str], system: str | None, output: Path | None, vari
     if output is None:
         typer.echo(text, nl=False)
         return
-    output.write_text(text, encoding="utf-8")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("-o", f"{output}: {error.strerror}", "a file that can be written", "name another") from error
     typer.echo("".join(line for line in text.splitlines(keepends=True) if line.startswith("#")), nl=False)
     typer.echo(f"wrote {output}")

@@ -14,7 +14,7 @@ from whet.config import problems
 from whet.config.schema import RunConfig
 from whet.errors import ConfigError
 from whet.planning.units import size
-from whet.plugins.planner.first import CARDS, first_answer, shape_of
+from whet.plugins.planner.first import CARDS, accuracy, first_answer, shape_of
 from whet.plugins.planner.scale import places, scale, smallest
 from whet.registry import register_command
 
@@ -87,7 +87,9 @@ def plan_for(config: RunConfig, gpus: str, device_gib: float | None, host_gib: f
         typer.echo(f"the run fits on no number of accelerators up to {max(counts)}")
         raise typer.Exit(1)
     typer.echo(f"smallest number that fits: {least.gpus}, with {least.words or 'the config as it is'}")
-    typer.echo("by formulas, accurate to 20 %; `whet plan` with these settings traces the passes, --ranks lists ranks")
+    typer.echo(
+        f"by formulas, {accuracy(config)}; `whet plan` with these settings traces the passes, --ranks lists ranks"
+    )
 
 
 def list_ranks(config: RunConfig) -> None:

@@ -16,7 +16,8 @@ from whet.config.schema import KV_CACHE_BYTES, MICRO_BATCH_TOKENS, ActorConfig, 
 from whet.engines.mesh import Mesh
 from whet.planning.machine import free_memory
 from whet.planning.units import size
-from whet.registry import ADV_ESTIMATORS, ENGINES, ROLLOUT_ENGINES
+from whet.plugins.planner.models import engine_of, frozen_models, trained_models
+from whet.registry import ENGINES, ROLLOUT_ENGINES
 
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # instructions with which `dtype: auto` is bfloat16 on processors
 # Usable GiB of accelerators by nominal GB: fewer, because of units, reserved memory and error correction.
@@ -77,13 +78,22 @@ def first_answer(config: RunConfig, device_gib: float | None, host_gib: float | 
     fits = "" if free is None else f" of {free:.3g} GiB: {'it does not fit' if is_too_large else 'it fits'}"
     more = f"it needs more than {max(CARDS)} GB on one"
     smallest = f"the smallest accelerator for it has {card} GB" if card else more
-    yield f"by formulas, accurate to 20 %: about {size(needed)} on {where}{fits}; {smallest}"
+    yield f"by formulas, {accuracy(config)}: about {size(needed)} on {where}{fits}; {smallest}"
     others = {each: changed(config, dict([each])) for each in _settings(config)}
     less = {each: bytes_of(other, shape, gib is not None, gib) * count for each, other in others.items()}
     helpful = sorted((each for each in less if less[each] < 0.98 * needed), key=lambda each: less[each])
     listed = ", ".join(f"{key}={str(value).lower()} ({size(less[key, value])})" for key, value in helpful[:3])
     yield f"settings that help most: {listed or 'none of the usual ones' + '; choose a smaller model' * is_too_large}"
     yield "docs/fits.md has such numbers by size of model; the plan that follows traces the model's own passes"
+
+
+def accuracy(config: RunConfig) -> str:
+    """Returns the accuracy of `bytes_of` in words. A model whose config.json is not here counts as one like the
+    policy."""
+    unknown = [role for role, path in {**trained_models(config), **frozen_models(config)}.items() if not shape_of(path)]
+    return (
+        f"with the size of the policy for {', '.join(unknown)} (no config.json here)" if unknown else "accurate to 20 %"
+    )
 
 
 def _accelerator_gib() -> float | None:
@@ -118,32 +128,30 @@ def host_bytes(config: RunConfig, shape: Mapping[str, float]) -> int:
 
 def mesh_of(config: RunConfig, role: str) -> Mesh:
     """Returns the mesh of a role's processes. The engine `single` has only data-parallel copies."""
-    engine, processes = section_of(config, role)[0].engine, config.cluster.processes_of(role)
-    given = ENGINES[engine.name].resolve_options(engine.options, "engine.options").get("mesh")
+    (engine, key), processes = engine_of(config, role), config.cluster.processes_of(role)
+    given = ENGINES[engine.name].resolve_options(engine.options, key).get("mesh")
     return Mesh.of(processes, {"shard": 1} if engine.name == "single" else given)
 
 
 def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: bool, pool: str, gib: float | None) -> int:
     """Returns the peak bytes of a process of a pool, over its sampling and its updates."""
-    weights, words, layers, experts = (float(shape[name]) for name in ("weights", "words", "layers", "in_experts"))
     narrow = config.model.dtype == "bfloat16" or (
         config.model.dtype == "auto" and (on_device or bool(BFLOAT16 & {*instruction_set().split()}))
     )
-    lora, held, update = config.model.lora.rank, 0.0, 0.0
-    item = 2 if narrow else 4
+    lora, item = config.model.lora.rank, 2 if narrow else 4
+    held, update = _frozen_bytes(config, shape, on_device, pool, item)
     beside, kinds = dict[str, float](), dict[str, Kept]()  # by trained role: bytes of an update without activations
-    meshes = {each: mesh_of(config, each) for each in _roles(config) if config.cluster.pool_of(each) == pool}
+    models = {each: path for each, path in trained_models(config).items() if config.cluster.pool_of(each) == pool}
+    shapes = {each: _shape(config, shape, path) for each, path in models.items()}
+    meshes = {each: mesh_of(config, each) for each in models}
     for role, mesh in meshes.items():
         own, _ = section_of(config, role)
         options, whole = own.engine.options, own.engine.name == "single"
-        layer, shards = (weights - words - experts + experts / mesh.expert) / layers, mesh.shards
-        gathered = 0 if shards == 1 else 2 * item * (layer + words) / mesh.tensor
+        weights, words, shards = shapes[role]["weights"], shapes[role]["words"], mesh.shards
+        gathered = _gathered(shapes[role], mesh, item)
         on_host = on_device and bool(options.get("cpu_offload"))  # weights, gradients and moments
-        if role == "ref":
-            held, update = held + weights * item / shards * (not on_host), max(update, gathered)
-            continue
         kinds[role] = COMPILED if on_device and narrow and is_compiled(own.engine.name, options) else PLAIN
-        logits = own.engine.logits_chunk_tokens * shape["vocabulary"] * kinds[role].logit
+        logits = own.engine.logits_chunk_tokens * shapes[role]["vocabulary"] * kinds[role].logit
         if lora is None:
             master, gradients = 2 if own.optim.weight_rounding == "stochastic" else 4, 4 * weights / shards
             held += (weights * (master + MOMENTS[own.optim.state_dtype]) / shards + gradients) * (not on_host)
@@ -155,10 +163,11 @@ def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: boo
     samples = isinstance(config, TrainConfig) and config.cluster.pool_of("rollout") == pool
     copy, cache, logits = _sampling(config, shape, item, narrow) if samples else (0.0, 0.0, 0.0)
     turns = isinstance(config, TrainConfig) and config.rollout.free_cache_engine
-    sizes, recomputes = (shape["hidden"], shape["inner"], layers, item), config.model.gradient_checkpointing
     for role, others in beside.items():
         own, _ = section_of(config, role)
-        of_token = kinds[role].bytes_of_token(*sizes, recomputes=recomputes)
+        hidden, inner, layers = (shapes[role][name] for name in ("hidden", "inner", "layers"))
+        recomputes = config.model.gradient_checkpointing
+        of_token = kinds[role].bytes_of_token(hidden, inner, layers, item, recomputes=recomputes)
         width = own.max_tokens_per_micro_batch or MICRO_BATCH_TOKENS["accelerator" if on_device else "cpu"]
         if on_device and gib is not None and own.max_tokens_per_micro_batch is None:
             stays = held + others + (0 if turns else copy + cache)
@@ -170,15 +179,44 @@ def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: boo
     if not on_device:
         return round(1.25 * (held + copy + max(update, cache + logits)))
     if turns:  # each leaves the accelerator to the other
-        return round(2**30 + 1.1 * max(held + update, (copy or 4 * weights) + cache + logits))
+        return round(2**30 + 1.1 * max(held + update, (copy or 4 * shape["weights"]) + cache + logits))
     return round(2**30 + 1.1 * (held + copy + cache + max(update, logits)))
+
+
+def _frozen_bytes(
+    config: RunConfig, shape: Mapping[str, float], on_device: bool, pool: str, item: int
+) -> tuple[float, float]:
+    """Returns the bytes that frozen models keep in a process of a pool, and the bytes that a pass gathers."""
+    held, gathered = 0.0, 0.0
+    for role, path in frozen_models(config).items():
+        if config.cluster.pool_of(role) == pool:
+            mesh, own = mesh_of(config, role), _shape(config, shape, path)
+            on_host = on_device and bool(engine_of(config, role)[0].options.get("cpu_offload"))
+            held += own["weights"] * item / mesh.shards * (not on_host)
+            gathered = max(gathered, _gathered(own, mesh, item))
+    return held, gathered
+
+
+def _shape(config: RunConfig, shape: Mapping[str, float], path: str) -> Mapping[str, float]:
+    """Returns the sizes of the model at `path`. A model without config.json here counts as the policy, `shape`."""
+    return shape if path == str(config.model.path) else shape_of(path) or shape
+
+
+def _gathered(shape: Mapping[str, float], mesh: Mesh, item: int) -> float:
+    """Returns the bytes that a sharding engine gathers at once: two layers, and all weights outside of layers."""
+    experts = shape["in_experts"]
+    layer = (shape["weights"] - shape["words"] - experts + experts / mesh.expert) / shape["layers"]
+    return 0 if mesh.shards == 1 else 2 * item * (layer + shape["words"]) / mesh.tensor
 
 
 def _sampling(config: RunConfig, shape: Mapping[str, float], item: int, narrow: bool) -> tuple[float, float, float]:
     """Returns the bytes of the rollout's own weights, of its KV cache, and of its logits."""
     assert isinstance(config, TrainConfig)
     engine, sampled = config.rollout.engine, {"float32": 4, "bfloat16": 2}.get(config.rollout.dtype, item)
-    given = ROLLOUT_ENGINES[engine.name].resolve_options(engine.options, "options").get("kv_cache_bytes") or 0
+    given = (
+        ROLLOUT_ENGINES[engine.name].resolve_options(engine.options, "rollout.engine.options").get("kv_cache_bytes")
+        or 0
+    )
     cache = float(KV_CACHE_BYTES if given == "auto" else given)
     has_copy = config.model.lora.rank is not None or sampled < 4 or narrow
     rows = min(config.rollout.max_batch_size, config.data.train_batch_size * config.rollout.n)
@@ -209,15 +247,6 @@ def changed(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
     for key, value in values.items():
         put(tree, key, value)
     return type(config).model_validate(tree)
-
-
-def _roles(config: RunConfig) -> list[str]:
-    """Returns the roles that load a model: trained roles, and a reference unless it is the base of an adapter."""
-    if isinstance(config, ExamplesConfig):
-        return ["actor"]
-    reads = ADV_ESTIMATORS[config.algorithm.adv_estimator].columns
-    has_ref = config.algorithm.kl.where != "none" and config.model.lora.rank is None
-    return ["actor", *["critic"] * bool({"values", "process_rewards"} & {*reads}), *["ref"] * has_ref]
 
 
 def _settings(config: RunConfig) -> Iterator[tuple[str, object]]:

@@ -35,7 +35,8 @@ def serve_sandbox(
     if sandbox not in ("bubblewrap", "unisolated"):
         raise ConfigError("--sandbox", sandbox, "bubblewrap or unisolated, which can be served", "name one of them")
     with of_extra("serve", "starlette", "uvicorn"):
-        from whet.plugins.sandbox.server import serve as run
+        from whet.plugins.sandbox.server import bound_to, serve as run
     box = open_sandbox(sandbox, python, paths=tuple(path or ()))
-    typer.echo(f"programs run in {box.name}; POST http://{host}:{port}/run_code; Ctrl-C ends it")
-    run(box, host, port, concurrency or os.cpu_count() or 1, api_key)
+    with bound_to(host, port) as bound:
+        typer.echo(f"programs run in {box.name}; POST http://{host}:{port}/run_code; Ctrl-C ends it")
+        run(box, bound, host, concurrency or os.cpu_count() or 1, api_key)

@@ -6,7 +6,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +21,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from whet.errors import SandboxError
+from whet.errors import ConfigError, SandboxError
 from whet.guard import LOCAL, RefusedError, check_client, read_body, with_deadline
 from whet.plugins.sandbox.http import SERVED, TOLD
 from whet.programs.protocol import COMPILING, Language, Limits, Program, Ran, Sandbox
@@ -104,12 +107,32 @@ async def _refused(_: Request, error: Exception) -> Response:
     return JSONResponse({"detail": str(error)}, error.status)
 
 
-def serve(sandbox: Sandbox, host: str, port: int, concurrency: int, api_key: str | None) -> None:
-    """Serves until Ctrl-C."""
+@contextmanager
+def bound_to(host: str, port: int) -> Iterator[socket.socket]:
+    """Yields a socket that is bound to the address.  Raises: ConfigError."""
+    try:
+        # Without the protocol asyncio would leave Nagle's algorithm on, which delays replies by 40 ms.
+        [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(1)
+    except OSError as error:
+        found, change = str(error.strerror), "name another with --host or --port"
+        raise ConfigError(f"--host {host} --port {port}", found, "a free address of this machine", change) from error
+    with bound:
+        yield bound
+
+
+def serve(sandbox: Sandbox, bound: socket.socket, host: str, concurrency: int, api_key: str | None) -> None:
+    """Serves until Ctrl-C on a `bound` socket; `host` is its address as the user wrote it."""
+    port = bound.getsockname()[1]
     if host not in LOCAL and not api_key:
         logger.warning("anyone who reaches %s:%d may run programs on this machine; set --api-key KEY", host, port)
     app, http = SandboxApp(sandbox, concurrency, host, api_key), with_deadline(AutoHTTPProtocol)
-    uvicorn.run(app.asgi, host=host, port=port, http=http, log_level="warning", access_log=False)
+    config = uvicorn.Config(app.asgi, http=http, log_level="warning", access_log=False)
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[bound])
 
 
 def _told(ran: Ran, *, is_compiled: bool) -> dict[str, object]:

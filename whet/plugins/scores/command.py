@@ -14,6 +14,7 @@ from rich.text import Text
 from whet.cli.algorithms import console, print_pairs
 from whet.cli.arguments import KeyValues, read_options
 from whet.cli.rewards import examples_of
+from whet.errors import DataError
 from whet.registry import REWARDS, Entry, register_command
 from whet.rewards.adapter import stand_ins
 
@@ -89,6 +90,8 @@ def _rows_of(file: Path, count: int, prompt_key: str, answer_key: str | None) ->
         extra = {**row, **(row.get("extra_info") or {})}
         source = str(row.get("data_source") or "unknown")
         found.append(CheckedPrompt(text, ground_truth(row, answer_key), data_source=source, extra=extra))
+    if not found:
+        raise DataError("--data", f"{file} has no rows", "at least one row", "name another file")
     return found
 
 

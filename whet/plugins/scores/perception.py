@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -14,11 +15,12 @@ from whet.options import Number, Share
 from whet.plugins.scores.short_answers import extract_answer
 from whet.registry import register_reward
 from whet.rewards.gsm8k import last_number
-from whet.rewards.result import after_thought, number_text, truth_error
+from whet.rewards.result import after_thought, as_number, entries, number_text, truth_error
 
 _ROUGE_WORD = re.compile(r"(?<!\w)-\d+|[a-z0-9]+")
 _LIST = re.compile(r"\[\s*[{\]]")
-_CORNERS = re.compile(r"[\[(]" + r"\s*,".join([r"\s*(-?\d{1,9}(?:\.\d{1,9})?)"] * 4) + r"\s*[\])]")
+_DIGITS = r"[-+]?(?:\d{1,9}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,2})?"  # finite: at most 9 digits before the point
+_CORNERS = re.compile(r"[\[(]" + r"\s*,".join([rf"\s*({_DIGITS})"] * 4) + r"\s*[\])]")
 Box = tuple[str, Sequence[float], float]  # label, corners (x1, y1, x2, y2), score
 
 
@@ -61,7 +63,7 @@ def read_boxes(ground_truth: Any, *_: object) -> list[Box]:
     return truths
 
 
-@register_reward("grounding")
+@register_reward("grounding", rows_checked_by="whet.plugins.scores.perception:read_box")
 def grounding(
     solution_str: str, ground_truth: Any, *, metric: Literal["iou", "accuracy"] = "iou", threshold: Share = 0.5
 ) -> dict[str, float]:
@@ -70,13 +72,25 @@ def grounding(
     A box is four numbers x1, y1, x2, y2 in brackets, in the text after the last `</think>`. With `metric=accuracy` the
     score is 1 if the IoU is at least `threshold`, else 0. The ground truth is a list of numbers, or a text with them.
     Raises: ValueError for a ground truth without a box."""
-    truths, found = (_CORNERS.findall(text) for text in (str(ground_truth), after_thought(solution_str)))
-    if not truths:
-        raise truth_error(ground_truth, "a box as [x1, y1, x2, y2]")
-    box, truth = (("", [float(each) for each in (boxes or [(0, 0, 0, 0)])[-1]], 1.0) for boxes in (found, truths))
-    iou = _overlap(box, truth)
-    accuracy = float(iou >= threshold and bool(found))
+    found = _last_corners(after_thought(solution_str))
+    iou = _overlap(("", found or (0, 0, 0, 0), 1.0), ("", read_box(ground_truth), 1.0))
+    accuracy = float(iou >= threshold and found is not None)
     return {"reward": iou if metric == "iou" else accuracy, "accuracy": accuracy, "iou": iou}
+
+
+def read_box(ground_truth: Any, *_: object) -> Sequence[float]:
+    """Reads the corners of a ground truth: a list of four numbers, or a text with it.  Raises: ValueError."""
+    corners = [as_number(each) for each in entries(ground_truth) or ()]
+    numbers = [each for each in corners if each is not None and math.isfinite(each)]
+    found = numbers if len(numbers) == len(corners) == 4 else _last_corners(str(ground_truth))
+    if found is None:
+        raise truth_error(ground_truth, "a box as [x1, y1, x2, y2]")
+    return found
+
+
+def _last_corners(text: str) -> Sequence[float] | None:
+    found = _CORNERS.findall(text)
+    return [float(each) for each in found[-1]] if found else None
 
 
 @register_reward("ocr")
@@ -118,7 +132,7 @@ def rouge_l(solution_str: str, ground_truth: str) -> dict[str, float]:
     return {"reward": 2 * row[-1] / (len(answer) + len(truth)), "accuracy": float(answer == truth)}
 
 
-@register_reward("relative_error")
+@register_reward("relative_error", rows_checked_by="whet.plugins.scores.perception:read_number")
 def relative_error(
     solution_str: str, ground_truth: str | int | float, *, tolerance: Share = 0.0
 ) -> dict[str, float | str | None]:
@@ -135,7 +149,7 @@ def relative_error(
     return {"reward": max(0.0, 1 - error), "accuracy": float(error <= tolerance), "pred": number_text(found)}
 
 
-@register_reward("counting")
+@register_reward("counting", rows_checked_by="whet.plugins.scores.perception:read_number")
 def counting(
     solution_str: str, ground_truth: str | int | float, *, tolerance: Number = 0
 ) -> dict[str, float | str | None]:
@@ -153,10 +167,20 @@ def counting(
 
 def _numbers(solution_str: str, ground_truth: str | int | float) -> tuple[Decimal | None, Decimal]:
     """Returns the last numbers of the answer and of the ground truth.  Raises: ValueError."""
-    truth = last_number(str(ground_truth))
+    return _number(extract_answer(solution_str, needs_tag=False) or ""), read_number(ground_truth)
+
+
+def read_number(ground_truth: str | int | float, *_: object) -> Decimal:
+    """Reads a ground truth that is a number, or a text with one.  Raises: ValueError."""
+    truth = _number(str(ground_truth))
     if truth is None:
         raise truth_error(ground_truth, "a number")
-    return last_number(extract_answer(solution_str, needs_tag=False) or ""), truth
+    return truth
+
+
+def _number(text: str) -> Decimal | None:
+    """Returns the number that a text is, also with an exponent; else the last number in it."""
+    return Decimal(text.strip()) if re.fullmatch(_DIGITS, text.strip()) else last_number(text)
 
 
 def _words_of(ground_truth: str, *, letters: bool = False) -> list[str]:
