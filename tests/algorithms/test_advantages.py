@@ -148,6 +148,9 @@ def test_which_rows_count_does_not_depend_on_rounding() -> None:
     assert advantages("grpo_passk", scored(best, [4, 4, 4])).eq(0.0).all()
     # rows that draw with one and beat one: (1/2 + 1) / 2 - 1/2
     assert advantages("win_rate", scored(best, [4, 4, 4]))[:, 0].tolist() == [0.25, 0.25, -0.5]
+    # the first of two best rows, though the second has the larger sum
+    found = advantages("best_worst", scored([best[1], best[0], 0.2], [4, 4, 4]))[:, 0]
+    assert found.tolist() == [1.0, 0.0, -1.0]
     # mean 1/3, of three rows one counts: alpha = 3
     found = advantages("gpg", scored(score, [4, 4, 4]), count="nonzero")[:, 0]
     torch.testing.assert_close(found, torch.tensor([-1.0, 2.0, -1.0], dtype=torch.float64))

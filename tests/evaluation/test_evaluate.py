@@ -288,6 +288,28 @@ def test_failed_prompts_are_answered_again(eval_config: MakeConfig, additions: R
     assert (found.failures, found.accuracy, found.num_prompts) == (0, 1.0, 3)
 
 
+@pytest.mark.parametrize("changes", ["nothing", "code", "answers"])
+def test_an_interrupted_evaluation_goes_on_with_the_same_code_and_answers_alone(
+    eval_config: MakeConfig, additions: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: str
+) -> None:
+    judge, rows, out = (tmp_path / each for each in ("judge.py", "rows.jsonl", "out"))
+    rows.write_text("".join(json.dumps(row) + "\n" for row in additions[:2]))
+    judge.write_text("def score(solution_str):\n    return 1.0\n")
+    names = {"data.val_files": [str(rows)], "reward.function": f"{judge}:score", "output": str(out)}
+    evaluate(eval_config(**names))
+    (out / "answers.jsonl").rename(out / "answers.partial.jsonl")
+    if changes == "code":
+        judge.write_text("def score(solution_str):\n    return 0.0\n")
+    elif changes == "answers":
+        rows.write_text("".join(json.dumps({**row, "answer": "none"}) + "\n" for row in additions[:2]))
+    sampled, sample = list[int](), Rollouts.sample
+    monkeypatch.setattr(
+        Rollouts, "sample", lambda own, all_, *g, **o: sampled.append(len(all_)) or sample(own, all_, *g, **o)
+    )
+    assert evaluate(eval_config(**names)).num_prompts == 2
+    assert sampled == ([] if changes == "nothing" else [2])
+
+
 def by_length(predict: str, ground_truth: str) -> float:
     return float(len(predict) % 2)
 

@@ -18,6 +18,7 @@ import numpy as np
 from whet import devices
 from whet.checkpoints.export import find_model, model_folder
 from whet.config.checks import check_context
+from whet.config.digests import digests
 from whet.config.load import to_yaml
 from whet.config.schema import DataConfig, EvalConfig, ModelConfig, RolloutConfig
 from whet.data.load import VAL, load_items, numbered_rows
@@ -118,7 +119,8 @@ def evaluate(
             rows_of_files += numbered_rows(config.data, VAL)
         if config.output is not None:
             texts = {prompt.index: str(tokenizer.decode(list(prompt.token_ids))) for prompt in prompts}
-            settings = f"# {_weights(config.model.path)}\n{to_yaml(config)}"
+            read = [f"# {name}: {digest}" for name, digest in digests(config, (), prompts, reward).items()]
+            settings = "\n".join([f"# {_weights(config.model.path)}", *read, to_yaml(config)])
             journal = Journal(Path(config.output), settings, texts, n, resume=reward is None)
         answers = [] if journal is None else [*journal.rows]
         done = {row["index"] for row in answers}

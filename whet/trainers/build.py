@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.algorithms.calls import Bound
 from whet.config.algorithm import AlgorithmConfig
+from whet.config.digests import digests
 from whet.config.schema import ActorConfig, GroupFilterConfig, LoraConfig, TrainConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
@@ -63,7 +64,7 @@ from whet.trainers.frame import opened_for, run_folder, with_named_dtypes, with_
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.rl import fit
 from whet.trainers.run import Run
-from whet.trainers.run_dir import MEDIA, digests, scoring_digest
+from whet.trainers.run_dir import MEDIA, scoring_digest
 from whet.trainers.shape import AdaptiveEntropy, Correction, Fixed, Shaper, estimator
 from whet.trainers.stop import likely_steps
 from whet.trainers.teacher import teacher_role
@@ -158,7 +159,7 @@ def build(
     validation, lengths = config.trainer.validation, begun.lengths
     has_reward = scorer is None and is_scored(config, reward)
     specs = [*worker_specs(config, columns, total_steps), *_helpers(config, reward, has_reward)]
-    inputs = digests(config, begun.prompts, val_prompts, reward)
+    inputs = digests(config, begun.prompts, val_prompts, reward, command=config.command)
     with ExitStack() as ahead:  # refused options raise before an earlier run is deleted
         hosts = None if config.cluster.lists(ENVIRONMENT) else open_environments(config.environment, ahead)
         counts = Counts(len(lengths), len(val_prompts), total_steps, likely=likely_steps(begun.callbacks, total_steps))

@@ -6,11 +6,7 @@ config.yaml  inputs.json  run.json  metrics.jsonl  timings.jsonl  rollouts/  tok
 
 from __future__ import annotations
 
-import ast
 import fcntl
-import hashlib
-import importlib.util
-import inspect
 import json
 import logging
 import os
@@ -18,8 +14,8 @@ import re
 import shutil
 import socket
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from io import TextIOWrapper
 from itertools import count
@@ -33,14 +29,13 @@ from whet.checkpoints import checkpoint
 from whet.checkpoints.checkpoint import disk_errors
 from whet.config.commands import likely_command
 from whet.config.compose import flatten
+from whet.config.digests import digest_of
 from whet.config.load import escaped, rename, to_yaml
 from whet.config.schema import RunConfig
 from whet.errors import ConfigError
 from whet.moved import today
-from whet.registry import PACKAGE
 from whet.tracking.runs import COMMAND, CONFIG, INPUTS
 from whet.tracking.tracker import METRIC_FILES, cut_back, with_nan
-from whet.types import Example, Prompt
 
 log = logging.getLogger(__name__)
 STEP_FOLDERS = ("rollouts", "tokens")  # files that end in _STEP.jsonl
@@ -61,7 +56,6 @@ BOUND = ("trainer.seed", "trainer.loop")  # keys below FREE that must not change
 SCORING = re.compile(r"(reward|algorithm\.filter)\.(?!timeout_seconds|num_workers|manager|limits)")
 LOCKS = weakref.WeakSet[TextIOWrapper]()  # that this process holds
 OTHER_FOLDER = "choose another trainer.run_dir or trainer.experiment_name"
-Items = Sequence[Prompt] | Sequence[Example]
 
 
 @dataclass(frozen=True)
@@ -263,78 +257,7 @@ def noted(path: Path, config: RunConfig) -> dict[str, Any]:
     return found
 
 
-def digests(config: RunConfig, train: Items, val: Items, reward: Callable[..., Any] | None = None) -> dict[str, str]:
-    """Returns digests, by key: of the data rows; of the code files that the config names, and the files they import;
-    and of a reward function passed as an object, if its source is known."""
-    found = {f"data.{name}_files, rows": _of_rows(rows) for name, rows in (("train", train), ("val", val)) if rows}
-    for key, value in ((COMMAND, config.command), *flatten(config.model_dump(mode="json"))):
-        for target in value if isinstance(value, list) else [value]:
-            if isinstance(target, str) and (file := _file_of(target)) is not None:
-                found[f"{key}, code in {file.name}"] = _of(file.read_bytes())
-                for name, each in _imported(file).items():
-                    found[f"{key}, code in {name}"] = _of(each.read_bytes())
-    with suppress(OSError, TypeError):  # typed at a prompt, or no function
-        found |= {"reward.given, code": _of(inspect.getsource(reward).encode())} if reward is not None else {}
-    return found
-
-
 def scoring_digest(config: RunConfig, inputs: Mapping[str, str]) -> str:
     """Digest of the settings and the code that scores and filters depend on. `inputs` are from `digests`."""
     values = {**dict(flatten(config.model_dump(mode="json", exclude_defaults=True))), **inputs}
-    return _of(json.dumps({key: values[key] for key in sorted(values) if SCORING.match(key)}).encode())
-
-
-def _of(content: bytes) -> str:
-    return f"sha256 {hashlib.sha256(content).hexdigest()[:16]}"
-
-
-def _of_rows(rows: Items) -> str:
-    """Digest of the parts of the rows that a step reads. An object that JSON cannot hold counts by its type only."""
-    found = hashlib.sha256()
-    for row in rows:
-        read = (*row.content, [media.digest for media in row.media]) if row.media else row.content
-        found.update(json.dumps(read, skipkeys=True, default=lambda each: type(each).__name__).encode())
-    return _of(found.digest())
-
-
-def _file_of(target: str) -> Path | None:
-    """The file of `path/file.py:function` or `package.module:function`; None for whet's own files and other text."""
-    location, _, name = target.rpartition(":")
-    if not name.isidentifier():
-        return None
-    path = Path(location).expanduser() if location.endswith(".py") else None
-    if location.replace(".", "").isidentifier() and path is None:
-        with suppress(ImportError, ValueError):
-            spec = importlib.util.find_spec(location)
-            path = Path(spec.origin) if spec is not None and spec.origin is not None else None
-    return path if path is not None and path.is_file() and not path.resolve().is_relative_to(PACKAGE) else None
-
-
-def _imported(file: Path) -> dict[str, Path]:
-    """The files that `file` imports, directly or indirectly, by path below the folder of its package. Reads import
-    statements without running them."""
-    file = file.absolute()
-    root = next(folder for folder in file.parents if not (folder / "__init__.py").is_file())
-    found, waiting = {file}, [file]
-    while waiting:
-        code = waiting.pop()
-        with suppress(SyntaxError, ValueError, OSError, IndexError):  # the error is raised when the code runs
-            for base, name in _import_names(ast.parse(code.read_bytes()), code, root):
-                for place in [each for each in (base / name, *(base / name).parents) if base in each.parents]:
-                    for path in {place.with_name(f"{place.name}.py"), place / "__init__.py"} - found:
-                        if path.is_file() and not path.resolve().is_relative_to(PACKAGE):
-                            found.add(path)
-                            waiting.append(path)
-    return {os.path.relpath(path, root): path for path in found - {file}}
-
-
-def _import_names(tree: ast.AST, code: Path, root: Path) -> Iterator[tuple[Path, str]]:
-    """Yields (folder, path below it) for each file that an import may mean. An imported name may be a file too."""
-    for node in ast.walk(tree):
-        bases, names = [code.parent, root], list[str]()
-        if isinstance(node, ast.Import):
-            names = [each.name for each in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            bases = [code.parents[node.level - 1]] if node.level else bases
-            names = [f"{node.module or ''}.{each.name}" for each in node.names]
-        yield from ((base, name.strip(".").replace(".", "/")) for base in bases for name in names)
+    return digest_of(json.dumps({key: values[key] for key in sorted(values) if SCORING.match(key)}).encode())

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from whet.batch import Batch
 from whet.checkpoints.export import model_digest
+from whet.config.digests import digests
 from whet.config.schema import ExamplesConfig, SFTConfig
 from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
@@ -38,7 +39,7 @@ from whet.tracking.console import USE, ConsoleColumn
 from whet.trainers.frame import Frame, opened_for, run_folder, with_named_dtypes, with_restarts
 from whet.trainers.health import check_skipped
 from whet.trainers.objectives import ImitationObjective
-from whet.trainers.run_dir import MEDIA, digests
+from whet.trainers.run_dir import MEDIA
 from whet.trainers.schedule import Schedule
 from whet.trainers.stop import likely_steps
 
@@ -212,7 +213,7 @@ def _train(kind: type[R], config: Any, data: Rows, val_data: Rows, callbacks: Ca
     loader = OrderLoader(range(len(examples)), seed=seed, shuffle=shuffle, order=order)
     total_steps = run_steps(config.trainer, len(examples), config.data.train_batch_size)
     lengths = [example.num_tokens for example in examples]
-    inputs = digests(config, examples, val_examples)
+    inputs = digests(config, examples, val_examples, command=config.command)
     read = {each.args[0].model_path for each in kind.specs(config, total_steps) if each.role != "actor" and each.args}
     inputs |= {f"weights of {path}": model_digest(path, config.model.trust_remote_code) for path in sorted(read)}
     counts = Counts(len(lengths), len(val_examples), total_steps, likely=likely_steps(callbacks, total_steps))
