@@ -270,7 +270,7 @@ def test_a_folder_that_is_no_model_is_refused(eval_config: MakeConfig, tmp_path:
 
 
 def test_failed_prompts_are_answered_again(eval_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
-    """A reward that is repaired scores all prompts, also those whose failures were written before."""
+    """A repaired reward scores all prompts, also the prompts whose failures were written before."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in additions[:3]))
     judge = tmp_path / "judge.py"
     config = eval_config(

@@ -111,7 +111,7 @@ def test_a_stop_beside_a_validation_leaves_it_out_with_its_errors(error: BaseExc
             pass
         scene.end(schedule, 2)
         with schedule.sampling():
-            raise AssertionError("the run goes on")
+            raise AssertionError("not stopped")
     assert scene.lines == [(1, {"loss": 1.0}), (2, {"loss": 2.0})]
 
 

@@ -45,6 +45,7 @@ from whet.rollout.build import (
 from whet.rollout.protocol import Restarts, RolloutEngine
 from whet.rollout.replicas import Restarted
 from whet.rollout.rollouts import Rollouts
+from whet.types import Prompt
 
 log = logging.getLogger(__name__)
 BATCHES_PER_CHUNK = 2  # more prompts use the engine better; with fewer, an interruption loses less
@@ -119,9 +120,7 @@ def evaluate(
             rows_of_files += numbered_rows(config.data, VAL)
         if config.output is not None:
             texts = {prompt.index: str(tokenizer.decode(list(prompt.token_ids))) for prompt in prompts}
-            read = [f"# {name}: {digest}" for name, digest in digests(config, (), prompts, reward).items()]
-            settings = "\n".join([f"# {_weights(config.model.path)}", *read, to_yaml(config)])
-            journal = Journal(Path(config.output), settings, texts, n, resume=reward is None)
+            journal = Journal(Path(config.output), _settings(config, prompts), texts, n, resume=reward is None)
         answers = [] if journal is None else [*journal.rows]
         done = {row["index"] for row in answers}
         left = [prompt for prompt in prompts if prompt.index not in done]
@@ -188,6 +187,12 @@ def summarise(answers: Sequence[Record], *, seed: int = 0) -> Evaluation:
         },
         answers=list(answers),
     )
+
+
+def _settings(config: EvalConfig, prompts: Sequence[Prompt]) -> str:
+    """Writes the config as YAML, after the weights and the digests of rows and code as comments."""
+    read = [f"# {name}: {digest}" for name, digest in digests(config, (), prompts).items()]
+    return "\n".join([f"# {_weights(str(config.model.path))}", *read, to_yaml(config)])
 
 
 def _weights(path: str) -> str:

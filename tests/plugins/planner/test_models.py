@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of a run without torch are those of the trainer's setup."""
+"""The models of a run without torch are the models of the trainer's setup."""
 
 from __future__ import annotations
 
