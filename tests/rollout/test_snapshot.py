@@ -153,7 +153,7 @@ def test_a_response_so_far_that_has_no_form_in_json_is_sampled_again(caplog: pyt
 
 
 def test_media_of_a_turn_are_read_back_as_they_were() -> None:
-    """The media of the prompt come from the data: their bytes are no text. A video from an environment has its frames."""
+    """The media of the prompt come from the data: their bytes are no text. A video of an environment has frames."""
     own, video = Media("image", "a", b"\x89PNG"), Media("video", "b", ("0.png", "1.png"), (0, 1))
     flow = made((own,))
     prompt = started(flow.on_version(0))[0].prompt

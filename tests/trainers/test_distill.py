@@ -433,7 +433,7 @@ def told(model_folder: Path) -> Iterator[HTTPTeacher]:
 def test_a_row_without_a_prompt_is_trained_behind_its_first_token(
     distill_config: MakeConfig, teacher_folder: Path
 ) -> None:
-    """The row has the distributions of a row whose prompt is the first token. A sampled response comes after this token."""
+    """The row has the distributions of a row whose prompt is the first token. A sampled response follows it."""
     bare, whole = [
         distill(distill_config(**PLAIN, **{"trainer.total_steps": 1, "trainer.resume": "overwrite"}), data=[row])
         for row in ({"prompt": "", "response": "abc"}, {"prompt": "a", "response": "bc"})
