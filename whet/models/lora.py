@@ -109,7 +109,7 @@ def peft_config(model: PreTrainedModel, settings: LoraSettings, *, adapts_head: 
             if _has(fused, target):
                 found = f"names {target!r}, a layer whose kernel reads its weight without an adapter"
             elif _has((name for name in layers if name.rpartition(".")[2] in taken), target):
-                found = f"names {target!r}, and in a mixture peft adapts the experts in place of layers of such a name"
+                found = f"names {target!r}, and in a mixture peft may adapt the experts in place of such a layer"
             elif _has((name for name, weight in model.named_parameters() if weight.dim() == 3), target):
                 found = f"names {target!r}, the weights of experts, which are no linear layers and cannot be adapted"
             raise ModelError("model.lora.target_modules", found, f"some of {', '.join(names)}")
