@@ -113,9 +113,10 @@ def prepare(setting: Setting, seed: int, batch_size: int) -> Path:
         init_model(folder / "sft_model", "qwen3", "nano", alphabet="0123456789+=", num_layers=1)
     (folder / "sampled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in train))
     words = [f"model.path={folder}/sft_model", f"input={folder}/sampled.jsonl", f"output={folder}/samples.jsonl"]
-    words += ["data.apply_chat_template=false", "data.max_response_length=5", f"rollout.n={SAMPLES}", f"seed={seed}"]
+    words += ["data.apply_chat_template=false", "data.max_prompt_length=16", "data.max_response_length=5"]
+    words += [f"rollout.n={SAMPLES}", f"seed={seed}"]
     whet = [str(Path(sys.executable).parent / "whet"), "generate", "chunk_size=1024", "rollout.max_batch_size=1024"]
-    subprocess.run([*whet, *words], check=True, capture_output=True)
+    subprocess.run([*whet, *words], check=True, stdout=subprocess.DEVNULL)
     wrong = dict[int, str]()
     for sample in map(json.loads, (folder / "samples.jsonl").read_text().splitlines()):
         if sample["response"] != train[sample["index"]]["answer"]:

@@ -364,15 +364,14 @@ def take(revision: Revision, run: Run, folder: Path) -> dict[Place, str]:
 
 
 def kill_after_steps(revision: Revision, words: Sequence[str], folder: Path) -> None:
-    """Starts a run and ends it with SIGKILL as soon as some steps are in its metrics.
+    """Starts a run and ends it with SIGKILL as soon as the checkpoint of a step is whole: which responses a run that
+    samples ahead draws again depends on the step that it goes on from.
 
     Raises: CommandError where it ends before.
     """
-    process, metrics = revision.start(words, folder), folder / "run" / "metrics.jsonl"
-    while process.poll() is None:
-        lines = metrics.read_text().splitlines() if metrics.exists() else []
-        if any(json.loads(line)["step"] >= KILL_AFTER_STEPS for line in lines if line.endswith("}")):
-            break
+    process = revision.start(words, folder)
+    checkpoint = folder / "run" / "checkpoints" / f"global_step_{KILL_AFTER_STEPS}"
+    while process.poll() is None and not checkpoint.exists():
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     if process.wait() != -signal.SIGKILL:
