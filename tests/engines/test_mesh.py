@@ -19,6 +19,7 @@ from tests.raising import raises
 sys.path.insert(0, str(Path(__file__).parent))
 import engine_conformance as suite
 
+from whet.batch import Batch
 from whet.config.schema import EngineConfig, LoraConfig
 from whet.controller.worker_group import WorkerGroup
 from whet.engines.fsdp.pipeline import stages_of
@@ -243,11 +244,10 @@ def test_a_row_of_32k_tokens_over_more_ranks_than_heads(folders: dict[str, Path]
     model = with_config(folders["1 heads"], "one layer", num_hidden_layers=1, layer_types=["full_attention"])
     length, draw = 32_768, torch.Generator().manual_seed(0)
     mask = torch.ones(1, length, dtype=torch.long)
-    batch = suite.batch_of(0, 1)
     columns = {"input_ids": torch.randint(3, 40, (1, length), generator=draw), "attention_mask": mask}
     response = torch.zeros(1, length - 8, dtype=torch.long)
     response[:, -64:] = 1
-    row = type(batch).from_dict({**columns, "position_ids": mask.cumsum(1) - 1, "response_mask": response})
+    row = Batch.of({**columns, "position_ids": mask.cumsum(1) - 1, "response_mask": response})
     found = []
     for engine, count in ((None, 1), (fsdp({"context": 4}), 4)):
         settings = suite.settings(model, engine, max_tokens_per_micro_batch=length)
