@@ -10,70 +10,74 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.competitor import Entry, take_turns
-from benchmarks.record import Record, speed_up
+from benchmarks.record import Record
 from benchmarks.setting import Setting
+from whet import devices
 
 TITLE = "Preferences against TRL"
 NOTE = """\
 A pair is a problem of the quickstart with its right answer and a wrong one that the SFT model sampled. TRL trains to
-its end, with the learning rate of three by which it ends best with the first seed; then whet from the same model, on
-the same pairs with the same loss, learning rate, AdamW, batch and dtype, until it answers as many of the held-out
-problems right (greedily) as TRL's model did at its end. The clock stands still while they are answered, every 10 steps.
-The bound is half of TRL's time, by the median of the ratios.
+its end, with the learning rate and beta of nine by which it ends best with the first seed in float32; then whet from
+the same model, on the same pairs with the same loss, learning rate, beta, AdamW, batch and dtype, until it answers as
+many of the held-out problems right (greedily) as TRL's model did at its end. The clock stands still while they are
+answered, every 10 steps. The bound is half of TRL's time, by the median of the ratios. TRL's own accuracy may have been
+there before its end: the last column compares with that moment.
 """
 log = logging.getLogger(__name__)
 EVALUATE_EVERY = 10  # steps
-LOSSES, LEARNING_RATES = ("dpo", "kto"), (3e-5, 1e-4, 3e-4)
+LOSSES, LEARNING_RATES, BETAS = ("dpo", "kto"), (3e-5, 1e-4, 3e-4), (0.1, 0.5, 2.0)
 NEVER = 2.0  # an accuracy that no run reaches
 SAMPLES = 4  # of a problem, by the SFT model
+UNTUNED = {"lr": 1e-4, "beta": 2.0}
 
 
 @dataclass(frozen=True)
 class Told:
     """The settings of both sides."""
 
-    lr: float = 1e-4
-    beta: float = 0.1
     batch_size: int = 64  # pairs
     max_steps: int = 200
-    dtype: str = "float32"
     precomputes: bool = False  # the log-probs of the reference, before the first step
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = (0.9, 0.999)  # of AdamW
     max_length: int = 32
 
 
 def run(setting: Setting) -> dict[str, Any]:
-    """Both in turn with each seed and loss, with the learning rate by which TRL ends best with the first seed."""
+    """Both in turn with each loss, dtype and seed, with the learning rate and beta by which TRL ends best with the
+    first seed."""
+    is_tuned = setting.trl_python is not None and setting.scale.is_thorough
     told = asdict(Told() if setting.scale.is_thorough else Told(max_steps=EVALUATE_EVERY, batch_size=8))
     folders = {seed: prepare(setting, seed, told["batch_size"]) for seed in setting.scale.quickstart_seeds}
-    trials: dict[str, dict[str, float]] = {loss: {} for loss in LOSSES}
-    races: dict[str, dict[str, dict[str, Any]]] = {loss: {} for loss in LOSSES}
-    rates = dict.fromkeys(LOSSES, told["lr"])
-    if setting.trl_python is not None and setting.scale.is_thorough:
-        seed, folder = next(iter(folders.items()))
-        for loss in LOSSES:
-            tried = {lr: {**told, "loss": loss, "seed": seed, "lr": lr} for lr in LEARNING_RATES}
-            ends = {lr: _end(_trl(setting, folder, settings)) for lr, settings in tried.items()}
-            rates[loss], trials[loss] = max(ends, key=lambda lr: ends[lr]), {str(lr): end for lr, end in ends.items()}
-    for seed, folder in folders.items():
-        for loss in LOSSES:
-            settings = {**told, "loss": loss, "seed": seed, "lr": rates[loss]}
+    dtypes = ("float32", "bfloat16") if devices.bfloat16_instructions() else ("float32",)
+    seed, folder = next(iter(folders.items()))
+    trials, chosen, races = dict[str, Any](), dict.fromkeys(LOSSES, UNTUNED), dict[str, Any]()
+    for loss in LOSSES if is_tuned else ():
+        own = {**told, "loss": loss, "seed": seed, "dtype": dtypes[0]}
+        grid = [{"lr": lr, "beta": beta} for lr in LEARNING_RATES for beta in BETAS]
+        trials[loss] = [(_end(_trl(setting, folder, {**own, **each})), each) for each in grid]
+        chosen[loss] = max(trials[loss], key=lambda each: each[0])[1]
+    for loss, dtype in product(LOSSES, dtypes):
+        of_loss = races[f"{loss}, {dtype}"] = dict[str, Any]()
+        for seed, folder in folders.items():
+            settings = {**told, "loss": loss, "seed": seed, "dtype": dtype, **chosen[loss]}
             raced = {} if setting.trl_python is None else {"TRL": _trl(setting, folder, settings)}
             target = _end(raced["TRL"]) if raced else 0.0
             ours = setting.whet("whet_preference", **_told(setting, folder, settings, target))
             raced["whet"] = _raced("whet", ours, setting)
-            races[loss][str(seed)] = {name: asdict(record) for name, record in raced.items()}
-    return {"told": told, "rates": rates, "trials": trials, "races": races}
+            of_loss[str(seed)] = {name: asdict(record) for name, record in raced.items()}
+    return {"told": told, "chosen": chosen, "trials": trials, "races": races}
 
 
 def _trl(setting: Setting, folder: Path, settings: Mapping[str, Any]) -> Record:
     """TRL's run to its end."""
-    log.info("TRL: %s, seed %d, learning rate %g", settings["loss"], settings["seed"], settings["lr"])
+    told = (settings[name] for name in ("loss", "dtype", "seed", "lr", "beta"))
+    log.info("TRL: %s, %s, seed %d, learning rate %g, beta %g", *told)
     return _raced("TRL", setting.trl("trl_preference", **_told(setting, folder, settings, NEVER)), setting)
 
 
@@ -144,33 +148,52 @@ def _write_labelled(folder: Path, pairs: Sequence[Mapping[str, str]], batch_size
 
 
 def report(results: Mapping[str, Any]) -> list[str]:
-    """A line for each loss and seed, and the medians."""
+    """A line for each loss, dtype and seed, and the medians."""
     section = results["preference"]
     told = section["told"]
     lines = [
-        f"{told['max_steps']} steps of {told['batch_size']} pairs, beta {told['beta']:g}, "
-        f"{told['dtype']}, reference {'computed once' if told['precomputes'] else 'in every step'}:",
+        f"{told['max_steps']} steps of {told['batch_size']} pairs, "
+        f"reference {'computed once' if told['precomputes'] else 'in every step'}; "
+        + "; ".join(
+            f"{loss} with learning rate {of['lr']:g}, beta {of['beta']:g}" for loss, of in section["chosen"].items()
+        )
+        + ":",
         "",
-        "| | TRL | accuracy at its end | ms a step | whet to that | steps | ms a step | whet against TRL |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
+        "| | TRL | accuracy | ms a step | whet to that | steps | ms a step | to TRL's end | to its first time there |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     medians = []
-    for loss, by_seed in section["races"].items():
-        ratios = []
+    for name, by_seed in section["races"].items():
+        ratios = list[tuple[float, float]]()
         for seed, raced in by_seed.items():
-            records = {name: Record(**record) for name, record in raced.items()}
-            theirs = _cells(records["TRL"], is_target=True) if "TRL" in records else ["", "", ""]
-            ratio = speed_up(records["TRL"], records["whet"]) if "TRL" in records else None
-            ratios += ratio.by_round if ratio else []
-            cells = [*theirs, *_cells(records["whet"]), str(ratio or "")]
-            lines.append(f"| {loss}, lr {section['rates'][loss]:g}, seed {seed} | {' | '.join(cells)} |")
-        medians += [f"{loss} {median(ratios):.2f}x"] if ratios else []
-    return [*lines, "", f"Medians: {', '.join(medians)}."] if medians else lines
+            ours = raced["whet"]["rounds"][0]
+            cells, shown = [""] * 3, ["", ""]
+            if "TRL" in raced:
+                theirs = raced["TRL"]["rounds"][0]
+                ratios.append((_seconds(theirs) / _seconds(ours), _first(theirs) / _seconds(ours)))
+                cells = [f"{_seconds(theirs):.1f} s", _rise(theirs["accuracies"]), _pace(theirs)]
+                shown = [f"{ratio:.2f}x" for ratio in ratios[-1]]
+            reached = "" if ours["reached"] else f" (only {ours['accuracies'][-1][2]:.3f})"
+            cells += [f"{_seconds(ours):.1f} s{reached}", str(ours["steps"]), _pace(ours), *shown]
+            lines.append(f"| {name}, seed {seed} | {' | '.join(cells)} |")
+        if ratios:
+            to_end, to_first = (median(column) for column in zip(*ratios, strict=True))
+            medians.append(f"{name} {to_end:.2f}x (to its first time there {to_first:.2f}x)")
+    return [*lines, "", f"Medians: {'; '.join(medians)}."] if medians else lines
 
 
-def _cells(record: Record, *, is_target: bool = False) -> list[str]:
-    only = record.rounds[0]
-    spent = only["accuracies"][-1][1]
-    reached = "" if is_target or only["reached"] else f" (only {only['accuracies'][-1][2]:.3f})"
-    between = f"{only['accuracies'][-1][2]:.3f}" if is_target else str(only["steps"])
-    return [f"{spent:.1f} s{reached}", between, f"{1000 * spent / only['steps']:.0f}"]
+def _seconds(turn: Mapping[str, Any]) -> float:
+    return float(turn["accuracies"][-1][1])
+
+
+def _first(turn: Mapping[str, Any]) -> float:
+    """The seconds until the first evaluation with at least the accuracy of the end."""
+    return next(seconds for step, seconds, found in turn["accuracies"] if step and found >= turn["accuracies"][-1][2])
+
+
+def _rise(accuracies: Sequence[Sequence[float]]) -> str:
+    return f"{accuracies[0][2]:.3f} to {accuracies[-1][2]:.3f}"
+
+
+def _pace(turn: Mapping[str, Any]) -> str:
+    return f"{1000 * _seconds(turn) / turn['steps']:.0f}"

@@ -26,6 +26,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
     exam = Exam(tokenizer, read_rows(settings["held_out_file"]))
     race = Race(turns, lambda: exam.accuracy(model))
+    race.accuracies.append((0, 0.0, exam.accuracy(model)))
     pairs = read_rows(settings["labelled_file" if settings["loss"] == "kto" else "pairs_file"])
     trainer = TRAINERS[settings["loss"]](
         model=model,
