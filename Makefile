@@ -19,6 +19,10 @@ SGLANG := .venv-sglang/.ready
 # Where it is set, each of the many processes of the tests compiles all of whet and of the tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Lays an environment over .venv: it finds .venv's packages after its own, those that are installed as editable too.
+PURELIB := 'import sysconfig; print(sysconfig.get_path("purelib"))'
+LAY_OVER = echo "import site; site.addsitedir('$$($(CURDIR)/$(BIN)/python -c $(PURELIB))')" > $$($(1)/bin/python -c $(PURELIB))/whet.pth
+
 # A part of the slow tests, by the names of tests/parts.toml: make test-long PART=ray
 PART ?=
 LICENSE_LINE := \# SPDX-License-Identifier: Apache-2.0
@@ -139,34 +143,34 @@ $(TRL): benchmarks/constraints-trl.txt
 # Trackio wants an older pillow: laid over .venv, whose packages it sees where it has none of its own.
 $(TRACKIO): tests/plugins/trackers/constraints-trackio.txt $(SERVICES)
 	$(PYTHON) -m venv .venv-trackio
-	$(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-trackio/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/whet.pth
+	$(call LAY_OVER,.venv-trackio)
 	.venv-trackio/bin/pip install --quiet -c $< trackio
 	@touch $@
 
 # Their pins go neither with those of .venv nor with each other's: laid over .venv, as Trackio is.
 $(ADAPTERS): tests/environments/constraints-adapters.txt $(SERVICES)
 	$(PYTHON) -m venv .venv-adapters
-	$(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-adapters/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/whet.pth
+	$(call LAY_OVER,.venv-adapters)
 	.venv-adapters/bin/pip install --quiet -c $< agentsynth-ai openenv-core reasoning-gym textarena textworld
 	.venv-adapters/bin/pip install --quiet -c $< --no-deps openenv-dipg-safety
 	@touch $@
 
 $(VERIFIERS): tests/environments/constraints-verifiers.txt $(SERVICES)
 	$(PYTHON) -m venv .venv-verifiers
-	$(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-verifiers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/whet.pth
+	$(call LAY_OVER,.venv-verifiers)
 	.venv-verifiers/bin/pip install --quiet -c $< 'verifiers[openenv,ta]'
 	@touch $@
 
 # Of what it asks for, .venv has all; TransformerEngine and Apex are not needed.
 $(MEGATRON): $(SERVICES)
 	$(PYTHON) -m venv .venv-megatron
-	$(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-megatron/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/whet.pth
+	$(call LAY_OVER,.venv-megatron)
 	.venv-megatron/bin/pip install --quiet --no-deps megatron-core==0.16.1
 	@touch $@
 
 $(TINKER): tests/plugins/serving/tinker/constraints-tinker.txt $(SERVICES)
 	$(PYTHON) -m venv .venv-tinker
-	$(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-tinker/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/whet.pth
+	$(call LAY_OVER,.venv-tinker)
 	.venv-tinker/bin/pip install --quiet -c $< tinker chz termcolor tiktoken blobfile pyrage pylatexenc tml-renderers
 	.venv-tinker/bin/pip install --quiet -c $< --no-deps tinker-cookbook
 	$(PYTHON) -m venv .venv-tinker/oldest
