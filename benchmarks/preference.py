@@ -27,7 +27,8 @@ its end, with the learning rate and beta of nine by which it ends best with the 
 the same model, on the same pairs with the same loss, learning rate, beta, AdamW, batch and dtype, until it answers as
 many of the held-out problems right (greedily) as TRL's model did at its end. The clock stands still while they are
 answered, every 10 steps. The bound is half of TRL's time, by the median of the ratios. TRL's own accuracy may have been
-there before its end: the last column compares with that moment.
+there before its end: the last column compares with that moment. whet has twice as many steps; a ratio is 0 where it
+does not get there.
 """
 log = logging.getLogger(__name__)
 EVALUATE_EVERY = 10  # steps
@@ -68,7 +69,8 @@ def run(setting: Setting) -> dict[str, Any]:
             settings = {**told, "loss": loss, "seed": seed, "dtype": dtype, **chosen[loss]}
             raced = {} if setting.trl_python is None else {"TRL": _trl(setting, folder, settings)}
             target = _end(raced["TRL"]) if raced else 0.0
-            ours = setting.whet("whet_preference", **_told(setting, folder, settings, target))
+            longer = {**settings, "max_steps": 2 * told["max_steps"]}
+            ours = setting.whet("whet_preference", **_told(setting, folder, longer, target))
             raced["whet"] = _raced("whet", ours, setting)
             of_loss[str(seed)] = {name: asdict(record) for name, record in raced.items()}
     return {"told": told, "chosen": chosen, "trials": trials, "races": races}
@@ -170,7 +172,8 @@ def report(results: Mapping[str, Any]) -> list[str]:
             cells, shown = [""] * 3, ["", ""]
             if "TRL" in raced:
                 theirs = raced["TRL"]["rounds"][0]
-                ratios.append((_seconds(theirs) / _seconds(ours), _first(theirs) / _seconds(ours)))
+                spent = _seconds(ours) if ours["reached"] else float("inf")
+                ratios.append((_seconds(theirs) / spent, _first(theirs) / spent))
                 cells = [f"{_seconds(theirs):.1f} s", _rise(theirs["accuracies"]), _pace(theirs)]
                 shown = [f"{ratio:.2f}x" for ratio in ratios[-1]]
             reached = "" if ours["reached"] else f" (only {ours['accuracies'][-1][2]:.3f})"
