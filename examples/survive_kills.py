@@ -39,7 +39,7 @@ LONGEST_DELAY_SECONDS = 0.1  # after the phase began
 
 def fit(run: Run) -> None:
     """The loop of `whet train`. If the variable is set, the process kills itself soon after a phase began."""
-    from whet.metrics import Metrics
+    from whet.phases import watching
     from whet.trainers import rl
 
     wanted, times, delay, file = os.environ.get(KILL, "none 0 0 none").split()
@@ -58,13 +58,12 @@ def fit(run: Run) -> None:
             if left == 0:
                 threading.Thread(target=die, daemon=True).start()
 
-    plain_time, plain_save = Metrics.time, run.save
+    plain_save = run.save
 
     @contextmanager
-    def time_marked(self: Metrics, name: str) -> Iterator[None]:
+    def marked(name: str) -> Iterator[None]:
         enter(name.removeprefix("time/"))
-        with plain_time(self, name):
-            yield
+        yield
         enter("between phases")
 
     def save_marked() -> Path:
@@ -73,8 +72,9 @@ def fit(run: Run) -> None:
         enter("between phases")
         return folder
 
-    Metrics.time, run.save = time_marked, save_marked  # type: ignore[method-assign]
-    rl.fit(run)
+    run.save = save_marked  # type: ignore[method-assign]
+    with watching(marked):
+        rl.fit(run)
 
 
 def main() -> int:
