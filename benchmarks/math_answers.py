@@ -14,7 +14,7 @@ import math_verify
 from latex2sympy2_extended import latex2sympy2
 
 from benchmarks.setting import Setting
-from whet.rewards import math
+from whet.rewards import math, math_read
 from whet.rewards.pool import RewardPool
 from whet.types import RewardItem
 
@@ -32,7 +32,7 @@ UNCACHED = """
 from whet.rewards import math
 
 def compute_score(solution_str, ground_truth):
-    for cached in (math._parse, math.read, math.normalise):
+    for cached in (math._parse, math_read.read, math_read.normalise):
         cached.cache_clear()
     return math.compute_score(solution_str, ground_truth)
 """
@@ -54,7 +54,7 @@ def responses(rows: int) -> dict[str, list[RewardItem]]:
     )
     of_problems = [str(row["answer"]) for row in tested if row["source"] == "MATH-500"]
     different = _boxed(sorted({str(row["answer"]) for row in tested + others}))
-    symbols = [each for each in different if math.number(math.normalise(each.ground_truth)) is None]
+    symbols = [each for each in different if math_read.number(math_read.normalise(each.ground_truth)) is None]
     return {
         "GSM8K": items,
         "MATH-500": _boxed(of_problems)[:rows],
@@ -96,7 +96,7 @@ def run(setting: Setting) -> dict[str, Any]:
 
         def one_by_one(items: list[RewardItem] = items) -> None:
             for item in items:
-                for cached in (math._parse, math.read, math.normalise):
+                for cached in (math._parse, math_read.read, math_read.normalise):
                     cached.cache_clear()
                 math.compute_score(item.solution_str, item.ground_truth)
 

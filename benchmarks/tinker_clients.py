@@ -47,7 +47,7 @@ def measure(model: Path, folder: Path, steps: int) -> dict[str, Any]:
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             assert process.stdout is not None
-            address = next(found[1] for line in process.stdout if (found := re.search(r"on (http://\S+)", line)))
+            address = next(at[1] for line in process.stdout if (at := re.search(r"on (http://\S+)", line)))
             threading.Thread(target=process.stdout.read, daemon=True).start()
             found: dict[str, Any] = {"rates": {}, "memory": {"0": _resident(process.pid)}}
             losses = list[list[float]]()

@@ -300,7 +300,7 @@ def kernels(report: Report) -> None:
         got = native.decode_attention(*given, dim**-0.5, window, cap)
         few = slice(0, 40)
         kept = given[3].float().permute(1, 0, 3, 2), given[4].float().transpose(0, 1)
-        wanted = reference(
+        wanted = reference(  # type: ignore[call-arg]  # of unpacked lists
             *(x[few].float() for x in given[:3]), *(x.contiguous() for x in kept), given[5], given[6][few].int(),
             given[7][few], dim**-0.5, window, cap,
         )  # fmt: skip
@@ -389,7 +389,7 @@ def stretches(report: Report) -> None:
         (wanted * weights).sum().backward()
         there = Stretches(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in vars(where).values()))
         close = [x.to(device).bfloat16().requires_grad_() for x in given]
-        got = varlen_attention(*close, there, dim**-0.5, window)
+        got = varlen_attention(*close, there, dim**-0.5, window)  # type: ignore[call-arg]  # of an unpacked list
         (got.float() * weights.to(device)).sum().backward()
         pairs = [(got, wanted), *((a.grad, b.grad) for a, b in zip(close, leaves, strict=True))]
         errors = [float((a.float().cpu() - b).norm() / b.norm()) for a, b in pairs]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from whet.batch import Batch
 from whet.metrics import Metrics
 from whet.trainers.rl import add_advantages, sample, update
 from whet.trainers.run import Run
@@ -16,6 +17,8 @@ def fit(run: Run) -> None:
     before = sample(run, 1, Metrics())
     steps, prompts = run.total_steps, run.config.data.train_batch_size
     planned = {column.name for column in run.columns.providers}
+    columns = {name: column for name, column in before.tensors().items() if name not in planned}
+    kept = Batch.of(columns, before.non_tensor_batch, before.meta_info)
     groups = run.rollouts.start(prompts, step=1).result().groups
 
     def samples() -> None:
@@ -24,8 +27,7 @@ def fit(run: Run) -> None:
 
     def trains() -> None:
         for step in range(1, steps + 1):
-            kept = [name for name in before.tensors() if name not in planned]
-            batch = run.columns.add(before.select(kept), run.sources(groups, step), Metrics())
+            batch = run.columns.add(kept, run.sources(groups, step), Metrics())
             update(run, add_advantages(run, batch, step, Metrics()), step, Metrics())
             run.engine.sync(step)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
+from threading import Event
 
 import torch
 
@@ -12,7 +13,7 @@ from benchmarks.workers.turns import Turns
 from whet.batch import Batch
 from whet.controller.dispatch import Arguments, Dispatch, register
 from whet.controller.worker import RankLayout, Worker
-from whet.controller.worker_group import Reply, WorkerGroup
+from whet.controller.worker_group import Reply, Transport, WorkerGroup
 from whet.errors import WhetError
 
 RANKS = 8
@@ -27,8 +28,10 @@ class Zeros(Worker):
         raise NotImplementedError
 
 
-class AtOnce:
+class AtOnce(Transport):
     """A transport whose workers need no time."""
+
+    ended = Event()
 
     def send(self, role: str, method: str, arguments: Mapping[int, Arguments]) -> dict[int, Reply]:
         """A column of zeros from each rank."""

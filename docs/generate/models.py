@@ -41,8 +41,8 @@ def sees() -> str:
 
 def row_of_encoder(model_type: str, kinds: list[str]) -> str:
     """The row of a type of models that read media."""
-    both_ways = ENCODERS[f"{model_type}/{kinds[0]}"].load().both_ways
-    servers = [name for name in ("vllm", "sglang") if model_type in ROLLOUT_ENGINES[name].load().sees]
+    both_ways = ENCODERS[f"{model_type}/{kinds[0]}"].load().both_ways  # type: ignore[attr-defined]  # of a class
+    servers = [name for name in ("vllm", "sglang") if model_type in ROLLOUT_ENGINES[name].load().sees]  # type: ignore[attr-defined]
     rollouts = ", ".join([*([] if both_ways else ["native"]), "hf", *servers])
     return f"| `{model_type}` | {', '.join(kinds)} | {'both ways' if both_ways else 'causally'} | {rollouts} |\n"
 

@@ -17,7 +17,7 @@ from PIL import Image
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from whet.plugins.lessons.quickstart import CURVE, read_back, show
+from whet.plugins.lessons.quickstart import ADDITION, CURVE, show
 from whet.tracking.console import ConsoleTracker
 
 DOCS = Path(__file__).parents[1]
@@ -50,8 +50,8 @@ def terminal(run_dir: Path) -> str:
             console.print("[dim]     ...[/dim]")
     summary = json.loads((run_dir / "summary.json").read_text())
     held_out = [json.loads(line) for line in (run_dir / "held_out.jsonl").read_text().splitlines()]
-    examples = read_back(run_dir, run_dir / "rl_model", held_out)
-    show(console, summary, examples, Path("runs/quickstart"), ".venv/bin/whet")
+    examples = ADDITION.read_back(run_dir, held_out)
+    show(console, summary, examples, Path("runs/quickstart"), ".venv/bin/whet", ADDITION)
     svg = console.export_svg(title="whet", theme=MONOKAI, unique_id="whet")
     return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # fonts are not fetched from elsewhere
 
