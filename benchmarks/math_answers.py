@@ -16,7 +16,7 @@ from latex2sympy2_extended import latex2sympy2
 from benchmarks.setting import Setting
 from whet.rewards import math, math_read
 from whet.rewards.pool import RewardPool
-from whet.types import RewardItem
+from whet.types import Failure, RewardItem
 
 TITLE = "Mathematical answers"
 NOTE = """\
@@ -29,7 +29,7 @@ deadlines; the pool has two processes. A ratio is of one round.
 """
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 UNCACHED = """
-from whet.rewards import math
+from whet.rewards import math, math_read
 
 def compute_score(solution_str, ground_truth):
     for cached in (math._parse, math_read.read, math_read.normalise):
@@ -105,6 +105,7 @@ def run(setting: Setting) -> dict[str, Any]:
             "one after the other": one_by_one,
             "pool": lambda items=items: pool.score(items),
         }
+        assert not any(isinstance(each, Failure) for each in pool.score(items))
         rates: dict[str, list[float]] = {name: [] for name in ways}
         for way in ways.values():
             way()
