@@ -379,3 +379,41 @@ def test_text_that_is_no_unicode_is_sent(serve: Serve) -> None:
     body = {"code": "\ud800"}
     fetch("POST", f"http://127.0.0.1:{server.port}/", bytes, seconds=10, attempts=1, most=9, body=body)
     assert json.loads(server.requests.get().partition(b"\r\n\r\n")[2]) == body
+
+
+async def small_server() -> tuple[asyncio.Server, list[asyncio.StreamWriter]]:
+    """A server in this loop that answers each request at once, and the connections that it accepted."""
+    accepted: list[asyncio.StreamWriter] = []
+
+    async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.append(writer)
+        with closing(writer):
+            while head := await reader.read(65_536):
+                assert head.endswith(b"{}")
+                await asyncio.sleep(0.05)  # so that all requests are open at the same time
+                writer.write(reply(b"fine"))
+
+    return await asyncio.start_server(serve_one, "127.0.0.1", 0, backlog=1024), accepted
+
+
+def test_a_request_costs_as_much_beside_many_others() -> None:
+    async def cost(at_once: int, rounds: int) -> float:
+        server, accepted = await small_server()
+        address, client = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", Http(is_local=True)
+
+        async def ask() -> None:
+            async with client.stream("POST", address, {}) as answer:
+                assert await read(answer) == b"fine"
+
+        await asyncio.gather(*(ask() for _ in range(at_once)))
+        start = time.process_time()
+        for _ in range(rounds):
+            await asyncio.gather(*(ask() for _ in range(at_once)))
+        seconds = time.process_time() - start
+        assert len(accepted) == at_once  # connections are used again
+        await client.close()
+        server.close()
+        return seconds / rounds / at_once
+
+    alone, among_many = (asyncio.run(cost(*each)) for each in ((16, 16), (256, 1)))
+    assert among_many < 4 * alone  # 8 times with one client of httpx

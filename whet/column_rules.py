@@ -97,23 +97,6 @@ def row_numbers(index: RowIndex, rows: int) -> slice | npt.NDArray[np.int64]:
     return array.astype(np.int64)
 
 
-def split_second(name: str, column: Any, parts: int) -> Column:
-    """Splits dimension 1 of a column: [B, L, ...] -> [B * parts, L / parts, ...]; of an object array [B], each entry.
-
-    Raises: DataError for a size that `parts` does not divide."""
-    is_nested = isinstance(column, np.ndarray) and column.ndim == 1
-    sizes = {len(each) if isinstance(each, Sequence) else 0 for each in column} if is_nested else {*column.shape[1:2]}
-    if parts < 1 or not sizes or any(size < 1 or size % parts for size in sizes):
-        raise DataError(
-            f"sizes of column {name!r}", sorted(sizes), f"multiples of {parts}", "pad it, or split otherwise"
-        )
-    if not is_nested:
-        split: Column = column.reshape(len(column) * parts, column.shape[1] // parts, *column.shape[2:])
-        return split
-    widths = [(row, len(row) // parts) for row in column]
-    return object_array(name, [row[at * size : (at + 1) * size] for row, size in widths for at in range(parts)])
-
-
 Places = Sequence[npt.NDArray[np.int64]]
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CONNECT_SECONDS = 10.0  # of one attempt
+MOST_REQUESTS = 8  # of a client at a time
 IDLE_SECONDS = 2.0  # after which an unused connection is closed here, before the server does it beside a new request
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0  # before the second attempt, and before any
 MOST_ASKED_SECONDS = 300.0  # of a wait that a server asks for
@@ -44,6 +45,7 @@ class Http:
     def __init__(self, *, is_local: bool = False) -> None:
         self._is_local = is_local
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._clients: list[tuple[httpx.AsyncClient, asyncio.Semaphore]] = []  # each with its room for requests
 
     @asynccontextmanager
     async def stream(
@@ -54,13 +56,13 @@ class Http:
         import httpx
 
         try:
-            client, kind = self._client(), {} if body is None else {"Content-Type": "application/json"}
+            (client, room), kind = self._client(), {} if body is None else {"Content-Type": "application/json"}
             content = None if body is None else json.dumps(body, separators=(",", ":")).encode()
             request = client.build_request(method, url, content=content, headers={**kind, **(headers or {})})
         except (httpx.InvalidURL, UnicodeError) as error:
             raise CallError(f"it cannot be sent ({error})", passes=False) from error
         try:
-            async with aclosing(await client.send(request, stream=True, follow_redirects=follow)) as reply:
+            async with room, aclosing(await client.send(request, stream=True, follow_redirects=follow)) as reply:
                 if reply.status_code != 200:
                     raise await _refusal(reply)
                 yield reply
@@ -70,23 +72,29 @@ class Http:
 
     async def close(self) -> None:
         """Closes the connections."""
-        if self._loop is not None:
-            self._loop = None
-            await self._http.aclose()
+        clients, self._clients, self._loop = self._clients, [], None
+        for client, _ in clients:
+            await client.aclose()
 
-    def _client(self) -> httpx.AsyncClient:
+    def _client(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
+        """Returns the first client with room, which is to be taken at once. A client looks at all its connections for
+        each request, so that many requests need several clients."""
         import httpx
 
         if self._loop is not (loop := asyncio.get_running_loop()):
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_SECONDS)
-            timeout = httpx.Timeout(None, connect=None if self._is_local else CONNECT_SECONDS)
-            try:
-                self._http = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=not self._is_local)
-            except (ValueError, OSError, ImportError, httpx.InvalidURL) as error:
-                variables = "proxies (HTTP_PROXY, ALL_PROXY, NO_PROXY) or certificates (SSL_CERT_FILE)"
-                raise CallError(f"environment variables of {variables}: {error}", passes=False) from error
-            self._loop = loop
-        return self._http
+            self._clients, self._loop, self._tls = [], loop, None
+        if found := next((each for each in self._clients if not each[1].locked()), None):
+            return found
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_SECONDS)
+        timeout, trusts = httpx.Timeout(None, connect=None if self._is_local else CONNECT_SECONDS), not self._is_local
+        try:
+            self._tls = self._tls or httpx.create_ssl_context(trust_env=trusts)
+            client = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=trusts, verify=self._tls)
+        except (ValueError, OSError, ImportError, httpx.InvalidURL) as error:
+            variables = "proxies (HTTP_PROXY, ALL_PROXY, NO_PROXY) or certificates (SSL_CERT_FILE)"
+            raise CallError(f"environment variables of {variables}: {error}", passes=False) from error
+        self._clients.append((client, asyncio.Semaphore(MOST_REQUESTS)))
+        return self._clients[-1]
 
 
 async def read(reply: httpx.Response, most: int = REPLY_BYTES, *, passes: bool = False, cuts: bool = False) -> bytes:

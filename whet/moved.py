@@ -76,6 +76,7 @@ MOVED = {  # by the old name of a file or folder
     "whet.viewer": "whet.plugins.viewer",
 }
 _RENAMED = {  # by module (under its new name) and old name in it: the new name, with a module if this is another
+    "whet.column_rules": {"split_second": "whet.plugins.migration.protocol:split_second"},
     "whet.config.load": {"Loaded": "LoadedConfig"},
     "whet.config.section": {"Place": "SectionPlace"},
     "whet.controller.worker": {"Layout": "RankLayout"},
@@ -101,6 +102,9 @@ _RENAMED = {  # by module (under its new name) and old name in it: the new name,
     "whet.rollout.driver": {"Background": "BackgroundDriver"},
     "whet.rollout.episode": {"Context": "Conversation", "Limits": "EpisodeLimits"},
     "whet.rollout.rollouts": {"Sampled": "SampledTrajectories"},
+    "whet.serialization": {
+        f"{each}_tensordict": f"whet.plugins.migration.protocol:{each}_tensordict" for each in ("pack", "unpack")
+    },
     "whet.tracking.console": {"Column": "ConsoleColumn"},
     "whet.trainers.objectives": {"Objective": "LossObjective"},
     "whet.trainers.teacher": {

@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ from whet.errors import DataError
 from whet.types import Failure, Group, Media, MediaTokens, Message, Prompt, Trajectory, Turn
 
 if TYPE_CHECKING:
-    from tensordict import TensorDict
+    pass
 
 # Errors of reading a file with false content.
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -138,7 +138,6 @@ def _octets(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 
 Packed = tuple[str, tuple[int, ...], Any]  # dtype, shape, bytes
-PackedDict = tuple[tuple[int, ...], str | None, dict[str, Any]]  # batch size, device, tensors
 
 
 def pack_tensor(tensor: torch.Tensor) -> Packed:
@@ -150,31 +149,6 @@ def unpack_tensor(packed: Packed) -> torch.Tensor:
     """Returns the tensor that `pack_tensor` packed, on the CPU and in its own memory."""
     dtype, shape, octets = packed
     return _tensor_on(bytearray(octets), getattr(torch, dtype), shape)
-
-
-def pack_tensordict(batch: TensorDict) -> PackedDict:
-    """Returns batch size, device and the tensors as `pack_tensor` packs them; a nested tensor as (layout, list)."""
-    packed = {
-        name: (str(tensor.layout).removeprefix("torch."), [pack_tensor(each) for each in tensor.unbind()])
-        if tensor.is_nested
-        else pack_tensor(tensor)
-        for name, tensor in cast("dict[str, torch.Tensor]", dict(batch.items())).items()
-    }
-    return tuple(batch.batch_size), None if batch.device is None else str(batch.device), packed
-
-
-def unpack_tensordict(packed: PackedDict) -> TensorDict:
-    """Returns the TensorDict that `pack_tensordict` packed, on its device."""
-    from tensordict import TensorDict
-
-    batch_size, device, items = packed
-    tensors = {
-        name: torch.nested.as_nested_tensor([unpack_tensor(each) for each in item[1]], layout=getattr(torch, item[0]))
-        if len(item) == 2
-        else unpack_tensor(item)
-        for name, item in items.items()
-    }
-    return TensorDict(tensors, batch_size=batch_size, device=device)
 
 
 def _loads(stream: bytes, buffers: Sequence[Any]) -> Any:

@@ -17,11 +17,13 @@ from whet import column_rules as rules, keyed, serialization
 from whet.batch import Batch
 from whet.column_rules import Names, ObjectArray, RowIndex
 from whet.errors import DataError
+from whet.serialization import pack_tensor, unpack_tensor
 
 if TYPE_CHECKING:  # a TensorDict is made where verl's form is asked for: importing it takes 2.5 CPU seconds
     from tensordict import TensorDict, TensorDictBase
 
 _AUTO_PADDING = "auto_padding"  # in meta_info
+PackedDict = tuple[tuple[int, ...], str | None, dict[str, Any]]  # batch size, device, tensors
 _PARTS = ("batch", "non_tensor_batch", "meta_info", "rows")  # of a file, in the order of `_from_parts`
 
 
@@ -241,7 +243,7 @@ class DataProto(Batch):
         `split_keys`, lists of objects likewise; all other columns repeat each row."""
         repeated = self.repeat(n_split)
         picked = rules.pick(self.columns(), () if split_keys is None else split_keys, "column")
-        split = {name: rules.split_second(name, column, n_split) for name, column in picked.items()}
+        split = {name: split_second(name, column, n_split) for name, column in picked.items()}
         return self._assemble({**repeated.columns(), **split}, self.meta_info, len(repeated))
 
     def reorder(self, indices: RowIndex) -> Self:
@@ -341,7 +343,49 @@ class DataProto(Batch):
         )
 
 
+def split_second(name: str, column: Any, parts: int) -> rules.Column:
+    """Splits dimension 1 of a column: [B, L, ...] -> [B * parts, L / parts, ...]; of an object array [B], each entry.
+
+    Raises: DataError for a size that `parts` does not divide."""
+    is_nested = isinstance(column, np.ndarray) and column.ndim == 1
+    sizes = {len(each) if isinstance(each, Sequence) else 0 for each in column} if is_nested else {*column.shape[1:2]}
+    if parts < 1 or not sizes or any(size < 1 or size % parts for size in sizes):
+        raise DataError(
+            f"sizes of column {name!r}", sorted(sizes), f"multiples of {parts}", "pad it, or split otherwise"
+        )
+    if not is_nested:
+        split: rules.Column = column.reshape(len(column) * parts, column.shape[1] // parts, *column.shape[2:])
+        return split
+    widths = [(row, len(row) // parts) for row in column]
+    return rules.object_array(name, [row[at * size : (at + 1) * size] for row, size in widths for at in range(parts)])
+
+
+def pack_tensordict(batch: TensorDict) -> PackedDict:
+    """Returns batch size, device and the tensors as `pack_tensor` packs them; a nested tensor as (layout, list)."""
+    packed = {
+        name: (str(tensor.layout).removeprefix("torch."), [pack_tensor(each) for each in tensor.unbind()])
+        if tensor.is_nested
+        else pack_tensor(tensor)
+        for name, tensor in cast("dict[str, torch.Tensor]", dict(batch.items())).items()
+    }
+    return tuple(batch.batch_size), None if batch.device is None else str(batch.device), packed
+
+
+def unpack_tensordict(packed: PackedDict) -> TensorDict:
+    """Returns the TensorDict that `pack_tensordict` packed, on its device."""
+    from tensordict import TensorDict
+
+    batch_size, device, items = packed
+    tensors = {
+        name: torch.nested.as_nested_tensor([unpack_tensor(each) for each in item[1]], layout=getattr(torch, item[0]))
+        if len(item) == 2
+        else unpack_tensor(item)
+        for name, item in items.items()
+    }
+    return TensorDict(tensors, batch_size=batch_size, device=device)
+
+
 # verl's functions
 pad_dataproto_to_divisor, unpad_dataproto = DataProto.pad_to_divisor, DataProto.unpad
-serialize_single_tensor, deserialize_single_tensor = serialization.pack_tensor, serialization.unpack_tensor
-serialize_tensordict, deserialize_tensordict = serialization.pack_tensordict, serialization.unpack_tensordict
+serialize_single_tensor, deserialize_single_tensor = pack_tensor, unpack_tensor
+serialize_tensordict, deserialize_tensordict = pack_tensordict, unpack_tensordict
