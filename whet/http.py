@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CONNECT_SECONDS = 10.0  # of one attempt
-MOST_REQUESTS = 8  # of a client at a time
+MOST_REQUESTS = 2  # of a client at a time
 IDLE_SECONDS = 2.0  # after which an unused connection is closed here, before the server does it beside a new request
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0  # before the second attempt, and before any
 MOST_ASKED_SECONDS = 300.0  # of a wait that a server asks for
