@@ -23,12 +23,12 @@ from whet import devices
 TITLE = "Preferences against TRL"
 NOTE = """\
 A pair is a problem of the quickstart with its right answer and a wrong one that the SFT model sampled. TRL trains to
-its end, with the learning rate and beta of nine by which it ends best with the first seed in float32; then whet from
-the same model, on the same pairs with the same loss, learning rate, beta, AdamW, batch and dtype, until it answers as
-many of the held-out problems right (greedily) as TRL's model did at its end. The clock stands still while they are
-answered, every 10 steps. The bound is half of TRL's time, by the median of the ratios. TRL's own accuracy may have been
-there before its end: the last column compares with that moment. whet has twice as many steps; a ratio is 0 where it
-does not get there.
+its end; its learning rate (of three) and beta (of three) are the pair by which it ends best with the first seed in
+float32. Then whet trains from the same model, on the same pairs with the same loss, learning rate, beta, AdamW, batch
+and dtype, until it answers as many of the held-out problems right (greedily) as TRL's model did at its end. The clock
+stands still while they are answered, every 10 steps. The bound is half of TRL's time, by the median of the ratios. TRL
+may have reached its final accuracy before its end: the last column compares with that moment. whet may take twice as
+many steps; a ratio is 0 where it does not reach the accuracy.
 """
 log = logging.getLogger(__name__)
 EVALUATE_EVERY = 10  # steps
@@ -50,8 +50,7 @@ class Told:
 
 
 def run(setting: Setting) -> dict[str, Any]:
-    """Both in turn with each loss, dtype and seed, with the learning rate and beta by which TRL ends best with the
-    first seed."""
+    """Both in turn with each loss, dtype and seed, after TRL's trials of learning rates and betas."""
     is_tuned = setting.trl_python is not None and setting.scale.is_thorough
     told = asdict(Told() if setting.scale.is_thorough else Told(max_steps=EVALUATE_EVERY, batch_size=8))
     folders = {seed: prepare(setting, seed, told["batch_size"]) for seed in setting.scale.quickstart_seeds}

@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +27,6 @@ import torch
 from whet import files
 from whet.errors import DataError
 from whet.types import Failure, Group, Media, MediaTokens, Message, Prompt, Trajectory, Turn
-
-if TYPE_CHECKING:
-    pass
 
 # Errors of reading a file with false content.
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)

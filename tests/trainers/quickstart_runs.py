@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from whet.checkpoints.export import export
 from whet.plugins.lessons.init_model import init_model
 from whet.plugins.lessons.quickstart import warm_up, write_problems
@@ -54,6 +56,14 @@ def trained(recipe: str, task: Path, steps: int) -> list[float]:
     if not (task / f"{recipe}_{steps}" / "metrics.jsonl").exists():
         whet(command(recipe, task, steps))
     return accuracies(recipe, task, steps)
+
+
+def assert_learns_as_well(recipe: str, task: Path, steps: int = 200) -> None:
+    """As well as the recipe `quickstart`, which is trained first."""
+    expected_start, *_, expected_end = trained("quickstart", task, steps)
+    assert expected_end > 0.85
+    start, *_, end = trained(recipe, task, steps)
+    assert start == pytest.approx(expected_start, abs=NOISE) and end > expected_end - NOISE, recipe
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
