@@ -204,6 +204,21 @@ def test_only_tokens_of_the_newest_weights_are_compared(known: bool) -> None:
     assert sampler_gap(sampled.run, sampled.batch, 4)[0] == 0.0
 
 
+def test_a_jump_of_the_shortest_row_is_none_if_the_others_agree() -> None:
+    health, sampled = Health(), Sampled(3, 0.25, known=False)
+    health.check_sampler(sampled.run, sampled.batch, 4)
+    sampled.batch["policy_version"].fill_(3)
+    sampled.batch["response_mask"][1, 1] = 0
+    sampled.ours.fill_(-1.0)
+    sampled.ours[1, 0] = -3.0  # 2 nats in one of three tokens: the limit is 5 times 0.25
+    sampled.asked.clear()
+    health.check_sampler(sampled.run, sampled.batch, 4)
+    assert sampled.asked == [1, 1, 0]
+    sampled.ours.fill_(-13.0)
+    with pytest.raises(WeightSyncError):
+        health.check_sampler(sampled.run, sampled.batch, 4)
+
+
 def test_a_gap_ends_the_run_under_equal_weights_and_is_told_under_older_ones(caplog: pytest.LogCaptureFixture) -> None:
     """1 nat may be noise in the first step; then 0.3, and five times the largest of the steps before: 5 after 1."""
     health = Health()
