@@ -229,7 +229,10 @@ def check_refusals(engine: ServerEngine, model: PreTrainedModel) -> None:
     with raises(EngineError, key=f"request {request.uid}", found=re.compile("^0 prompt tokens")):
         engine.submit(replace(request, prompt_ids=()))
     with raises(
-        EngineError, key=f"request {request.uid}", found="has images", change=re.compile(r"engine\.name to native")
+        EngineError,
+        key=f"request {request.uid}",
+        found=re.compile("^has images, "),
+        change=re.compile(r"engine\.name to native"),
     ):
         engine.submit(replace(request, media=(Media("image", "d1", None),)))
     assert engine.status().running == engine.status().waiting == 0
