@@ -39,7 +39,8 @@ def arena() -> Any:
 @pytest.mark.slow  # the packages take seconds to import
 def test_reasoning_gym_scores_its_tasks() -> None:
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install reasoning-gym")
-    score, sums = (load_target(f"{EXAMPLES / 'reasoning_gym_tasks.py'}:{name}") for name in ("score", "SUMS"))
+    score = load_target(f"{EXAMPLES / 'reasoning_gym_tasks.py'}:score")
+    sums = score.__globals__["SUMS"]
     for index in range(5):
         answer = str(eval(sums[index]["metadata"]["expression"]))
         assert score(f" {answer}\n", {"index": index}) == 1.0
