@@ -44,6 +44,10 @@ def test_what_is_watched_is_there() -> None:
     assert not wrong, "correct `watches` in tests/parts.toml"
 
 
+def test_a_part_takes_at_most_twelve_minutes() -> None:
+    assert {name: part.minutes for name, part in PARTS.items() if part.minutes > 12} == {}
+
+
 def test_the_table_names_only_parts_that_there_are() -> None:
     text = LOG.read_text()
     assert text.count(HEADER) == 1 and last_runs(text).keys() <= PARTS.keys()

@@ -102,13 +102,13 @@ def test_an_unknown_run_and_an_unknown_commit_are_refused(capsys: pytest.Capture
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_one_changed_number_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a copy of whet: the 1e-6 beside GRPO's deviation."""
+    """In a copy of whet: the number beside GRPO's deviation."""
     planted = tmp_path / "planted"
     shutil.copytree(ROOT / "whet", planted / "whet", ignore=shutil.ignore_patterns("__pycache__"))
     source = planted / "whet" / "algorithms" / "advantages.py"
-    line = "return deviation / (groups.std(scores) + 1e-6)"
+    line = "return groups.normalised(scores, eps) if std_norm else groups.deviation(scores)"
     assert source.read_text().count(line) == 1
-    source.write_text(source.read_text().replace(line, line.replace("1e-6", "1e-5")))
+    source.write_text(source.read_text().replace(line, line.replace("eps", "10 * eps")))
     assert main(["--before", str(ROOT), "--after", str(planted), "--only", "quickstart", "sft"]) == 1
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("quickstart     DIFFERENT  first at step 1, metrics.jsonl:2 actor/")
