@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -205,6 +205,11 @@ class Group:
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
+
+
+def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:
+    """Lists the trajectories of groups, in order."""
+    return [each for group in groups for each in group.trajectories]
 
 
 @dataclass(frozen=True)

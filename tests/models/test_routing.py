@@ -23,7 +23,7 @@ from whet.config.schema import EngineConfig, OptimConfig
 from whet.engines.role import RoleSettings
 from whet.engines.single import SingleEngine
 from whet.errors import EngineError
-from whet.models.load import layers, load_policy
+from whet.models.load import layers, load_policy, recompute_activations
 from whet.models.outputs import ForwardSettings, layout_of, model_outputs
 from whet.models.routing import as_bytes, as_column, recording, replay
 from whet.plugins.lessons.init_model import init_model
@@ -88,6 +88,27 @@ def test_own_choices_replayed_change_nothing_and_others_are_those_that_are_given
         assert not (own[layer] == want).all(1)[forced].all()
     changed.sum().backward()
     assert all(each.grad is not None for name, each in model.named_parameters() if ".gate." in name)
+
+
+def test_checkpointed_activations_are_computed_again_with_the_same_experts(mixture: Path) -> None:
+    """The gradients are those without checkpointing, also of a batch without experts, after it."""
+    columns, gradients = suite.ragged_batch().columns(), list[dict[str, torch.Tensor]]()
+    shape = (*columns["response_mask"].shape, 2, 2)
+    given = torch.arange(8).expand(*shape[:2], 8)[..., 2:6].reshape(shape).short()
+    for is_checkpointed in (False, True):
+        model = load_policy(mixture).train()
+        if is_checkpointed:
+            recompute_activations(model)
+        replay(layers(model))
+        for more in ({"routed_experts": given}, {}):
+            model_outputs(model, {**columns, **more}, frozenset({"log_probs"}), SETTINGS)["log_probs"].sum().backward()
+            gradients.append(
+                {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+            )
+            model.zero_grad()
+    for expected, found in zip(gradients[:2], gradients[2:], strict=True):
+        torch.testing.assert_close(found, expected)
+    assert any(not torch.equal(gradients[0][name], each) for name, each in gradients[1].items())
 
 
 def sampled(engine: NativeEngine, groups: int = 4) -> tuple[list[Request], list[Completion]]:

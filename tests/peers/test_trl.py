@@ -142,9 +142,11 @@ def test_the_loss_of_reward_models(python: Path, tmp_path: Path) -> None:
 
 
 SMOOTHED = {"label_smoothing": 0.2}
-# (whet's loss, its options, TRL's trainer, what it is told); TRL's imitation terms are means over tokens: left out
+# (whet's loss, its options, TRL's trainer, what it is told)
 COMPARISONS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("dpo", {"beta": 0.3}, "dpo", {"loss_types": ["sigmoid"], "beta": 0.3}),
+    ("rpo", {}, "dpo", {"loss_types": ["sigmoid", "sft"], "loss_weights": [1.0, 1.0]}),
+    ("bco", {}, "dpo", {"loss_types": ["bco_pair"]}),
     ("robust_dpo", SMOOTHED, "dpo", {"loss_types": ["robust"], **SMOOTHED}),
     ("ipo", {"beta": 0.3}, "dpo", {"loss_types": ["ipo"], "beta": 0.3}),
     ("hinge", {}, "dpo", {"loss_types": ["hinge"]}),
@@ -184,12 +186,24 @@ def pairs(seed: int) -> Batch:
     return made
 
 
+def of_one_length(batch: Batch) -> Batch:
+    """The batch, whose better responses have three tokens."""
+    mask = batch["response_mask"].clone()
+    half, room = len(mask) // 2, mask.shape[1]
+    mask[:half] = (torch.arange(room) < 3).to(mask)
+    return {**batch, "response_mask": mask}
+
+
 @pytest.mark.parametrize(("name", "options", "trainer", "told"), COMPARISONS, ids=[each[0] for each in COMPARISONS])
 def test_losses_of_preferences_and_their_gradients(
     name: str, options: dict[str, Any], trainer: str, told: dict[str, Any], python: Path, tmp_path: Path
 ) -> None:
-    """One pair of ORPO has TRL's first term added, which is a mean of its own there."""
+    """One pair of ORPO has TRL's first term added, which is a mean of its own there. TRL's term of imitation in RPO is
+    a mean over all tokens, whet's over each response: the better responses are of one length. TRL's BCO of pairs has
+    no mean of the rewards so far, and counts a pair once. TRL's DPO has no label smoothing."""
     batches = [pairs(seed) for seed in range(40)]
+    if name == "rpo":
+        batches = [of_one_length(batch) for batch in batches]
     entry = PREFERENCE_LOSSES[name]
     function = Bound(entry, entry.resolve_options(options, "loss_options"))
     calls = [("comparison", trainer, batch, told) for batch in batches]
@@ -199,8 +213,9 @@ def test_losses_of_preferences_and_their_gradients(
         log_probs = batch["log_probs"].clone().requires_grad_()
         columns = {**batch, "log_probs": log_probs}
         columns["reference_point"] = batch["distances"].mean().clamp(min=0).expand(2 * half)
+        columns["mean_log_ratio"] = torch.zeros(2 * half)
         losses, _ = function({each: column[order] for each, column in columns.items()})
-        total = losses.mean()
+        total = 2 * losses.mean() if name == "bco" else losses.mean()
         if name == "orpo":
             total = total + row_means(log_probs, batch["response_mask"])[:half].mean()
         (slope,) = torch.autograd.grad(total, log_probs)

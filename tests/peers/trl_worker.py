@@ -152,7 +152,7 @@ def comparison(
             "_metrics": {"train": defaultdict(list)},
             "_compute_kl_logps": lambda *_: batch["distances"],
         }
-        vars(settings).update(more)
+        vars(settings).update({**more, **vars(settings)})
         whole = torch.nn.functional.pad(mask, (1, 0))
         inputs = {"completion_mask": whole, "input_ids": torch.zeros_like(whole), "attention_mask": whole}
         inputs |= dict(zip(("ref_chosen_logps", "ref_rejected_logps"), references.chunk(2), strict=True))

@@ -7,7 +7,8 @@ changes the token's probability far more than rounding itself."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,8 @@ DTYPE = torch.int16
 @contextmanager
 def recording(model: nn.Module) -> Iterator[list[torch.Tensor]]:
     """Yields a list. During the block, every layer with experts adds its router's chosen experts [T, k] to it."""
-    chosen: list[torch.Tensor] = []
-
-    def note(module: nn.Module, arguments: Any) -> None:
-        chosen.append(arguments[1])
-
-    handles = [module.register_forward_pre_hook(note) for _, module in expert_modules(model)]
+    chosen, experts = list[torch.Tensor](), [module for _, module in expert_modules(model)]
+    handles = [each.register_forward_pre_hook(lambda _, args: chosen.append(args[1])) for each in experts]
     try:
         yield chosen
     finally:
@@ -78,8 +75,8 @@ class _Replayed(TorchFunctionMode):
 
 def replay(layers: list[nn.Module]) -> None:
     """Makes layers use the experts in their forward pass's argument `routed`, by hooks, without changing modules."""
-    mixtures = [(layer, next(expert_modules(layer), None)) for layer in layers]
-    for number, (layer, experts) in enumerate((layer, found[1]) for layer, found in mixtures if found is not None):
+    mixtures = [(layer, found[0][1]) for layer in layers if (found := list(expert_modules(layer)))]
+    for number, (layer, experts) in enumerate(mixtures):
         _hook(layer, number, experts.num_experts)
 
 
@@ -99,3 +96,6 @@ def _hook(layer: nn.Module, number: int, num_experts: int) -> None:
 
     layer.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
     layer.register_forward_hook(after, always_call=True)
+    own, name = vars(layer), "_gradient_checkpointing_func"
+    if name in own:  # the backward pass repeats the layer's forward without its hooks
+        own[name] = partial(own[name], context_fn=lambda: (nullcontext(), *(modes or [nullcontext()])))

@@ -233,8 +233,7 @@ class Driver:
         """Ends episodes, with the episodes of their sub-agents, without results."""
         self._stop_calls(ids)
         for uid in ids:
-            opened = self._open.pop(uid, None)
-            if opened is not None:
+            if (opened := self._open.pop(uid, None)) is not None:
                 self._abandon(opened.children)
                 self._let_go(opened.episode)
 
@@ -260,8 +259,7 @@ class Driver:
 
     def _handle(self, events: Sequence[Event]) -> None:
         for event in events:
-            episode = self._sampling.get(event.uid)
-            if episode is None:
+            if (episode := self._sampling.get(event.uid)) is None:
                 continue
             match event:
                 case Partial():

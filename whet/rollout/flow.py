@@ -98,8 +98,7 @@ class Filter:
 
     def keep(self, group: Group) -> bool:
         """Tells whether a group is trained on.  Raises: DataError for a metric that the reward does not report."""
-        own = self.of_domain.get(group.prompt.domain)
-        if own is not None:
+        if (own := self.of_domain.get(group.prompt.domain)) is not None:
             return own.keep(group)
         values = [
             [_metric(each, self.metric) for each in player.trajectories if not each.failure]
@@ -250,8 +249,7 @@ class Flow:
 
     def on_sampled(self, trajectory: Trajectory) -> list[Command]:
         """Records the end of an episode."""
-        admitted = self.queue.get(trajectory.prompt.uid)
-        if admitted is None:  # of an abandoned step
+        if (admitted := self.queue.get(trajectory.prompt.uid)) is None:  # of an abandoned step
             return []
         admitted.sampled[trajectory.sample] = trajectory
         if len(admitted.sampled) == self.n:
@@ -403,11 +401,8 @@ def by_player(groups: Sequence[Group]) -> list[Group]:
 
 def _of_player(group: Group, player: str) -> Group:
     prompt = replace(group.prompt, uid=f"{group.prompt.uid}/{player}")
-    own = []
-    for each in group.trajectories:
-        turns = tuple(turn for turn in each.turns if turn.player == player)
-        own.append(replace(each, uid=f"{each.uid}/{player}", prompt=prompt, turns=turns))
-    return Group(prompt, tuple(own))
+    own = ((each, tuple(turn for turn in each.turns if turn.player == player)) for each in group.trajectories)
+    return Group(prompt, tuple(replace(a, uid=f"{a.uid}/{player}", prompt=prompt, turns=turns) for a, turns in own))
 
 
 def keep_all(values: Sequence[float]) -> bool:

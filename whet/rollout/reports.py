@@ -11,7 +11,7 @@ from statistics import fmean
 from whet.errors import EngineError, RewardError, SandboxError, ToolError, WhetError
 from whet.metrics import Metrics
 from whet.rollout.flow import HandOut
-from whet.types import Failure, FailureSource, Group, Trajectory
+from whet.types import Failure, FailureSource, Group, Trajectory, trajectories_of
 
 log = logging.getLogger(__name__)
 PATIENCE = 3  # bad batches in a row that end the run: a service that worked before may be down for a while
@@ -23,7 +23,7 @@ ERRORS: dict[FailureSource, type[WhetError]] = {"reward": RewardError, "sandbox"
 def count_failures(groups: Sequence[Group], metrics: Metrics, spent: dict[str, float]) -> None:
     """Records failures by source, exceeded deadlines and preemptions. Adds the tokens and cost of judges, also of
     failed calls, to `spent`, and records the sums."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    trajectories = trajectories_of(groups)
     if preemptions := sum(turn.preemptions for trajectory in trajectories for turn in trajectory.turns):
         metrics.sum("rollout/preemptions", preemptions)
     for trajectory in trajectories:
@@ -49,11 +49,11 @@ def measure_filter(found: HandOut, metrics: Metrics, *, warns: bool) -> None:
     if found.num_aborted:
         metrics.sum("filter/aborted_groups", found.num_aborted)
     metrics.mean("filter/kept_fraction", len(kept) / (len(kept) + len(dropped)))
-    sampled = [each for group in (*kept, *dropped) for each in group.trajectories if each.failure is None]
+    sampled = [each for each in trajectories_of((*kept, *dropped)) if each.failure is None]
     if sampled:
         metrics.mean("filter/sampled_score", fmean(each.score for each in sampled), len(sampled))
         metrics.mean("filter/sampled_accuracy", fmean(each.accuracy or 0.0 for each in sampled), len(sampled))
-    if warns and not kept and not all(each.failure for group in dropped for each in group.trajectories):
+    if warns and not kept and not all(each.failure for each in trajectories_of(dropped)):
         log.warning(
             "step %d trains on nothing: algorithm.filter dropped all %d groups, refills included; this is "
             "logged again only after a step that keeps groups",
@@ -64,16 +64,15 @@ def measure_filter(found: HandOut, metrics: Metrics, *, warns: bool) -> None:
 def measure_staleness(found: HandOut, metrics: Metrics) -> None:
     """Records the age of tokens in versions, and the number of tokens that are not trained on."""
     lags = Counter[int]()  # tokens by the number of versions that they are behind
-    for version, count in _versions(each for group in found.kept for each in group.trajectories):
+    for version, count in _versions(trajectories_of(found.kept)):
         lags[found.step - 1 - version] += count
     if lags:
         total = lags.total()
         metrics.mean("staleness/mean", sum(lag * count for lag, count in lags.items()) / total, total)
         metrics.max("staleness/max", max(lags))
         metrics.mean("staleness/stale_fraction", 1 - lags[0] / total, total)
-    unused = [each for group in found.dropped for each in group.trajectories]
-    unused += [each for group in found.kept for each in group.trajectories if each.failure is not None]
-    metrics.sum("rollout/unused_tokens", sum(count for _, count in _versions(unused)))
+    failed = [each for each in trajectories_of(found.kept) if each.failure]
+    metrics.sum("rollout/unused_tokens", sum(count for _, count in _versions(trajectories_of(found.dropped) + failed)))
 
 
 def _versions(trajectories: Iterable[Trajectory]) -> Iterable[tuple[int, int]]:
@@ -95,7 +94,7 @@ class FailureWatch:
 
     def record(self, groups: Sequence[Group]) -> None:
         """Reads a batch.  Raises: RewardError, SandboxError, ToolError or EngineError, by the source of failures."""
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        trajectories = trajectories_of(groups)
         failures = [(each.uid, each.failure) for each in trajectories if each.failure is not None]
         of_environment = [(uid, failure) for uid, failure in failures if failure.source in OF_ENVIRONMENT]
         if trajectories:

@@ -14,7 +14,7 @@ from whet.batch import Batch
 from whet.metrics import Metrics
 from whet.rollout.flow import by_player
 from whet.rounding import all_alike
-from whet.types import Group
+from whet.types import Group, trajectories_of
 
 # Metrics of the area "reward" that are no parts of the reward function: a part of that name is "reward/part/<name>".
 OWN = {"accuracy", "groups_all_equal", "overlong_penalty", "truncated", "judge_tokens_total", "judge_cost_total"}
@@ -44,14 +44,14 @@ def measure_groups(metrics: Metrics, groups: Sequence[Group], environment: str =
 
 def measure_part(metrics: Metrics, groups: Sequence[Group], name: str, area: str) -> None:
     """Records the mean of reward part `name` over the trajectories that have it, as metric `<area>/<name>`."""
-    trajectories = [each for group in groups for each in group.trajectories]
+    trajectories = trajectories_of(groups)
     _average(metrics, f"{area}/{name}", [each.parts[name] for each in trajectories if name in each.parts])
 
 
 def measure_environment(metrics: Metrics, groups: Sequence[Group], area: str) -> None:
     """Records the mean of each number that the environment reports, over the trajectories that have it. Also records
     the share of trajectories that ended at each limit. Metric names begin with `area`."""
-    trajectories = [each for group in groups for each in group.trajectories if each.failure is None]
+    trajectories = [each for each in trajectories_of(groups) if each.failure is None]
     reported: dict[str, list[float]] = {}
     for field, value in chain.from_iterable(each.fields.items() for each in trajectories):
         if isinstance(value, int | float) and not field.startswith("tools/"):  # `count_failures` records these

@@ -34,7 +34,7 @@ from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, PROVIDERS, REJECTIONS, 
 from whet.roles.reward_texts import text_batch, text_reader
 from whet.rollout.batch import with_failures
 from whet.rollout.rollouts import Rollouts
-from whet.types import Failure, Group, Trajectory
+from whet.types import Failure, Group, Trajectory, trajectories_of
 
 Values = torch.Tensor | Callable[[], torch.Tensor]
 Provider = Callable[..., Values]  # of a batch and `Sources`
@@ -324,7 +324,7 @@ def rm_scores(batch: Batch, sources: Sources, *, path: str | None = None, truste
     read = batch.with_columns(response_mask=mask)
     reader = None if path is None else text_reader(path, trusted, sources.rollouts.tokenizer)
     if reader is not None:
-        read = text_batch(read, [each for group in sources.groups for each in group.trajectories], reader)
+        read = text_batch(read, trajectories_of(sources.groups), reader)
     scores = sources.start("reward_model", read, "scores")
     return lambda: scores().sum(1)
 
@@ -360,7 +360,7 @@ def state_hash(batch: Batch, sources: Sources) -> torch.Tensor:
     last messages (at the first turn the prompt).
 
     Equal states have equal hashes. Tokens that were not sampled have 0.   [B, R] int64"""
-    trajectories = [trajectory for group in sources.groups for trajectory in group.trajectories]
+    trajectories = trajectories_of(sources.groups)
     states = [torch.tensor(_states(trajectory) or [0]) for trajectory in trajectories]
     table = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
     turns = batch["turn_ids"]

@@ -24,7 +24,7 @@ from whet.errors import ConfigError, DataError
 from whet.models.positions import position_ids
 from whet.registry import HINTS, register_hint
 from whet.trainers.columns import Sources, Values, register_provider
-from whet.types import Group, Message, Prompt, Trajectory
+from whet.types import Group, Message, Prompt, Trajectory, trajectories_of
 
 Hints = list[list[str | None]]  # by group and trajectory
 
@@ -65,7 +65,7 @@ def teacher_role(data_source: str) -> str:
 
 def with_hints(batch: Batch, sources: Sources, teacher: TeacherConfig, chat: PromptFormat) -> Batch:
     """Adds a hint to each row's prompt. A row whose prompt was rewritten during the episode stays unchanged."""
-    trajectories = [trajectory for group in sources.groups for trajectory in group.trajectories]
+    trajectories = trajectories_of(sources.groups)
     hints = [hint for group in hints_of(sources, teacher, chat) for hint in group]
     prompts = [own_prompt(row) for row in zip(batch["prompts"], batch["attention_mask"], strict=True)]
     owners = batch["trajectory_uid"].tolist()
