@@ -45,7 +45,7 @@ from whet.rollout.build import (
 from whet.rollout.protocol import Restarts, RolloutEngine
 from whet.rollout.replicas import Restarted
 from whet.rollout.rollouts import Rollouts
-from whet.types import Prompt
+from whet.types import Prompt, trajectories_of
 
 log = logging.getLogger(__name__)
 BATCHES_PER_CHUNK = 2  # more prompts use the engine better; with fewer, an interruption loses less
@@ -128,7 +128,7 @@ def evaluate(
         started.enter_context(phase("responses"))
         for chunk in (left[start : start + size] for start in range(0, len(left), size)):
             groups = rollouts.sample(chunk, n, params, step=0, metrics=Metrics(), purpose="evaluation")
-            rows = [readable(trajectory, tokenizer) for group in groups for trajectory in group.trajectories]
+            rows = [readable(each, tokenizer) for each in trajectories_of(groups)]
             if journal is not None:
                 journal.add(rows)
             rollouts.failures.record(groups)

@@ -81,7 +81,7 @@ def replay(layers: list[nn.Module]) -> None:
 
 
 def _hook(layer: nn.Module, number: int, num_experts: int) -> None:
-    modes: list[Any] = []  # of type _Replayed, at most one
+    modes: list[_Replayed | nullcontext[None]] = []
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         routed = kwargs.pop(ARGUMENT, None)

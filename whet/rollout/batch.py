@@ -17,7 +17,7 @@ from whet.models.packing import LATER_MEDIA, MEDIA, ROUTED
 from whet.models.positions import position_ids, rotary_positions
 from whet.models.routing import as_column
 from whet.rollout.flow import by_player
-from whet.types import Failure, Group, Media, Trajectory, Turn
+from whet.types import Failure, Group, Media, Trajectory, Turn, trajectories_of
 
 B = TypeVar("B", bound=Batch)
 NOT_SAMPLED = -1  # turn id of tokens that the policy did not sample
@@ -146,7 +146,7 @@ def with_scores(batch: B, groups: Sequence[Group], *, columns: Sequence[str] = (
 
     `columns` names numbers that the reward or the environment reports. They become columns [B]; 0 if not reported.
     Raises: DataError for a name in `columns` that no trajectory reports."""
-    by_uid = {each.uid: each for group in by_player(groups) for each in group.trajectories}
+    by_uid = {each.uid: each for each in trajectories_of(by_player(groups))}
     owners = [by_uid[uid] for uid in batch["trajectory_uid_name"]]
     part_names = sorted({name for trajectory in owners for name in trajectory.parts})
     scores = {
@@ -177,7 +177,7 @@ def _rows_and_owners(groups: Sequence[Group], pad_token_id: int) -> tuple[list[R
     """Returns all rows, and the trajectory that each row belongs to."""
     rows: list[Row] = []
     owners: list[Trajectory] = []
-    for trajectory in (each for group in by_player(groups) for each in group.trajectories):
+    for trajectory in trajectories_of(by_player(groups)):
         own = rows_of(trajectory) or [Row(trajectory.prompt.token_ids, media=trajectory.prompt.media)]
         for row in own:
             if not row.response_ids:

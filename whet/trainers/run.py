@@ -36,7 +36,7 @@ from whet.trainers.health import Health
 from whet.trainers.objectives import PolicyObjective, ValueObjective
 from whet.trainers.run_dir import MEDIA
 from whet.trainers.shape import AdaptiveEntropy, Correction, Fixed, Shaper
-from whet.types import Group, Prompt
+from whet.types import Group, Prompt, trajectories_of
 
 log = logging.getLogger(__name__)
 TOKEN_MARKS = ("response_mask", "loss_mask", "turn_ids", "policy_version")  # columns of whole numbers
@@ -218,7 +218,7 @@ class Run(Frame):
 def copy_media(folder: Path, groups: Sequence[Group]) -> None:
     """Copies the images and videos that came from files into `folder`, named by digest, so that a copy of the run
     folder has them. Missing files and files over 32 MiB are left out."""
-    turns = (turn for group in groups for each in group.trajectories for turn in each.turns)
+    turns = (turn for each in trajectories_of(groups) for turn in each.turns)
     prompts = (media for group in groups for media in group.prompt.media)
     for media in dict.fromkeys(chain(prompts, (media for turn in turns for media in turn.media))):
         source = Path(media.source) if isinstance(media.source, str) else None

@@ -14,7 +14,7 @@ from whet.data.prompts import PromptFormat
 from whet.plugins.scores.judge.rubrics import Rubric, load_rubric
 from whet.trainers.columns import Sources, last_rows, register_provider
 from whet.trainers.teacher import text
-from whet.types import Failure, Message, Prompt, Trajectory
+from whet.types import Failure, Message, Prompt, Trajectory, trajectories_of
 
 UNREADABLE = (
     "the judge's verdict has no score where the rubric {rubric} wants one; it ends with {said!r}: use a stronger "
@@ -27,7 +27,7 @@ def judge_scores(batch: Batch, sources: Sources, *, rubric: str, data: DataConfi
     """Returns the judge's score from 0 to 1, by `reward_model.rubric`, at the last row of each trajectory. The score is
     0 at other rows and for failed trajectories. A trajectory fails if its verdict cannot be read.   [B]"""
     rollouts, asks = sources.rollouts.judge or sources.rollouts, load_rubric(rubric)
-    trajectories = [each for group in sources.groups for each in group.trajectories]
+    trajectories = trajectories_of(sources.groups)
     judged = [each for each in trajectories if each.failure is None]
     template = PromptFormat(rollouts.tokenizer, chat_template_kwargs=data.chat_template_kwargs)
     asking = _questions(judged, asks, template)
