@@ -91,7 +91,7 @@ def test_own_choices_replayed_change_nothing_and_others_are_those_that_are_given
 
 
 def test_checkpointed_activations_are_computed_again_with_the_same_experts(mixture: Path) -> None:
-    """The gradients are those without checkpointing, also of a batch without experts, after it."""
+    """Gradients equal gradients without checkpointing, after a batch without experts too."""
     columns, gradients = suite.ragged_batch().columns(), list[dict[str, torch.Tensor]]()
     shape = (*columns["response_mask"].shape, 2, 2)
     given = torch.arange(8).expand(*shape[:2], 8)[..., 2:6].reshape(shape).short()
