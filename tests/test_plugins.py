@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import re
 import sys
 import tomllib
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +23,7 @@ from whet.config import TrainConfig
 from whet.config.compose import advice
 from whet.errors import RegistryError
 from whet.manifests import NAMES, PLUGINS, manifests, missing_plugin, targets
-from whet.moved import MOVED, RENAMED, today
+from whet.moved import FORMER, new_name, today
 from whet.rewards.adapter import adapt, stand_ins
 from whet.rewards.worker import ScorerSpec
 from whet.targets import load_target
@@ -124,28 +127,68 @@ def test_a_config_that_names_an_old_module_is_that_of_today() -> None:
     ]
 
 
+MODULES = {former: new for former, new in FORMER.items() if ":" not in former}
+FUNCTIONS = {former: new for former, new in FORMER.items() if ":" in former}
+# Of the first version, without a successor:
+ENDED = set((Path(__file__).parent / "former_names_ended.txt").read_text().split())
+
+
 @pytest.mark.shipped
-@pytest.mark.parametrize(("old", "new"), MOVED.items())
-def test_a_module_is_found_under_its_old_name(old: str, new: str) -> None:
-    sys.modules.pop(old, None)
-    spec = find_spec(old)
+@pytest.mark.parametrize(("former", "new"), MODULES.items())
+def test_a_module_is_found_under_its_former_name(former: str, new: str) -> None:
+    sys.modules.pop(former, None)
+    spec = find_spec(former)
     assert spec is not None and spec.origin == new and find_spec(new) is not None
-    place = PLUGINS.parents[1].joinpath(*old.split("."))
+    place = PLUGINS.parents[1].joinpath(*former.split("."))
     assert not place.with_suffix(".py").exists() and not (place / "__init__.py").exists()
 
 
-def test_modules_inside_an_old_folder_are_those_of_today() -> None:
+def test_modules_inside_a_former_folder_are_those_of_today(caplog: pytest.LogCaptureFixture) -> None:
     from whet.plugins.viewer import records as today, server
 
-    assert import_module("whet.viewer.records") is today
+    for name in ("whet.viewer", "whet.viewer.records", "whet.viewer.server"):
+        sys.modules.pop(name, None)
+    assert import_module("whet.viewer.records").Records is today.Records
     assert import_module("whet.viewer.server").Site is server.Site
     assert server.__spec__ is not None and server.__spec__.name == "whet.plugins.viewer.server"
+    warned = [(record.levelname, record.args) for record in caplog.records]
+    assert warned == [("WARNING", ("whet.viewer", "whet.plugins.viewer"))]
 
 
-@pytest.mark.parametrize(("module", "old"), [(module, old) for module, names in RENAMED.items() for old in names])
-def test_a_function_or_class_is_found_under_its_old_name(module: str, old: str) -> None:
-    new = RENAMED[module][old]
-    found = load_target(f"{module}:{old}", is_called=False)
-    assert found is load_target(new, is_called=False)
-    assert today(f"{module}:{old}") == new
+@pytest.mark.parametrize(("former", "new"), FUNCTIONS.items())
+def test_a_function_or_class_is_found_under_its_former_name(
+    former: str, new: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, _, name = former.partition(":")
+    if module in FORMER:
+        sys.modules.pop(module, None)
+    assert getattr(import_module(module), name) is load_target(new, is_called=False)
+    assert today(former) == new
+    warned = {record.args for record in caplog.records if record.levelname == "WARNING"}
+    assert {(former, new)} <= warned
     assert not hasattr(import_module(module), "no_name_of_any_version")
+
+
+@pytest.mark.shipped
+def test_every_name_of_the_first_version_is_found_or_has_ended() -> None:
+    """`former_names.txt` has all modules of d55330f7, and all functions and classes as `module:name`."""
+    lost = set()
+    for former in (Path(__file__).parent / "former_names.txt").read_text().split():
+        module, _, name = today(former).partition(":")
+        place = PLUGINS.parents[1].joinpath(*new_name(module).split("."))
+        file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+        if not file.exists() or (name and name not in names_in(file)):
+            lost.add(former)
+    assert lost == ENDED
+
+
+@cache
+def names_in(file: Path) -> set[str]:
+    """Returns names that a module defines or imports."""
+    found = set[str]()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found

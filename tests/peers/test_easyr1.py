@@ -54,7 +54,7 @@ class Peer:
         functional = definitions(files / "utils" / "torch_functional.py")
         self.core = definitions(files / "trainer" / "core_algos.py", VF=functional)
         trainer = files / "trainer" / "ray_trainer.py"
-        self.trainer = definitions(trainer, "apply_kl_penalty", VF=functional, core_algos=self.core)
+        self.trainer = definitions(trainer, "apply_kl_penalty", VF=functional, compute_kl=self.core.compute_kl)
         self.actor = definitions(
             files / "workers" / "actor" / "dp_actor.py",
             "DataParallelPPOActor",
@@ -166,25 +166,23 @@ def test_a_mean_of_sequences_depends_on_the_micro_batches_of_easyr1(peer: Peer, 
 
 
 def test_gspo_of_easyr1_is_luspo_on_the_scale_of_a_token(peer: Peer, model_folder: Path) -> None:
-    """Its `gspo` averages the ratio of a sequence over all N tokens, `luspo` sums it and averages over S sequences. A
-    micro-batch of several rows is an error there: ratios [B] times a mask [B, R]."""
+    """Its `gspo` averages the ratio of a sequence over all N tokens, `luspo` sums it and averages over S sequences."""
     keys, columns = {"algorithm.disable_kl": True, "worker.actor.loss_type": "gspo"}, batch_of(N)
     ours = numbers(config_of(keys, model_folder), columns).gradient * ROWS / columns["response_mask"].sum()
-    torch.testing.assert_close(ours, peer.numbers(keys, columns, 1).gradient, rtol=1e-6, atol=1e-8)
-    with pytest.raises(RuntimeError, match="must match the size"):
-        peer.numbers(keys, columns, ROWS)
+    for micro_batch in (1, ROWS):
+        torch.testing.assert_close(ours, peer.numbers(keys, columns, micro_batch).gradient, rtol=1e-6, atol=1e-8)
 
 
-def test_estimators_where_easyr1_differs(peer: Peer) -> None:
-    """grpo_passk leaves their scores to all responses but the best, where the paper and whet have 0. gae and remax are
-    errors for several rows: a mask [B] as a condition, scores [B] times a mask [B, R]."""
-    columns = batch_of(N)
-    scores = columns["token_level_scores"].sum(1)
-    keys = {"algorithm.adv_estimator": "grpo_passk", "algorithm.disable_kl": True}
-    found = peer.advantages(keys, columns).sum(1) / columns["response_mask"].sum(1)
-    others = scores < scores.view(3, 4).amax(1).repeat_interleave(4)
-    torch.testing.assert_close(found[others], scores[others], rtol=1e-6, atol=1e-6)
-    assert found[others].any()
+def test_grpo_passk_of_easyr1_is_whets(peer: Peer, model_folder: Path) -> None:
+    """Where the best of a group is alone, and where it is not: both have 0 then."""
+    keys, columns = {"algorithm.adv_estimator": "grpo_passk", "algorithm.disable_kl": True}, batch_of(N)
+    found = peer.advantages(keys, columns)
+    torch.testing.assert_close(numbers(config_of(keys, model_folder), columns).advantages, found, rtol=1e-6, atol=1e-6)
+    assert (found != 0).any(1).sum() == 2
+
+
+def test_estimators_that_fail_in_easyr1(peer: Peer) -> None:
+    """Its gae and remax are errors for several rows: a mask [B] as a condition, scores [B] times a mask [B, R]."""
     for name in ("gae", "remax"):
         with pytest.raises(RuntimeError):
-            peer.advantages({**keys, "algorithm.adv_estimator": name}, columns)
+            peer.advantages({"algorithm.adv_estimator": name, "algorithm.disable_kl": True}, batch_of(N))

@@ -165,6 +165,9 @@ class Peer:
             "old_log_probs": columns["old_log_probs"],
             "advantages": data.batch["advantages"],
             "data": data,
+            "final_response_mask": data.batch["final_response_mask"],
+            "batch_num_tokens": {"final_response_mask": data.batch["final_response_mask"].sum()},
+            "global_valid_samples": {"final_response_mask": data.batch["final_response_mask"].any(1).sum()},
         }
         name = keys["actor_train.pg_variant"]
         function = getattr(worker, f"_compute_{'vanilla_pg' if name == 'vanilla' else name}_loss")
