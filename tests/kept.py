@@ -69,7 +69,7 @@ def _commands(app: typer.Typer) -> Hashable:
 def _model(settings: Any) -> Hashable:
     """A run makes its model without numbers, to look for parts that whet does not compute."""
     config = Path(settings.path, "config.json")
-    return settings.path, settings.trust_remote_code, config.read_text() if config.is_file() else ""
+    return settings.path, settings.trust_remote_code, config.read_bytes() if config.is_file() else b""
 
 
 class Twice:

@@ -91,7 +91,7 @@ def train(*overrides: str) -> tuple[str, ...]:
 def test_a_prompt_template_runs_no_code_and_ends(template: str, said: str, refused: Callable[..., str]) -> None:
     Path("mine.jinja").write_text(template)
     found = refused(*look("data.format_prompt=mine.jinja"))
-    assert re.search(f"DataError: rows.jsonl: {said}", found), found
+    assert re.search(f"(Data|Text)Error: rows.jsonl: {said}", found), found
 
 
 @pytest.mark.parametrize(
@@ -383,4 +383,4 @@ def test_half_a_surrogate_pair_ends_no_run_wherever_it_stands(refused: Callable[
     Path("mine.py").write_text(OWN_TEXT.replace('said="fine"', 'said="\\udcff"'))
     said = train("environment.name=mine.py:Environment", *own[:2], "trainer.run_dir=other")
     found = refused(*said)
-    assert " 0:0:0 in the environment: character " in found and "surrogate" in found
+    assert re.search(" 0:0:0 in the environment: .*character 29", found) and "surrogate" in found, found

@@ -21,6 +21,7 @@ from whet import registry
 from whet.cli.app import GROUPS, LOOK, PANELS
 from whet.config import TrainConfig
 from whet.config.compose import advice
+from whet.config.section import leaf_fields
 from whet.errors import RegistryError
 from whet.manifests import NAMES, PLUGINS, manifests, missing_plugin, targets
 from whet.moved import FORMER, new_name, today
@@ -51,7 +52,7 @@ def test_a_plugin_keeps_to_its_lines(plugin: str) -> None:
 
 @pytest.mark.parametrize("plugin", HERE)
 def test_a_manifest_names_what_its_plugin_registers(plugin: str) -> None:
-    said = {kind: names for kind, names in manifests()[plugin].items() if kind != "recipe"}
+    said = {kind: names for kind, names in manifests()[plugin].items() if kind not in ("recipe", "key")}
     offered = {(kind, name): target for kind, names in said.items() for name, target in names.items()}
     registered = {
         (kind, name): entry.target
@@ -82,6 +83,26 @@ def test_the_table_of_names_is_that_of_the_manifests() -> None:
     with NAMES.open(encoding="utf-8", newline="") as file:
         written = [(row["kind"], row["name"], row["plugin"]) for row in csv.DictReader(file)]
     assert written == sorted(written) and set(written) == set(rows)
+
+
+@pytest.mark.shipped
+def test_manifests_name_the_keys_that_plugins_alone_read() -> None:
+    """A key is read as `.name`. `migration` names keys of other systems too."""
+    core = [
+        file for file in PLUGINS.parent.rglob("*.py") if file.parent.name != "config" and PLUGINS not in file.parents
+    ]
+    read = set(re.findall(r"\.(\w+)", "".join(file.read_text() for file in core)))
+    files = [*PLUGINS.glob("*/**/*.py")]
+    alone = (
+        set(re.findall(r"\.(\w+)", "".join(file.read_text() for file in files if "migration" not in file.parts))) - read
+    )
+    said = {key: target for kinds in manifests().values() for key, target in kinds.get("key", {}).items()}
+    assert {key for key in leaf_fields(TrainConfig) if key.rpartition(".")[2] in alone} == {*said} - {
+        "environment.tools"
+    }
+    for key, target in said.items():
+        assert key in leaf_fields(TrainConfig)
+        assert key.rpartition(".")[2] in load_target(target, is_called=False).model_fields
 
 
 def test_a_name_whose_plugin_is_gone_says_which(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 """The plugins that ship with whet, and the names that they offer.
 
 A plugin is a folder of `whet/plugins/` with a manifest, `plugin.toml`, which is read without importing the plugin: a
-table for each kind (`command`, `reward`, ..., as in the group `whet.KIND` of entry points) with targets by name.
+table for each kind (`command`, `reward`, ..., as in the group `whet.KIND` of entry points) with targets by name. Names
+of the kind `key` are config keys that the plugin alone reads; their targets are the sections that declare them.
 Deleting the folder removes its names; `plugin_names.csv` then still has the plugin of each name."""
 
 from __future__ import annotations

@@ -48,11 +48,10 @@ class Diary:
 
 
 @pytest.fixture(autouse=True)
-def diary(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def diary(monkeypatch: pytest.MonkeyPatch) -> None:
     MADE.clear()
-    if "slow" not in request.keywords:
-        monkeypatch.setattr(service, "TRACKERS", defaultdict(lambda: SimpleNamespace(load=lambda: Diary)))
-        monkeypatch.setattr(checks, "find_spec", lambda _: checks.__spec__)  # installed, wherever this runs
+    monkeypatch.setattr(service, "TRACKERS", defaultdict(lambda: SimpleNamespace(load=lambda: Diary)))
+    monkeypatch.setattr(checks, "find_spec", lambda _: checks.__spec__)  # installed, wherever this runs
 
 
 def sevens(solution_str: str) -> float:

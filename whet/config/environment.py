@@ -64,7 +64,7 @@ def tool_rule(section: ToolsConfig, at: SectionPlace) -> Iterator[ConfigError]:
             change = f"set {at.of('tools')}, or unset it"
             yield ConfigError(at.of(given[0]), section[given[0]], f"no value, as {at.of('tools')} is empty", change)
         return
-    if plugin := missing_plugin("part", "tools"):
+    if plugin := missing_plugin("key", "environment.tools"):
         yield ConfigError.joined([absent(at.of("tools"), plugin)])
         return
     limits = ToolLimits(**section.tool_limits)
