@@ -19,7 +19,7 @@ from benchmarks.quickstart import prepare
 from benchmarks.record import Record
 from benchmarks.setting import Setting
 from whet.config.compose import find_recipe, shipped_recipes
-from whet.tracking.plot import COLOURS
+from whet.plugins.plots.figures import COLOURS
 
 TITLE = "The recipes"
 NOTE = """\

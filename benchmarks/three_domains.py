@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.setting import Setting
-from whet.tracking.plot import Series, plot_learning_curve
+from whet.plugins.plots.figures import Series, plot_learning_curve
 
 TITLE = "Three domains"
 NOTE = """\

@@ -34,7 +34,7 @@ from whet.environments.running import EnvironmentSpec
 from whet.errors import ConfigError
 from whet.plugins.lessons.init_model import END_OF_TURN, Arch, init_model
 from whet.plugins.lessons.quickstart import NUM_CHECKED, clear, stop_when_warm
-from whet.tracking.plot import Series, plot_learning_curve
+from whet.plugins.plots.figures import Series, plot_learning_curve
 from whet.trainers.build import train
 from whet.trainers.sft import train_sft
 from whet.types import Message, Prompt

@@ -20,7 +20,7 @@ from whet.checkpoints.export import export
 from whet.config import TrainConfig, load_config
 from whet.plugins.lessons.init_model import init_model
 from whet.plugins.lessons.quickstart import clear, warm_up, write_problems
-from whet.tracking.plot import Series, plot_learning_curve
+from whet.plugins.plots.figures import Series, plot_learning_curve
 from whet.trainers.build import train
 
 

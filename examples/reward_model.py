@@ -105,7 +105,7 @@ def train_the_policy(run_dir: Path, seed: int, model: Path, steps: int) -> list[
 
 def show(run_dir: Path, held_out: Mapping[str, float], history: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Draws the proxy beside the truth, and prints both.  Returns the numbers."""
-    from whet.tracking.plot import Series, plot_learning_curve
+    from whet.plugins.plots.figures import Series, plot_learning_curve
 
     proxy, truth = "reward/reward_model", "critic/score/mean"
     steps = [record["step"] for record in history]

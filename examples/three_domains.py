@@ -22,7 +22,7 @@ from whet.checkpoints.export import export
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.plugins.lessons.init_model import init_model
 from whet.plugins.lessons.quickstart import NUM_CHECKED, clear, stop_when_warm
-from whet.tracking.plot import Series, plot_learning_curve
+from whet.plugins.plots.figures import Series, plot_learning_curve
 from whet.trainers.build import train
 from whet.trainers.sft import train_sft
 

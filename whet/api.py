@@ -17,10 +17,12 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from whet.errors import ConfigError, DataError, RewardError, WhetError, no_exit
+from whet.registry import PARTS
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from whet.evaluation.evaluate import Evaluation
-    from whet.tracking.plot import Drawing
     from whet.trainers.frame import Frame
     from whet.trainers.run import Run
     from whet.trainers.sft import SFTRun
@@ -154,26 +156,19 @@ def plot(
     metrics: str | Sequence[str] | None = None,
     *,
     output: str | Path | None = None,
-) -> Drawing:
+) -> Figure:
     """Draws metrics of one or several runs as `whet plot` does.  Returns the matplotlib figure, which notebooks show.
 
     `runs` are folders of runs, folders with runs, or the runs that `whet.train`, `whet.run`, ... returned. `metrics`
     are names and patterns (`val/*`), by default the main ones. `output` is a PNG file to write as well.  Raises:
     DataError naming the argument."""
-    from whet.cli.runs import check_png, drawn, with_metrics
-
-    if output is not None:
-        check_png("output", Path(output))
     given = list(runs) if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs]
     with _argument("runs"):
-        read = with_metrics([_run_folder(each) for each in given])
+        folders = [_run_folder(each) for each in given]
     names = [metrics] if isinstance(metrics, str) else metrics
-    with _argument("metrics"):
-        if names is not None and not (isinstance(names, Sequence) and all(isinstance(each, str) for each in names)):
-            raise DataError("", metrics, "names or patterns of metrics, such as 'val/*'", "pass a list of them")
-        figure, _ = drawn(read, names)
-    if output is not None:
-        figure.write(Path(output))
+    if names is not None and not (isinstance(names, Sequence) and all(isinstance(each, str) for each in names)):
+        raise DataError("metrics", metrics, "names or patterns of metrics, such as 'val/*'", "pass a list of them")
+    figure: Figure = PARTS["plot"].load()(folders, names, None if output is None else Path(output))
     return figure
 
 

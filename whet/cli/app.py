@@ -26,7 +26,7 @@ from whet.cli.evaluate import compare, evaluate, generate, select
 from whet.cli.inputs import config, data
 from whet.cli.models import export
 from whet.cli.rewards import rewards
-from whet.cli.runs import plot, runs, show
+from whet.cli.runs import runs, show
 from whet.cli.train import command_of
 from whet.errors import ConfigError, RegistryError, WhetError, did_you_mean, exit_error
 from whet.manifests import missing_plugin
@@ -53,7 +53,7 @@ def _later() -> None:
 PANELS: dict[str, Sequence[Callable[..., None]]] = {
     "Getting started": (),
     "Training": [*map(command_of, registry.TRAINERS.shipped.values())],
-    "After training": (runs, plot, show, evaluate, generate, select, compare, export),
+    "After training": (runs, show, evaluate, generate, select, compare, export),
     LOOK: (doctor, config, data),
 }
 GROUPS = {"": app, "algorithms": algorithms, "rewards": rewards, "env": environments}

@@ -31,8 +31,8 @@ from whet.errors import ConfigError
 from whet.keyed import key
 from whet.models.load import load_tokenizer, without_weight_bars
 from whet.plugins.lessons.init_model import init_model
+from whet.registry import PARTS
 from whet.tracking.console import shared_console
-from whet.tracking.plot import Series, plot_learning_curve
 from whet.tracking.rollouts import read_rollouts
 from whet.trainers.build import train
 from whet.trainers.run import Run
@@ -265,8 +265,9 @@ def plot(path: Path, history: Sequence[Mapping[str, float]], lesson: Lesson) -> 
     for name, label in curves.items():
         steps = [record for record in history if name in record]
         numbers = [record["step"] for record in steps], [record[name] for record in steps]
-        series.append(Series(label, *numbers, markers=name == "val/accuracy"))
-    plot_learning_curve(path, series, title=lesson.curve, y_label="mean")
+        series.append((label, *numbers, name == "val/accuracy"))
+    if "learning_curve" in PARTS:
+        PARTS["learning_curve"].load()(path, series, title=lesson.curve, y_label="mean")
 
 
 def show(

@@ -6,7 +6,7 @@ import { colour, get, h, number, store, tick } from "./dom.js";
 export const COLOURS = ["#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#14b8a6", "#eab308", "#ec4899"];
 const HEIGHT = 190;
 const STEPS = [1, 2, 5].flatMap((one) => [...Array(9).keys()].map((power) => one * 10 ** power)).sort((a, b) => a - b); // between ticks
-const SMOOTH_FROM = 30; // points, as in whet/tracking/plot.py: shorter curves are drawn as they are
+const SMOOTH_FROM = 30; // points, as in whet/plugins/plots/figures.py: shorter curves are drawn as they are
 
 // The mean of each value with its neighbours on either side, as many as the `share` of the curve.
 export function smooth(values, share) {

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,12 +18,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from whet.registry import register_part
+
 COLOURS = ("#3366cc", "#dc6b2f", "#2e9e6b", "#9b59b6", "#c0392b", "#7f8c8d", "#17a2b8", "#000000", "#d4a017")
 SMOOTH_FROM = 30  # points; shorter curves are drawn as they are
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """A curve: its label, and its points in the order of measurement."""
 
     label: str
@@ -39,6 +41,7 @@ class Panel:
     series: Sequence[Series]
 
 
+@register_part("learning_curve")
 def plot_learning_curve(path: Path, series: Sequence[Series], *, title: str, y_label: str = "reward") -> None:
     """Draws the curves into a PNG file. A long curve is drawn faintly, with its running mean in full colour."""
     figure = _figure(8, 4.5)

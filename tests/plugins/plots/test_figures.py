@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from whet.tracking.plot import COLOURS, Panel, Series, plot_learning_curve, plot_panels, running_mean
+from whet.plugins.plots.figures import COLOURS, Panel, Series, plot_learning_curve, plot_panels, running_mean
 
 
 def pixels_near(picture: np.ndarray, colour: str) -> np.ndarray:
