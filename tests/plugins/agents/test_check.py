@@ -57,7 +57,8 @@ def failed(findings: dict[str, EnvironmentFinding]) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_broken_environment_is_caught_by_name(name: str) -> None:
-    assert FAULTS[name] in failed(found(f"{FILE}:{name}", seconds=0.7))
+    seconds = 0.7 if FAULTS[name] == "deadline" else 5.0  # others must not end late on a busy machine
+    assert FAULTS[name] in failed(found(f"{FILE}:{name}", seconds=seconds))
 
 
 def test_there_are_faults_for_all_that_can_fail() -> None:
