@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -169,6 +170,35 @@ def test_a_column_of_the_whole_batch_comes_from_the_client() -> None:
         given.check_columns(objective)
         total, _ = objective.loss({"log_probs": torch.tensor([[-1.0, -1.5]])}, given.batch.columns(), {})
         assert math.isfinite(float(total))
+
+
+def test_a_column_of_rows_is_one_number() -> None:
+    """TOPR's accuracy: the wrong row has the weight min(1, e^(-3 + 4)) = 1, or e^(-5 + 4); the right row has 1."""
+    sampled = {"logprobs": np.float32([0, -4]), "advantages": np.float32([0, 2])}
+    data = [datum([1, 2], target_tokens=[0, 3], accuracy=np.float32([right]), **sampled) for right in (1, 0, 0)]
+    made, objective = rows("topr", *data), plain("topr", {})
+    made.check_columns(objective)
+    assert made.batch["accuracy"].tolist() == [1, 0, 0]
+    total, _ = objective.loss({"log_probs": torch.tensor([[-5.0], [-3.0], [-5.0]])}, made.batch.columns(), {})
+    assert float(total) == pytest.approx(2 * (5 + 3 + 5 * math.exp(-1)), rel=1e-5)
+    with raises(DataError, "datum 0: accuracy"):
+        rows("topr", datum([1, 2], target_tokens=[0, 3], accuracy=np.float32([1, 1]), **sampled))
+
+
+@pytest.mark.parametrize("loss", [entry.name for entry in POLICY_LOSSES])
+def test_each_input_that_a_loss_reads_is_asked_for(loss: str) -> None:
+    entry = POLICY_LOSSES[loss]
+    inputs = {"logprobs" if "log_probs" in name else name for name in entry.columns}
+    inputs -= {"response_mask", *(["logprobs"] if {*entry.columns} == {"log_probs", "advantages"} else [])}
+    given: dict[str, Any] = {name: np.float32([1] if name == "accuracy" else [1, 1]) for name in inputs}
+    for missing in [None, *inputs]:
+        own = {name: each for name, each in given.items() if name != missing}
+        made = rows(loss, datum([1, 2], target_tokens=[2, 3], weights=np.float32([1, 1]), **own))
+        if missing is None:
+            made.check_columns(plain(f"whet:{loss}", {}))
+        else:
+            with raises(DataError, f"loss {loss!r}"):
+                made.check_columns(plain(f"whet:{loss}", {}))
 
 
 def test_options_that_are_no_numbers_are_refused() -> None:

@@ -18,7 +18,7 @@ import torch
 
 from whet.algorithms.calls import Bound, PolicyLoss
 from whet.batch import Batch
-from whet.columns import POLICY_OUTPUTS
+from whet.columns import COLUMNS, POLICY_OUTPUTS
 from whet.engines.protocol import Columns
 from whet.errors import DataError, RegistryError, did_you_mean
 from whet.metrics import Metrics
@@ -228,14 +228,17 @@ class DatumRows:
         return found
 
     def check_columns(self, objective: SumObjective) -> None:
-        """Checks that the rows have the columns that a loss computes over all rows of a batch: a request may be a part
-        of it.  Raises: DataError."""
-        of_batch = () if objective.loss_name == CROSS_ENTROPY else objective.function.entry.marks.get("before", ())
-        for name in of_batch:
-            if name not in self.batch:
-                why = f"reads {name!r}, which depends on all rows of a batch, and a request may be a part of it"
-                change = f"add {name!r} to loss_fn_inputs"
-                raise DataError(f"loss {objective.loss_name!r}", why, f"the input {name!r} in each row", change)
+        """Checks that the rows have all columns of the loss. The loop computes some of them over all rows of a batch,
+        of which a request may be a part.  Raises: DataError."""
+        if objective.loss_name == CROSS_ENTROPY:
+            return
+        of_batch = objective.function.entry.marks.get("before", ())
+        for name in objective.function.columns:
+            if name not in self.batch and name not in POLICY_OUTPUTS:
+                asked = LOG_PROBS if name in ("old_log_probs", "rollout_log_probs") else name
+                shown = "of all rows of a batch" if name in of_batch else "of each row"
+                why, change = f"reads {name!r} {shown}, and a request has only its inputs", "add it to loss_fn_inputs"
+                raise DataError(f"loss {objective.loss_name!r}", why, f"the input {asked!r} in each row", change)
 
 
 def _check_size(data: Sequence[Datum], targets: Sequence[npt.NDArray[Any]], width: int, vocab_size: int) -> None:
@@ -264,13 +267,22 @@ def _inputs(data: Sequence[Datum], loss: str, is_picked: bool, column: Any) -> d
         width = max(datum.inputs[TARGETS].reshape(len(datum.tokens), -1).shape[1] for datum in data)
         whole = parts.get(WEIGHTS) or [np.ones(datum.inputs[TARGETS].shape, np.float32) for datum in data]
         return {"picked_weights": column([each.reshape(len(each), width) for each in whole])}
-    columns = {name: column(each) for name, each in parts.items() if all(one.ndim == 1 for one in each)}
+    columns = {
+        name: torch.from_numpy(np.stack(each).reshape(-1)) if is_of_row(name) else column(each)
+        for name, each in parts.items()
+        if is_of_row(name) or all(one.ndim == 1 for one in each)
+    }
     if WEIGHTS in columns:
         columns["token_weights"] = columns.pop(WEIGHTS)
     if LOG_PROBS in columns:
         sampled = columns.pop(LOG_PROBS)
         columns = {"old_log_probs": sampled, "rollout_log_probs": sampled, **columns}
     return columns
+
+
+def is_of_row(name: str) -> bool:
+    """Tells whether an input is one number for a row, by the table of columns."""
+    return name in COLUMNS and COLUMNS[name].shape == "B"
 
 
 def trained(datum: Datum, number: int, loss: str, vocab_size: int, context: int) -> npt.NDArray[np.bool_]:
@@ -283,6 +295,10 @@ def trained(datum: Datum, number: int, loss: str, vocab_size: int, context: int)
     if targets is None or targets.dtype.kind != "i":
         raise DataError(f"{where}: {TARGETS}", None if targets is None else "are no integers", "an int64 tensor")
     for name, each in datum.inputs.items():
+        if is_of_row(name):
+            if each.shape != (1,):
+                raise DataError(f"{where}: {name}", f"has shape {list(each.shape)}", "one number for the whole row")
+            continue
         if each.ndim not in (1, 2) or len(each) != size or (name == WEIGHTS and each.shape != targets.shape):
             raise DataError(f"{where}: {name}", f"has shape {list(each.shape)}", f"one for each of {size} tokens")
     if targets.ndim == 2 and loss != CROSS_ENTROPY:
