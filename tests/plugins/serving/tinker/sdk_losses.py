@@ -12,7 +12,7 @@ import tinker  # type: ignore[import-not-found]
 import torch
 from tinker import types
 
-from tests.plugins.serving.tinker.sdk_script import ADAM, datum, rows
+from tests.plugins.serving.tinker.sdk_script import ADAM, datum, rows, tensor
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -62,6 +62,34 @@ def norm(service: Any, how: str) -> float:
     return float(model.optim_step(types.AdamParams(**ADAM)).result().metrics["grad_norm"])
 
 
+def compared(service: Any, is_named: bool) -> list[float]:
+    """The loss of a pair whose reference is the model itself but for a nat, and the norm of its gradient: by the
+    server's DPO, or by a formula of the client."""
+    model = service.create_lora_training_client(base_model="nano", rank=4, seed=3).result()
+    pair = [datum([1, 2, 3, 4], [0.0, 1.0, 1.0]), datum([1, 2, 5], [0.0, 1.0])]
+    found = model.forward(pair, "cross_entropy").result().loss_fn_outputs
+    reference = [[each - 0.5 * (row == 0) for each in out["logprobs"].data] for row, out in enumerate(found)]
+
+    def by_hand(_: Any, log_probs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        better, worse = ((own - torch.tensor(ref))[1:].sum() for own, ref in zip(log_probs, reference, strict=True))
+        return -torch.nn.functional.logsigmoid(0.2 * (better - worse)), {}
+
+    if not is_named:
+        done = model.forward_backward_custom(pair, by_hand).result()
+    else:
+        inputs = [
+            {"ref_log_probs": tensor(own, "float32"), **each.loss_fn_inputs}
+            for own, each in zip(reference, pair, strict=True)
+        ]
+        data = [
+            types.Datum(model_input=each.model_input, loss_fn_inputs=own)
+            for each, own in zip(pair, inputs, strict=True)
+        ]
+        done = model.forward_backward(data, "dpo", {"beta": 0.2, "num_comparisons": 1}).result()
+    step = model.optim_step(types.AdamParams(**ADAM)).result()
+    return [done.metrics["loss:sum"], step.metrics["grad_norm"]]
+
+
 def main(url: str) -> dict[str, Any]:
     service = tinker.ServiceClient(base_url=url, api_key="tml-me")
     sampler = service.create_sampling_client(base_model="nano").result()
@@ -74,6 +102,7 @@ def main(url: str) -> dict[str, Any]:
         "losses": {name: train(service, name) for name in ("lora", "lora-custom", "full", "full-custom")},
         "squared": norm(service, "squared"),
         "by_hand": norm(service, "by hand"),
+        "dpo": [compared(service, is_named) for is_named in (True, False)],
     }
 
 

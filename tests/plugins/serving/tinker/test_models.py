@@ -16,6 +16,7 @@ from tests.plugins.serving.tinker.rows import answer, datum, request
 from whet.algorithms.calls import mini_batch_functions, with_mini_batch_columns
 from whet.batch import Batch
 from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
+from whet.data.preferences import Comparison
 from whet.data.supervised import SupervisedExample
 from whet.devices import HOST
 from whet.engines.role import RoleSettings
@@ -27,8 +28,9 @@ from whet.plugins.serving.tinker.losses import NAMED, OWN
 from whet.plugins.serving.tinker.models import Models
 from whet.plugins.serving.tinker.store import ModelKind, Saved, Store
 from whet.plugins.serving.tinker.training import Base, Training
-from whet.registry import POLICY_LOSSES
-from whet.trainers.objectives import ImitationObjective, PolicyObjective
+from whet.registry import POLICY_LOSSES, PREFERENCE_LOSSES
+from whet.trainers.objectives import ComparisonObjective, ImitationObjective, PolicyObjective
+from whet.trainers.preference import to_batch as preference_batch
 from whet.trainers.sft import to_batch
 
 ADAM = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01, "grad_clip_norm": 1.0}
@@ -163,6 +165,49 @@ def test_every_policy_loss_has_the_bits_of_an_update(models: Models, model_folde
             engine.step()
             assert models.step(str(kind.rank), ADAM)["grad_norm"] > 0 or update
             same_bits(models, str(kind.rank), engine)
+
+
+LISTS = [  # prompt, responses, scores; a pair has the best and the worst one
+    ((1, 2, 3), [(6, 7), (8, 9, 10), (11,)], (3.0, 2.0, 1.0)),
+    ((4, 5), [(12, 13), (14,), (15, 16, 17)], (1.0, 0.5, 0.0)),
+]
+LABELLED = [((1, 2, 3), [(6, 7)], (1.0,)), ((1, 2, 3), [(8, 9, 10)], (0.0,)), ((4, 5), [(11,)], (1.0,))]
+
+
+@pytest.mark.parametrize("loss", PREFERENCE_LOSSES.names())
+def test_every_preference_loss_has_the_bits_of_whet_preference(models: Models, model_folder: Path, loss: str) -> None:
+    """Two updates on the same rows; the reference is the model before the first."""
+    of, kind = PREFERENCE_LOSSES[loss].marks["of"], FULL if loss == "dpo" else LORA
+    examples = [
+        Comparison(prompt, tuple((each, (1,) * len(each)) for each in responses), scores)
+        for prompt, responses, scores in (LABELLED if of == "label" else LISTS)
+    ]
+    engine, batch = of_whet(model_folder, kind), preference_batch(examples, 0, of, 3)
+    own = {"ref_log_probs": engine.forward(batch, frozenset({"log_probs"}))["log_probs"]}
+    own |= {name: torch.linspace(0.1, 0.5, len(batch)) for name in ("reference_point", "mean_log_ratio")}
+    batch = batch.with_columns(**own)
+    block = {"pair": 2, "label": 1, "list": 3}[of]
+    objective, options = ComparisonObjective(loss, {}, block=block, of=of), {"num_comparisons": len(batch) / block}
+    options |= {"list_size": 3.0} if of == "list" else {}
+    width, data = batch["input_ids"].shape[1] - batch["response_mask"].shape[1], []
+    for row in range(len(batch)):
+        real, mask = batch["attention_mask"][row].bool(), batch["response_mask"][row].bool()
+        ids, pad = batch["input_ids"][row][real].tolist(), np.zeros(int(real[:width].sum()) - 1, np.float32)
+        inputs = {"weights": mask[mask].float(), "ref_log_probs": batch["ref_log_probs"][row][mask]}
+        given = {name: np.concatenate([pad, each.numpy()]) for name, each in inputs.items()}
+        given |= {name: batch[name][row, None].numpy() for name in ("label", "scores", *own) if batch[name].ndim == 1}
+        data.append(datum(ids[:-1], target_tokens=ids[1:], **given))
+    models.create("m", kind)
+    for update in range(2):
+        engine.forward_backward(batch, objective)
+        (_, metrics), (_, forward) = (
+            result_of(models, "m", data, loss, options, forward_only=each) for each in (False, True)
+        )
+        expected = objective.function({**batch.columns(), **engine.forward(batch, objective.needs)})[0].sum()
+        assert metrics == forward == {"loss:sum": pytest.approx(float(expected) * block / len(batch), rel=1e-5)}
+        engine.step()
+        assert models.step("m", ADAM)["grad_norm"] > 0 or update
+        same_bits(models, "m", engine)
 
 
 def rows_of(prompts: Sequence[Any], responses: Sequence[Any], columns: dict[str, list[Any]]) -> Batch:

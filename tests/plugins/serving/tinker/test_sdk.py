@@ -159,6 +159,8 @@ def test_full_fine_tuning_has_the_bits_of_sft(server: Server, nano: Path, tmp_pa
     assert named["losses"][-1] < named["losses"][0]
     # a loss of several tokens together, whose slope by hand is 2 (l_0 + l_1)
     assert told["squared"] == pytest.approx(told["by_hand"], rel=1e-4) and told["by_hand"] > 0
+    named, custom = told["dpo"]
+    assert named == pytest.approx(custom, rel=1e-4) and named[0] == pytest.approx(math.log1p(math.exp(-0.2)), rel=1e-4)
     logits = AutoModelForCausalLM.from_pretrained(nano, dtype=torch.float32)(torch.tensor([told["prompt"]])).logits
     values, tokens = logits[0].log_softmax(-1).topk(3)
     assert told["likeliest"][0] in (None, []) and len(told["likeliest"]) == len(told["prompt"]) == 5
@@ -176,6 +178,7 @@ def test_two_ranks_have_the_numbers_of_one(nano: Path, tmp_path: Path) -> None:
     one, two = found
     assert two["likeliest"][1:] == one["likeliest"][1:]  # of the base, which the server itself samples
     assert two["squared"] == pytest.approx(one["squared"], rel=1e-3)
+    assert two["dpo"][0] == pytest.approx(one["dpo"][0], rel=1e-3)
     for name, told in one["losses"].items():
         assert two["losses"][name]["losses"] == pytest.approx(told["losses"], rel=1e-3)
         assert two["losses"][name]["scores"] == pytest.approx(told["scores"], rel=1e-3, abs=1e-4)
