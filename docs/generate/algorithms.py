@@ -30,6 +30,12 @@ cannot show (adaptive entropy coefficient, length stages), and with an untrained
 part of its reward. The step uses the parts of the training loop. Weights are computed with a rollout policy whose
 logits differ from the trainer's by 0.3.
 
+The data of a preference loss are all pairs of these 15 responses (all labelled responses; for lists, all orders of
+three of five responses): the reference samples the responses, and Bradley and Terry order them by their scores. The
+gradient of the objective of `whet preference`, expected over these comparisons, is compared with the gradient of the
+expected loss, which is computed from values of the loss alone, by finite differences. `kto` and `bco` read a fixed
+shift.
+
 {legend}
 
 A bias is not an error by itself: many algorithms accept it for lower variance, shorter responses or stability.

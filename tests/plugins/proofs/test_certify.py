@@ -30,13 +30,16 @@ from whet.plugins.proofs.certify import (
     rows,
     rows_of,
 )
-from whet.registry import ADV_ESTIMATORS, KINDS, KL_FORMS, POLICY_LOSSES
+from whet.registry import ADV_ESTIMATORS, KINDS, KL_FORMS, POLICY_LOSSES, PREFERENCE_LOSSES
 from whet.trainers.shape import Shaper
 
 SMALL = World(length=2)  # the whole table, of answers of up to three tokens, is docs/algorithms.md's
 FUNCTIONS = [entry for kind in KINDS for entry in kind]
 CLAIMS = [
-    pytest.param(row, id=f"{row.kind} {row.name}") for entry in FUNCTIONS for row in rows_of(entry) if row.is_exact
+    pytest.param(row, id=f"{row.kind} {row.name}")
+    for entry in FUNCTIONS
+    for row in rows_of(entry)
+    if row.is_exact and row.kind != PREFERENCE_LOSSES.kind
 ]
 
 
@@ -153,7 +156,7 @@ def test_the_table_has_everything() -> None:
     assert len(names) == len(rows()) >= 80
     assert {("recipe", "gsm8k"), ("recipe", "dapo_gsm8k"), ("recipe", "cpo_quickstart")} <= names
     assert {("KL in the loss", "k3_ratio"), ("KL in the loss", "k3+"), ("KL in the reward", "k1")} <= names
-    for kind in (ADV_ESTIMATORS, POLICY_LOSSES):
+    for kind in (ADV_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES):
         assert {(kind.kind, entry.name) for entry in kind if entry.alias_of is None} <= names
 
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from whet.algorithms.calls import Bound
-from whet.plugins.proofs.certify import World
+from whet.plugins.proofs.certify import World, certificates, rows_of
+from whet.plugins.proofs.comparisons import Comparisons
 from whet.registry import PREFERENCE_LOSSES
 
 WORLD = World()
@@ -204,6 +205,40 @@ def test_lists() -> None:
             share = sum(ratio[place] / sum(ratio[first:]) for first in range(place + 1))
             slopes.append((row, chance * BETA * (share - 1)))
     torch.testing.assert_close(found, by_hand(slopes), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES.names())
+def test_the_certificate_of_every_loss(name: str) -> None:
+    """Autograd through the objective agrees with differences of the expected loss, except where weights are held."""
+    [row], (found, stale) = (rows := rows_of(PREFERENCE_LOSSES[name])), certificates(rows[0])
+    assert stale is None and row.is_exact == (name != "wpo") == (found.relative_error < 1e-8)
+    assert (found.cosine > 0.9999999) == row.is_exact and found.variance > 0
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_the_gradient_of_a_certificate_is_that_by_hand(case: str) -> None:
+    name, options, slopes = PAIRS[case]
+    compared = Comparisons.of(name, {"beta": BETA, **options})
+    assert float(compared.probabilities.sum()) == pytest.approx(1)
+    chances = {(w, v): p for (w, v), p in zip(compared.rows.tolist(), compared.probabilities.tolist(), strict=True)}
+    hand = by_hand([(row, p * s) for pair, p in chances.items() for row, s in zip(pair, slopes(*pair), strict=True)])
+    found = compared.probabilities @ compared.gradients()
+    torch.testing.assert_close(found, hand.flatten(), rtol=1e-9, atol=1e-12)
+    scores = WORLD.scores.tolist()
+    for w, v in ((0, 3), (9, 14)):
+        assert chances[w, v] / chances[v, w] == pytest.approx(math.exp(scores[w] - scores[v]))
+        either = chances[w, v] + chances[v, w]
+        assert either / (chances[1, 2] + chances[2, 1]) == pytest.approx(math.exp(T[w] + T[v] - T[1] - T[2]))
+
+
+def test_the_probabilities_of_lists_and_labels() -> None:
+    """Two of the sixty orders of five responses; two of the labels."""
+    lists, labels, scores = Comparisons.of("plackett_luce", {}), Comparisons.of("kto", {}), WORLD.scores.tolist()
+    chances = dict(zip(map(tuple, lists.rows.tolist()), lists.probabilities.tolist(), strict=True))
+    a, b, c = (math.exp(scores[row]) for row in (0, 3, 6))
+    assert len(chances) == 60 and chances[0, 3, 6] / chances[6, 3, 0] == pytest.approx(a / (b + c) / (c / (a + b)))
+    good, bad = labels.probabilities[:2].tolist()
+    assert good / bad == pytest.approx(math.exp(scores[0])) and labels.columns["label"][:4].tolist() == [1, 0, 1, 0]
 
 
 def test_every_loss_is_here() -> None:

@@ -27,7 +27,16 @@ from whet.config.compose import shipped_recipes
 from whet.config.load import load_config
 from whet.config.schema import DataConfig, TrainConfig
 from whet.metrics import Metrics
-from whet.registry import ADV_ESTIMATORS, AGGREGATIONS, FILTERS, KL_FORMS, POLICY_LOSSES, WEIGHTS, Entry
+from whet.registry import (
+    ADV_ESTIMATORS,
+    AGGREGATIONS,
+    FILTERS,
+    KL_FORMS,
+    POLICY_LOSSES,
+    PREFERENCE_LOSSES,
+    WEIGHTS,
+    Entry,
+)
 from whet.trainers.objectives import PolicyObjective
 from whet.trainers.shape import Correction, Shaper, estimator
 
@@ -326,12 +335,14 @@ def multiplicity(group: Sequence[int]) -> int:
 STALENESS, GAP = 0.3, 0.3
 BATCH = 4  # groups of a batch; a filter with an option `extra` starts more
 KL_LOSS = "KL in the loss"
+HELD_FIXED = {"wpo"}  # preference losses with weights that have no gradient
 SUMS = "seq-mean-token-sum"
 
 
 @dataclass(frozen=True)
 class Certified:
-    """A row of the table: an algorithm's part, with RLOO, `reinforce` and sums over sequences; or a whole recipe."""
+    """A row of the table: an algorithm's part, with RLOO, `reinforce` and sums over sequences; a whole recipe; or a
+    preference loss, which has no algorithm."""
 
     kind: str
     name: str
@@ -349,7 +360,7 @@ def plain(**changed: Any) -> AlgorithmConfig:
 def rows() -> list[Certified]:
     """Returns the rows of the table: first every estimator, loss, aggregation, KL, weight and filter, changed one at a
     time, then the shipped recipes."""
-    kinds = (ADV_ESTIMATORS, POLICY_LOSSES, AGGREGATIONS, KL_FORMS, WEIGHTS, FILTERS)
+    kinds = (ADV_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES, AGGREGATIONS, KL_FORMS, WEIGHTS, FILTERS)
     found = [row for kind in kinds for entry in kind for row in rows_of(entry)]
     whole = CorrectionConfig(weight="importance", weight_options={"level": "sequence", "cap": math.inf})
     found.append(Certified(WEIGHTS.kind, "importance of the sequence, no cap", plain(correction=whole), True, gap=GAP))
@@ -371,6 +382,8 @@ def rows_of(entry: Entry) -> list[Certified]:
         terms = [KLConfig(where=where, form=name, coef=0.5) for where in ("reward", "loss")]
         exact = name.startswith("k1")  # exact in the reward only
         return [Certified(f"KL in the {kl.where}", name, plain(kl=kl), exact and kl.where == "reward") for kl in terms]
+    if kind == PREFERENCE_LOSSES.kind:
+        return [Certified(kind, name, plain(), entry.target.startswith("whet.") and name not in HELD_FIXED, mode=None)]
     if entry.alias_of is not None:
         return []
     mode = entry.marks.get("aggregation", SUMS)
@@ -384,8 +397,13 @@ def rows_of(entry: Entry) -> list[Certified]:
     return [by_kind[kind]()] if kind in by_kind else []
 
 
-def certificates(row: Certified) -> tuple[Certificate, Certificate]:
-    """Computes two certificates: sampled by the policy itself, and by a policy whose logits differ by `STALENESS`."""
+def certificates(row: Certified) -> tuple[Certificate, Certificate | None]:
+    """Computes two certificates: sampled by the policy itself, and by a policy whose logits differ by `STALENESS`. A
+    preference loss has the first alone, since no policy samples its data."""
+    if row.kind == PREFERENCE_LOSSES.kind:
+        from whet.plugins.proofs.comparisons import certify_comparisons
+
+        return certify_comparisons(row.name), None
     own, stale = (certify(row.algorithm, mode=row.mode, gap=row.gap, staleness=each) for each in (0.0, STALENESS))
     if row.kind == KL_LOSS:
         stale = replace(stale, kl_error=kl_error(row.name, staleness=STALENESS))

@@ -64,7 +64,7 @@ def cells(row: Certified) -> list[str]:
         f"{own.cosine:.3f}",
         f"{own.norm_ratio:.2f}",
         f"{own.variance:.1f}",
-        number(stale.relative_error),
-        f"{stale.cosine:.3f}",
-        "" if stale.kl_error is None else number(stale.kl_error),
+        "" if stale is None else number(stale.relative_error),
+        "" if stale is None else f"{stale.cosine:.3f}",
+        "" if stale is None or stale.kl_error is None else number(stale.kl_error),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,8 +129,6 @@ def test_a_client_names_no_code(place: str, tmp_path: Path) -> None:
         with raises(RegistryError, found=name):
             plain(loss, options)
     assert not (tmp_path / "ran").exists()
-    with raises(RegistryError):  # a preference loss, which reads pairs
-        plain("dpo", {})
 
 
 def test_a_divisor_of_the_whole_batch_comes_from_the_client() -> None:
@@ -164,11 +163,93 @@ def test_a_column_of_the_whole_batch_comes_from_the_client() -> None:
     for loss in [entry.name for entry in POLICY_LOSSES if "before" in entry.marks]:
         objective = plain(loss, {})
         with raises(DataError, f"loss {loss!r}"):
-            rows(loss, datum([1, 2], target_tokens=[2, 3], **sampled)).check_columns(objective)
+            objective.check(rows(loss, datum([1, 2], target_tokens=[2, 3], **sampled)).batch)
         given = rows(loss, datum([1, 2], target_tokens=[2, 3], chosen=np.float32([0, 1]), **sampled))
-        given.check_columns(objective)
+        objective.check(given.batch)
         total, _ = objective.loss({"log_probs": torch.tensor([[-1.0, -1.5]])}, given.batch.columns(), {})
         assert math.isfinite(float(total))
+
+
+def test_a_column_of_rows_is_one_number() -> None:
+    """TOPR's accuracy: the wrong row has the weight min(1, e^(-3 + 4)) = 1, or e^(-5 + 4); the right row has 1."""
+    sampled = {"logprobs": np.float32([0, -4]), "advantages": np.float32([0, 2])}
+    data = [datum([1, 2], target_tokens=[0, 3], accuracy=np.float32([right]), **sampled) for right in (1, 0, 0)]
+    made, objective = rows("topr", *data), plain("topr", {})
+    objective.check(made.batch)
+    assert made.batch["accuracy"].tolist() == [1, 0, 0]
+    total, _ = objective.loss({"log_probs": torch.tensor([[-5.0], [-3.0], [-5.0]])}, made.batch.columns(), {})
+    assert float(total) == pytest.approx(2 * (5 + 3 + 5 * math.exp(-1)), rel=1e-5)
+    with raises(DataError, "datum 0: accuracy"):
+        rows("topr", datum([1, 2], target_tokens=[0, 3], accuracy=np.float32([1, 1]), **sampled))
+
+
+@pytest.mark.parametrize("loss", [entry.name for entry in POLICY_LOSSES])
+def test_each_input_that_a_loss_reads_is_asked_for(loss: str) -> None:
+    entry = POLICY_LOSSES[loss]
+    inputs = {"logprobs" if "log_probs" in name else name for name in entry.columns}
+    inputs -= {"response_mask", *(["logprobs"] if {*entry.columns} == {"log_probs", "advantages"} else [])}
+    given: dict[str, Any] = {name: np.float32([1] if name == "accuracy" else [1, 1]) for name in inputs}
+    for missing in [None, *inputs]:
+        own = {name: each for name, each in given.items() if name != missing}
+        made = rows(loss, datum([1, 2], target_tokens=[2, 3], weights=np.float32([1, 1]), **own))
+        if missing is None:
+            plain(f"whet:{loss}", {}).check(made.batch)
+        else:
+            with raises(DataError, f"loss {loss!r}"):
+                plain(f"whet:{loss}", {}).check(made.batch)
+
+
+COMPARED = [
+    datum([1, 2, last], target_tokens=[2, last, 9], weights=np.float32([0, 1, 1]), ref_log_probs=np.float32([0, a, b]))
+    for last, a, b in ((3, -2, -1), (4, -1, -1), (5, -3, -3), (6, -2, -2))
+]
+NOW = torch.tensor([[-1.0, -1.0], [-2.0, -1.0], [-3.0, -2.0], [-1.0, -1.0]])  # sums less the reference: 1, -1, 1, 2
+
+
+def test_a_preference_loss_compares_adjacent_rows() -> None:
+    """DPO: differences of 2 beta and -beta. The divisor is of the whole batch; without it, the sum."""
+    made = rows("dpo", *COMPARED)
+    for options, divisor in ({}, 1), ({"num_comparisons": 4.0}, 4):
+        objective = objective_of("dpo", {"beta": 0.5, **options}, is_picked=made.is_picked)
+        objective.check(made.batch)
+        total, _ = objective.loss({"log_probs": NOW}, made.batch.columns(), objective.counts(made.batch.columns()))
+        assert float(total) == pytest.approx((math.log1p(math.exp(-1)) + math.log1p(math.exp(0.5))) / divisor)
+    assert objective.block == 2 and objective.seen[3].tolist() == [-1, -1]
+    empty = rows("dpo", *(datum([1], target_tokens=[2], weights=np.float32([0])) for _ in range(2)))
+    assert not any(objective.counts(empty.batch.columns()).values())
+
+
+def test_a_request_that_cuts_a_comparison_is_refused() -> None:
+    for loss, options in (("dpo", {}), ("whet:simpo", {}), ("plackett_luce", {"list_size": 2.0})):
+        scored = [datum([1], target_tokens=[2], weights=np.float32([1]), ref_log_probs=np.float32([-1]),
+                        scores=np.float32([1]))] * 3  # fmt: skip
+        with raises(DataError, "data"):
+            plain(loss, options).check(rows(loss, *scored).batch)
+        plain(loss, options).check(rows(loss, *scored[:2]).batch)
+
+
+def test_a_preference_loss_refuses_other_rows() -> None:
+    reference = {"ref_log_probs": np.float32([-1])}
+    for inputs in ({}, {"weights": np.float32([0.5])}):
+        with raises(DataError, "weights"):
+            plain("dpo", {}).check(rows("dpo", *[datum([1], target_tokens=[2], **reference, **inputs)] * 2).batch)
+    with raises(DataError, "loss 'dpo'"):
+        plain("dpo", {}).check(rows("dpo", *[datum([1], target_tokens=[2], weights=np.float32([1]))] * 2).batch)
+    with raises(DataError, "target_tokens"):
+        objective_of("dpo", {}, is_picked=True)
+    with raises(DataError, "datum 0: label"):
+        rows("kto", datum([1, 2], target_tokens=[2, 3], label=np.float32([1, 1])))
+    for key, bad in (
+        ("list_size", {}),
+        ("list_size", {"list_size": 0.0}),
+        ("num_comparisons", {"num_comparisons": 0.0}),
+    ):
+        with raises(DataError, key):
+            plain("plackett_luce", {"list_size": 2.0, **bad} if bad else {})
+    with pytest.raises(ConfigError):
+        plain("dpo", {"aggregation": "token-mean"})
+    assert plain("ipo", {"per_token": 0.0}).options["per_token"] is False
+    assert plain("cpo", {"sft_coef": 0.5}).options["sft_coef"] == 0.5
 
 
 def test_options_that_are_no_numbers_are_refused() -> None:

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from tests.plugins.serving.tinker.rows import answer, datum, request
-from whet.algorithms.calls import with_mini_batch_columns
+from whet.algorithms.calls import mini_batch_functions, with_mini_batch_columns
 from whet.batch import Batch
 from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
+from whet.data.preferences import Comparison
 from whet.data.supervised import SupervisedExample
 from whet.devices import HOST
 from whet.engines.role import RoleSettings
@@ -23,16 +24,20 @@ from whet.engines.single import SingleEngine
 from whet.errors import DataError, EngineError, RegistryError
 from whet.guard import RefusedError
 from whet.models.positions import position_ids
+from whet.plugins.serving.tinker.losses import NAMED, OWN
 from whet.plugins.serving.tinker.models import Models
 from whet.plugins.serving.tinker.store import ModelKind, Saved, Store
 from whet.plugins.serving.tinker.training import Base, Training
-from whet.trainers.objectives import ImitationObjective, PolicyObjective
+from whet.registry import POLICY_LOSSES, PREFERENCE_LOSSES
+from whet.trainers.objectives import ComparisonObjective, ImitationObjective, PolicyObjective
+from whet.trainers.preference import to_batch as preference_batch
 from whet.trainers.sft import to_batch
 
 ADAM = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01, "grad_clip_norm": 1.0}
 OPTIM = OptimConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
 pytestmark = pytest.mark.slow
 FULL, LORA = ModelKind("nano", 0), ModelKind("nano", 4, seed=3)
+BOTH = ("ppo", "importance_sampling", "cispo", "dro", "whet:cispo", "clip_cov")  # losses that train all weights too
 KINDS = pytest.mark.parametrize("kind", [FULL, LORA], ids=["full", "lora"])
 
 
@@ -114,56 +119,94 @@ def test_cross_entropy_has_the_bits_of_sft(models: Models, model_folder: Path, k
         assert metrics == {"loss:sum": pytest.approx(mean / 8, rel=1e-5)}
 
 
-@KINDS
-@pytest.mark.parametrize("loss", ["ppo", "importance_sampling", "cispo", "dro", "sapo", "whet:cispo", "clip_cov"])
-def test_a_policy_loss_has_the_bits_of_an_update(
-    models: Models, model_folder: Path, kind: ModelKind, loss: str
-) -> None:
+LOSSES = [*NAMED, *(f"{OWN}{name}" if name in NAMED else name for name in POLICY_LOSSES.names())]
+CHOICES: dict[str, dict[str, float]] = {
+    "clip_cov": {"share": 0.5, "lower": -1.0, "upper": 1.0},
+    "kl_cov": {"share": 0.5},
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_policy_loss_has_the_bits_of_an_update(models: Models, model_folder: Path, loss: str) -> None:
     """Rows of two groups with shared prompts, laid out as the loop does."""
-    names = {
-        "ppo": ("ppo_clip", {}),
-        "importance_sampling": ("ppo_clip", {"clip_ratio_low": 1.0, "clip_ratio_high": 1e30}),
-    }
-    names["cispo"] = "cispo", {"bounds": "absolute", "clip_ratio_low": 0.8, "clip_ratio_high": 1.2}
-    name, options = names.get(loss, (loss.removeprefix("whet:"), {}))
+    name, options = NAMED.get(loss, (loss.removeprefix(OWN), CHOICES.get(loss, {})))
     prompts, responses = [(1, 2, 3), (1, 2, 3), (4, 5)], [(6, 7), (8, 9, 10), (11,)]
     rng = np.random.default_rng(0)
-    old = [rng.normal(-6.0, 0.3, len(each)).astype(np.float32) for each in responses]
-    scores = np.float32([0.7, -0.3, -0.4])
-    draws = {"draws": [rng.random(len(each)).astype(np.float32) for each in responses]} if loss == "clip_cov" else {}
-    if loss == "clip_cov":
-        options = {"share": 0.5, "lower": -1.0, "upper": 1.0}
-    engine, total = of_whet(model_folder, kind), sum(map(len, responses))
-    models.create("m", kind)
-    batch = rows_of(
-        prompts,
-        responses,
-        {
-            "old_log_probs": old,
-            "advantages": [np.full(len(r), s) for r, s in zip(responses, scores, strict=True)],
-            **draws,
-        },
+    start = of_whet(model_folder, FULL).forward(rows_of(prompts, responses, {}), frozenset({"log_probs"}))["log_probs"]
+    old, sampled = (
+        [rng.normal(row[: len(each)], 0.1).astype(np.float32) for row, each in zip(start, responses, strict=True)]
+        for _ in range(2)
     )
-    chosen: dict[str, list[npt.NDArray[np.float32]]] = {}
-    objective = PolicyObjective(name, options)
-    if loss == "clip_cov":
-        batch = batch.with_columns(chosen=with_mini_batch_columns(objective.function, batch.tensors())["chosen"])
-        rows = zip(batch["chosen"], responses, strict=True)
-        chosen["chosen"] = [row[: len(own)].float().numpy() for row, own in rows]
-    data = []
-    for prompt, response, sampled, score in zip(prompts, responses, old, scores, strict=True):
+    scores, accuracy = np.float32([0.7, -0.3, -0.4]), np.float32([1, 0, 0])
+    columns = {
+        "old_log_probs": old,
+        "rollout_log_probs": sampled,
+        "advantages": [np.full(len(r), s) for r, s in zip(responses, scores, strict=True)],
+        "draws": [rng.random(len(each)).astype(np.float32) for each in responses],
+    }
+    objective, total = PolicyObjective(name, options), sum(map(len, responses))
+    batch = rows_of(prompts, responses, columns).with_columns(accuracy=torch.from_numpy(accuracy))
+    own = mini_batch_functions(objective.function.entry)
+    extra = {each: with_mini_batch_columns(objective.function, batch.tensors())[each] for each in own}
+    batch, data = batch.with_columns(**extra), []
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        inputs = {"logprobs": old[row], "rollout_log_probs": sampled[row], "advantages": columns["advantages"][row]}
+        inputs |= {each: column[row, : len(response)].float().numpy() for each, column in extra.items()}
+        inputs["weights"] = np.full(len(response), np.float32(1) / np.float32(total))
         pad = np.zeros(len(prompt) - 1, np.float32)
-        own = np.ones(len(response), np.float32)
-        inputs = {"logprobs": sampled, "advantages": own * score, "weights": own / np.float32(total)}
-        inputs |= {key: each[len(data)] for key, each in chosen.items()}
-        inputs = {key: np.concatenate([pad, each]) for key, each in inputs.items()}
-        data.append(datum([*prompt, *response[:-1]], target_tokens=[0] * len(pad) + [*response], **inputs))
-    for _ in range(2):
+        given = {key: np.concatenate([pad, each]) for key, each in inputs.items()} | {"accuracy": accuracy[[row]]}
+        data.append(datum([*prompt, *response[:-1]], target_tokens=[0] * len(pad) + [*response], **given))
+    for kind in (FULL, LORA) if loss in BOTH else (LORA,):
+        engine = of_whet(model_folder, kind)
+        models.create(str(kind.rank), kind)
+        for update in range(2):
+            engine.forward_backward(batch, objective)
+            result_of(models, str(kind.rank), data, loss, CHOICES.get(loss))
+            engine.step()
+            assert models.step(str(kind.rank), ADAM)["grad_norm"] > 0 or update
+            same_bits(models, str(kind.rank), engine)
+
+
+LISTS = [  # prompt, responses, scores; a pair has the best and the worst one
+    ((1, 2, 3), [(6, 7), (8, 9, 10), (11,)], (3.0, 2.0, 1.0)),
+    ((4, 5), [(12, 13), (14,), (15, 16, 17)], (1.0, 0.5, 0.0)),
+]
+LABELLED = [((1, 2, 3), [(6, 7)], (1.0,)), ((1, 2, 3), [(8, 9, 10)], (0.0,)), ((4, 5), [(11,)], (1.0,))]
+
+
+@pytest.mark.parametrize("loss", PREFERENCE_LOSSES.names())
+def test_every_preference_loss_has_the_bits_of_whet_preference(models: Models, model_folder: Path, loss: str) -> None:
+    """Two updates on the same rows; the reference is the model before the first."""
+    of, kind = PREFERENCE_LOSSES[loss].marks["of"], FULL if loss == "dpo" else LORA
+    examples = [
+        Comparison(prompt, tuple((each, (1,) * len(each)) for each in responses), scores)
+        for prompt, responses, scores in (LABELLED if of == "label" else LISTS)
+    ]
+    engine, batch = of_whet(model_folder, kind), preference_batch(examples, 0, of, 3)
+    own = {"ref_log_probs": engine.forward(batch, frozenset({"log_probs"}))["log_probs"]}
+    own |= {name: torch.linspace(0.1, 0.5, len(batch)) for name in ("reference_point", "mean_log_ratio")}
+    batch = batch.with_columns(**own)
+    block = {"pair": 2, "label": 1, "list": 3}[of]
+    objective, options = ComparisonObjective(loss, {}, block=block, of=of), {"num_comparisons": len(batch) / block}
+    options |= {"list_size": 3.0} if of == "list" else {}
+    width, data = batch["input_ids"].shape[1] - batch["response_mask"].shape[1], []
+    for row in range(len(batch)):
+        real, mask = batch["attention_mask"][row].bool(), batch["response_mask"][row].bool()
+        ids, pad = batch["input_ids"][row][real].tolist(), np.zeros(int(real[:width].sum()) - 1, np.float32)
+        inputs = {"weights": mask[mask].float(), "ref_log_probs": batch["ref_log_probs"][row][mask]}
+        given = {name: np.concatenate([pad, each.numpy()]) for name, each in inputs.items()}
+        given |= {name: batch[name][row, None].numpy() for name in ("label", "scores", *own) if batch[name].ndim == 1}
+        data.append(datum(ids[:-1], target_tokens=ids[1:], **given))
+    models.create("m", kind)
+    for update in range(2):
         engine.forward_backward(batch, objective)
-        given = options if name == loss else {}
-        result_of(models, "m", data, loss, {key: each for key, each in given.items() if not isinstance(each, str)})
+        (_, metrics), (_, forward) = (
+            result_of(models, "m", data, loss, options, forward_only=each) for each in (False, True)
+        )
+        expected = objective.function({**batch.columns(), **engine.forward(batch, objective.needs)})[0].sum()
+        assert metrics == forward == {"loss:sum": pytest.approx(float(expected) * block / len(batch), rel=1e-5)}
         engine.step()
-        models.step("m", ADAM)
+        assert models.step("m", ADAM)["grad_norm"] > 0 or update
         same_bits(models, "m", engine)
 
 
@@ -342,7 +385,7 @@ def test_a_snapshot_stays_as_it_is(models: Models, kind: ModelKind) -> None:
     ("data", "loss", "kind"),
     [
         ([datum([1, 2], target_tokens=[2, 3])], "nonesuch", RegistryError),
-        ([datum([1, 2], target_tokens=[2, 3], logprobs=np.float32([-1, -2]))], "ppo", RegistryError),
+        ([datum([1, 2], target_tokens=[2, 3], logprobs=np.float32([-1, -2]))], "ppo", DataError),
         ([datum([1, 99999], target_tokens=[2, 3])], "cross_entropy", DataError),
         ([datum([1, 2], target_tokens=[2, 99999])], "cross_entropy", DataError),
         ([datum([1, 2], target_tokens=[2])], "cross_entropy", DataError),

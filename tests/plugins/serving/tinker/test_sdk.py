@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import whet
 from tests.plugins.serving.server_processes import Running
@@ -55,15 +57,22 @@ def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return init_model(tmp_path_factory.mktemp("tinker") / "nano", "qwen3", "nano", num_layers=2)
 
 
-@pytest.fixture
-def server(nano: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
-    words = [sys.executable, "-m", "whet", "serve", str(nano), "--tinker", "--port", "0", "--dtype", "float32"]
-    words += ["--folder", str(tmp_path / "ck"), *map(str, getattr(request, "param", ()))]
+@contextmanager
+def started(model: Path, folder: Path, *options: object) -> Iterator[Server]:
+    """`whet serve --tinker` on a free port."""
+    words = [sys.executable, "-m", "whet", "serve", str(model), "--tinker", "--port", "0", "--dtype", "float32"]
+    words += ["--folder", str(folder), *map(str, options)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             yield Server(process)
         finally:
             process.kill()
+
+
+@pytest.fixture
+def server(nano: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    with started(nano, tmp_path / "ck", *getattr(request, "param", ())) as server:
+        yield server
 
 
 def run(python: Path, *words: str, **environment: str) -> str:
@@ -74,6 +83,12 @@ def run(python: Path, *words: str, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def losses_of(server: Server, rows: list[Any]) -> Any:
+    """Runs sdk_losses.py.  Returns the numbers that it prints."""
+    script = str(HERE / "sdk_losses.py")
+    return json.loads(run(NEWEST, script, server.address, json.dumps(rows), PYTHONPATH=str(ROOT)).splitlines()[-1])
 
 
 @pytest.mark.parametrize("python", [OLDEST, NEWEST], ids=["0.25", "0.38"])
@@ -121,6 +136,52 @@ def test_the_sdk_trains_samples_and_resumes(server: Server, nano: Path, python: 
     assert all("RequestFailedError" in each and "an image" in each for each in told["images"]), told["images"]
     # its first step is of zeros beside those of the other layers
     assert told["unembedding"] < told["losses"][1] and told["unembedding"] != pytest.approx(told["losses"][2], rel=1e-6)
+
+
+def test_full_fine_tuning_has_the_bits_of_sft(server: Server, nano: Path, tmp_path: Path) -> None:
+    """rank=0 trains all weights; a loss that the client computes has the gradient of the same loss by name."""
+    settings: dict[str, Any] = {
+        "model.path": str(nano), "model.dtype": "float32", "trainer.seed": 3, "trainer.total_steps": 2,
+        "trainer.run_dir": str(tmp_path / "sft"), "trainer.save_freq": 2, "trainer.logger": ["jsonl"],
+        "optim.lr": 1e-2, "optim.betas": [0.9, 0.95], "optim.eps": 1e-8, "optim.weight_decay": 0.01, "grad_clip": 1.0,
+        "data.train_batch_size": 2, "data.max_length": 64, "data.shuffle": False,
+    }  # fmt: skip
+    trained = whet.sft(data=[{"prompt": f"{each}+1=", "response": "ab" * each} for each in (1, 3)], **settings)
+    rows = [[each.input_ids, each.loss_mask[1:]] for each in trained.examples]
+    told = losses_of(server, rows)
+    expected = serialization.load(trained.run_dir / "checkpoints" / "global_step_2" / "actor.state")["model"]
+    for name in ("full", "full-custom"):
+        mine = serialization.load(next((tmp_path / "ck").glob(f"*/weights/{name}/state")))["model"]
+        assert mine.keys() == expected.keys()
+        assert all(torch.equal(mine[each], expected[each]) for each in mine)
+    named, custom = told["losses"]["lora"], told["losses"]["lora-custom"]
+    assert custom["losses"] == named["losses"] and custom["metrics"]["mean"] == pytest.approx(named["losses"][0])
+    assert named["losses"][-1] < named["losses"][0]
+    # a loss of several tokens together, whose slope by hand is 2 (l_0 + l_1)
+    assert told["squared"] == pytest.approx(told["by_hand"], rel=1e-4) and told["by_hand"] > 0
+    named, custom = told["dpo"]
+    assert named == pytest.approx(custom, rel=1e-4) and named[0] == pytest.approx(math.log1p(math.exp(-0.2)), rel=1e-4)
+    logits = AutoModelForCausalLM.from_pretrained(nano, dtype=torch.float32)(torch.tensor([told["prompt"]])).logits
+    values, tokens = logits[0].log_softmax(-1).topk(3)
+    assert told["likeliest"][0] in (None, []) and len(told["likeliest"]) == len(told["prompt"]) == 5
+    for place, found in enumerate(told["likeliest"][1:]):
+        assert [token for token, _ in found] == tokens[place].tolist()
+        assert [log_prob for _, log_prob in found] == pytest.approx(values[place].tolist(), abs=1e-4)
+
+
+def test_two_ranks_have_the_numbers_of_one(nano: Path, tmp_path: Path) -> None:
+    """An adapter and all weights, by the SDK, and the samples of what was trained."""
+    rows, found = [[[1, 2, 3, 4], [0, 1, 1]], [[5, 6, 7], [1, 1]], [[9, 8, 7, 6, 5], [0, 0, 1, 1]]], []
+    for number, options in enumerate(((), ("--ranks", 2, "--train-engine", "fsdp"))):
+        with started(nano, tmp_path / str(number), *options) as server:
+            found.append(losses_of(server, rows))
+    one, two = found
+    assert two["likeliest"][1:] == one["likeliest"][1:]  # of the base, which the server itself samples
+    assert two["squared"] == pytest.approx(one["squared"], rel=1e-3)
+    assert two["dpo"][0] == pytest.approx(one["dpo"][0], rel=1e-3)
+    for name, told in one["losses"].items():
+        assert two["losses"][name]["losses"] == pytest.approx(told["losses"], rel=1e-3)
+        assert two["losses"][name]["scores"] == pytest.approx(told["scores"], rel=1e-3, abs=1e-4)
 
 
 def test_the_script_of_the_page(server: Server, tmp_path: Path) -> None:
@@ -284,28 +345,19 @@ def test_the_loops_of_the_cookbook(nano: Path, tmp_path: Path) -> None:
         card = f"configs:\n- config_name: {config}\n  data_files:\n  - split: train\n    path: data/train.parquet\n"
         (folder / "README.md").write_text(f"---\n{card}---\n")
     repos = {f"models/{COOKBOOK}": nano, "datasets/HuggingFaceH4/no_robots": no_robots, "datasets/openai/gsm8k": gsm8k}
-    words = [sys.executable, "-m", "whet", "serve", str(nano), "--tinker", "--port", "0", "--dtype", "float32"]
-    words += ["--name", COOKBOOK, "--folder", str(tmp_path / "ck")]
-    with (
-        serving(repos) as hub,
-        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
-    ):
-        try:
-            server = Server(process)
-            hub_settings = {
-                "HF_ENDPOINT": hub,
-                "HF_HOME": str(tmp_path / "hf"),
-                "HF_HUB_DISABLE_XET": "1",
-                "HF_HUB_OFFLINE": "0",
-            }
-            shared = [f"base_url={server.address}", f"model_name={COOKBOOK}", "lora_rank=4", "save_every=2"]
-            sl = [*shared, f"log_path={tmp_path / 'sl'}", "batch_size=4", "learning_rate=0.01"]
-            for steps in ("3", "4"):  # the second resumes from the first's state
-                run(NEWEST, "-m", "tinker_cookbook.recipes.sl_loop", *sl, f"max_steps={steps}", **hub_settings)
-            rl = [*shared, f"log_path={tmp_path / 'rl'}", "batch_size=2", "group_size=4", "max_tokens=8", "max_steps=2"]
-            run(NEWEST, "-c", RL_LOOP, *rl, "loss_fn=importance_sampling", **hub_settings)
-        finally:
-            process.kill()
+    with serving(repos) as hub, started(nano, tmp_path / "ck", "--name", COOKBOOK) as server:
+        hub_settings = {
+            "HF_ENDPOINT": hub,
+            "HF_HOME": str(tmp_path / "hf"),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_OFFLINE": "0",
+        }
+        shared = [f"base_url={server.address}", f"model_name={COOKBOOK}", "lora_rank=4", "save_every=2"]
+        sl = [*shared, f"log_path={tmp_path / 'sl'}", "batch_size=4", "learning_rate=0.01"]
+        for steps in ("3", "4"):  # the second resumes from the first's state
+            run(NEWEST, "-m", "tinker_cookbook.recipes.sl_loop", *sl, f"max_steps={steps}", **hub_settings)
+        rl = [*shared, f"log_path={tmp_path / 'rl'}", "batch_size=2", "group_size=4", "max_tokens=8", "max_steps=2"]
+        run(NEWEST, "-c", RL_LOOP, *rl, "loss_fn=importance_sampling", **hub_settings)
     losses = [
         json.loads(line)["train_mean_nll"] for line in (tmp_path / "sl" / "metrics.jsonl").read_text().splitlines()
     ]

@@ -32,6 +32,10 @@ SAMPLED = [
     datum([4], target_tokens=[9], logprobs=np.float32([-2]), advantages=np.float32([-1])),
     datum([4], target_tokens=[8], logprobs=np.float32([-5]), advantages=np.float32([1])),
 ]
+COMPARED = [
+    datum([4, each], target_tokens=[each, 9], weights=np.float32([1, 1]), ref_log_probs=np.float32([-6, each - 7]))
+    for each in (1, 2, 3, 5, 6, 7)  # three pairs, of which one rank has two
+]
 PICKED = [datum([1, 2, 3], target_tokens=[[2, 9], [3, 9], [4, 8]], weights=np.float32([[1, 0], [0, 2], [1, 1]]))]
 
 
@@ -40,7 +44,7 @@ def story(models: Models) -> list[np.ndarray]:
     found = []
     for name, kind in KINDS.items():
         models.create(name, kind)
-    for asked in ((IMITATED, "cross_entropy"), (SAMPLED, "ppo"), (PICKED, "cross_entropy")):
+    for asked in ((IMITATED, "cross_entropy"), (SAMPLED, "ppo"), (COMPARED, "dpo"), (PICKED, "cross_entropy")):
         for name in KINDS:
             for is_forward in (True, False):
                 *_, reply = models.loss(request(name, *asked, forward_only=is_forward))

@@ -18,19 +18,21 @@ import torch
 
 from whet.algorithms.calls import Bound, PolicyLoss
 from whet.batch import Batch
-from whet.columns import POLICY_OUTPUTS
+from whet.columns import COLUMNS, POLICY_OUTPUTS
 from whet.engines.protocol import Columns
 from whet.errors import DataError, RegistryError, did_you_mean
 from whet.metrics import Metrics
 from whet.models.positions import position_ids
 from whet.plugins.serving.tinker.wire import Datum
-from whet.registry import AGGREGATIONS, POLICY_LOSSES, Entry, Registry
+from whet.registry import AGGREGATIONS, POLICY_LOSSES, PREFERENCE_LOSSES, Entry, Registry
 from whet.trainers.objectives import LossObjective
 
 Floats = npt.NDArray[np.float32]
 OWN = "whet:"  # before the name of a loss of whet that the SDK has too
 CROSS_ENTROPY, AGGREGATION, SHORT = "cross_entropy", "aggregation", "trained_logprobs_only"
 TARGETS, WEIGHTS, LOG_PROBS = "target_tokens", "weights", "logprobs"
+COMPARISONS = "num_comparisons"  # divisor of preference losses
+OF_COMPARISONS = {"label", "scores", "reference_point", "mean_log_ratio"}  # inputs of preference losses, [B]
 DIVISORS = ("num_tokens", "num_sequences", "fixed_length")  # of aggregations, for the whole batch
 # Columns that no input of a client may replace.
 RESERVED = {
@@ -55,22 +57,23 @@ def objective_of(name: str, options: Mapping[str, float | str], *, is_picked: bo
     """Builds the objective of the loss `name` with its options; `is_picked`: see SumObjective.  Raises: RegistryError,
     ConfigError, DataError."""
     given = dict(options)
-    aggregation = str(given.pop(AGGREGATION, "token-sum"))
     given.pop(SHORT, None)
+    own, fixed = NAMED.get(name, (name.removeprefix(OWN), {}))
+    if own in PREFERENCE_LOSSES:
+        return _comparisons(own, given, is_picked=is_picked)
+    aggregation = str(given.pop(AGGREGATION, "token-sum"))
     common: dict[str, Any] = {"aggregation": aggregation, "is_picked": is_picked}
     common |= _divisors(registered(AGGREGATIONS, aggregation), given)
     if name == CROSS_ENTROPY:
         if given:
             raise DataError(f"loss {name!r}", f"has no option {min(given)!r}", change="leave it out")
         return SumObjective(loss_name=name, **common)
-    own, fixed = NAMED.get(name, (name.removeprefix(OWN), {}))
     if name in NAMED:
         for key, end in (("clip_low_threshold", "clip_ratio_low"), ("clip_high_threshold", "clip_ratio_high")):
             if key in given:
                 bound = number_of(key, given.pop(key))
                 given[end] = bound if own not in RELATIVE else (1 - bound if end == "clip_ratio_low" else bound - 1)
-    entry = registered(POLICY_LOSSES, own)
-    bound_loss = Bound(entry, entry.resolve_options({**fixed, **given}, f"loss {name!r}: "))
+    bound_loss = _bound(registered(POLICY_LOSSES, own), {**fixed, **given})
     return SumObjective(own, bound_loss.options, bound=bound_loss, **common)
 
 
@@ -92,6 +95,12 @@ def number_of(key: str, value: float | str) -> float:
         raise DataError(key, value, "a number") from error
 
 
+def _bound(entry: Entry, given: Mapping[str, Any]) -> Bound:
+    """Binds a loss to its options; a flag is a number in the SDK.  Raises: ConfigError."""
+    options = {key: bool(each) if entry.takes.get(key) is bool else each for key, each in given.items()}
+    return Bound(entry, entry.resolve_options(options, f"loss {entry.name!r}: "))
+
+
 def _divisors(aggregation: Entry, given: dict[str, Any]) -> dict[str, Any]:
     """Moves the divisors of an aggregation from the options to arguments of SumObjective.  Raises: DataError."""
     found = dict[str, float]()
@@ -102,11 +111,30 @@ def _divisors(aggregation: Entry, given: dict[str, Any]) -> dict[str, Any]:
             why = f"{aggregation.name} divides by {name}, and a request may be a part of the batch"
             change = f"set {name} in loss_fn_config, for the whole batch, or put the divisor into the weights"
             raise DataError(AGGREGATION, why, "token-sum, or a divisor", change)
-        if not 1 <= (value := number_of(name, given.pop(name))) < np.inf:
-            raise DataError(name, value, "1 or more")
-        found[name] = value
+        found[name] = _divisor(name, given.pop(name))
     length = {"fixed_length": int(found.pop("fixed_length"))} if "fixed_length" in found else {}
     return {"divisors": found, **length}
+
+
+def _divisor(name: str, given: float | str) -> float:
+    if not 1 <= (value := number_of(name, given)) < np.inf:
+        raise DataError(name, value, "1 or more")
+    return value
+
+
+def _comparisons(name: str, given: dict[str, Any], *, is_picked: bool) -> ComparisonSum:
+    """Builds the objective of a preference loss.  Raises: ConfigError, DataError."""
+    if is_picked:
+        raise DataError(
+            TARGETS, "are not the next tokens", f"the next tokens, of which the loss {name!r} compares sums"
+        )
+    entry = PREFERENCE_LOSSES[name]
+    block = {"pair": 2, "label": 1}.get(str(entry.marks.get("of", "pair")))
+    if block is None:
+        block = int(_divisor("list_size", given.pop("list_size", "unset")))
+    divisor = _divisor(COMPARISONS, given.pop(COMPARISONS, 1.0))
+    bound = _bound(entry, given)
+    return ComparisonSum(name, bound.options, block=block, bound=bound, divisors={COMPARISONS: divisor})
 
 
 @dataclass(frozen=True)
@@ -126,6 +154,19 @@ class SumObjective(LossObjective):
         own = frozenset() if self.loss_name == CROSS_ENTROPY else POLICY_OUTPUTS & {*self.function.columns}
         return own | {"vocab_log_probs" if self.is_picked else "log_probs"}
 
+    def check(self, batch: Batch) -> None:
+        """Checks that the rows have all columns of the loss. The loop computes some of them over all rows of a batch,
+        of which a request may be a part.  Raises: DataError."""
+        if self.loss_name == CROSS_ENTROPY:
+            return
+        of_batch = self.function.entry.marks.get("before", ())
+        for name in self.function.columns:
+            if name not in batch and name not in POLICY_OUTPUTS:
+                asked = LOG_PROBS if name in ("old_log_probs", "rollout_log_probs") else name
+                shown = "of all rows of a batch" if name in of_batch else "of each row"
+                why, change = f"reads {name!r} {shown}, and a request has only its inputs", "add it to loss_fn_inputs"
+                raise DataError(f"loss {self.loss_name!r}", why, f"the input {asked!r} in each row", change)
+
     def counts(self, batch: Columns) -> dict[str, torch.Tensor]:
         """Counts the trained tokens and the rows that have any; `divisors` replace these counts, unless they are 0."""
         own = super().counts(batch)
@@ -144,13 +185,45 @@ class SumObjective(LossObjective):
         elif self.loss_name == CROSS_ENTROPY:
             total = self.total(PolicyLoss(-log_probs, None, {}, {}), batch, counts)
         else:
-            found = self.call(columns)
-            if found.per_token is None:
-                what = "returns an aggregated loss, whose value depends on the rows of a request"
-                raise RegistryError(f"loss {self.loss_name!r}", what, "a loss per token [B, R]")
-            total = self.total(found, batch, counts)
+            total = self.summed(columns, counts)
         self.total_loss.append(total.detach())
         return total, Metrics()
+
+    def summed(self, columns: Columns, counts: Columns) -> torch.Tensor:
+        """Returns the sum of a registered loss.  Raises: RegistryError for a loss that is no loss per token."""
+        found = self.call(columns)
+        if found.per_token is None:
+            what = "returns an aggregated loss, whose value depends on the rows of a request"
+            raise RegistryError(f"loss {self.loss_name!r}", what, "a loss per token [B, R]")
+        return self.total(found, columns, counts)
+
+
+@dataclass(frozen=True)
+class ComparisonSum(SumObjective):
+    """Sums a preference loss over comparisons, each of `block` adjacent rows, and divides by `num_comparisons`."""
+
+    block: int = 2
+    kind = PREFERENCE_LOSSES
+
+    def counts(self, batch: Columns) -> dict[str, torch.Tensor]:
+        """Returns the divisor, or 0 if no token is trained."""
+        return {COMPARISONS: torch.tensor(self.divisors[COMPARISONS]) * batch["response_mask"].any()}
+
+    def summed(self, columns: Columns, counts: Columns) -> torch.Tensor:
+        """Returns these rows' part of the mean loss of the comparisons of the batch."""
+        losses, _ = self.function({**columns, "uid": columns["row"] // self.block})
+        return losses.sum() / counts[COMPARISONS].clamp(min=1)
+
+    def check(self, batch: Batch) -> None:
+        """Checks that a request has whole comparisons, with all columns of the loss, and that weights are a mask.
+        Raises: DataError."""
+        super().check(batch.with_columns(uid=batch["row"]))
+        if len(batch) % self.block:
+            expected = f"a multiple of {self.block}: the loss {self.loss_name!r} compares adjacent rows of a request"
+            raise DataError("data", f"has {len(batch)} rows", expected, "send fewer comparisons in a call")
+        weights = batch["token_weights"] if "token_weights" in batch else torch.full((1,), torch.nan)
+        if not bool((weights == weights.bool()).all()):
+            raise DataError(WEIGHTS, "are no mask", "1 on the tokens of the response, 0 on others")
 
 
 def targets_of(outputs: Columns, batch: Columns) -> torch.Tensor:
@@ -227,16 +300,6 @@ class DatumRows:
             found.append(own.reshape(shape))
         return found
 
-    def check_columns(self, objective: SumObjective) -> None:
-        """Checks that the rows have the columns that a loss computes over all rows of a batch: a request may be a part
-        of it.  Raises: DataError."""
-        of_batch = () if objective.loss_name == CROSS_ENTROPY else objective.function.entry.marks.get("before", ())
-        for name in of_batch:
-            if name not in self.batch:
-                why = f"reads {name!r}, which depends on all rows of a batch, and a request may be a part of it"
-                change = f"add {name!r} to loss_fn_inputs"
-                raise DataError(f"loss {objective.loss_name!r}", why, f"the input {name!r} in each row", change)
-
 
 def _check_size(data: Sequence[Datum], targets: Sequence[npt.NDArray[Any]], width: int, vocab_size: int) -> None:
     """Raises: DataError for rows that become far larger in memory than they were sent."""
@@ -264,13 +327,24 @@ def _inputs(data: Sequence[Datum], loss: str, is_picked: bool, column: Any) -> d
         width = max(datum.inputs[TARGETS].reshape(len(datum.tokens), -1).shape[1] for datum in data)
         whole = parts.get(WEIGHTS) or [np.ones(datum.inputs[TARGETS].shape, np.float32) for datum in data]
         return {"picked_weights": column([each.reshape(len(each), width) for each in whole])}
-    columns = {name: column(each) for name, each in parts.items() if all(one.ndim == 1 for one in each)}
+    columns = {
+        name: torch.from_numpy(np.stack(each).reshape(-1)) if is_of_row(name, loss) else column(each)
+        for name, each in parts.items()
+        if is_of_row(name, loss) or all(one.ndim == 1 for one in each)
+    }
     if WEIGHTS in columns:
         columns["token_weights"] = columns.pop(WEIGHTS)
     if LOG_PROBS in columns:
         sampled = columns.pop(LOG_PROBS)
         columns = {"old_log_probs": sampled, "rollout_log_probs": sampled, **columns}
     return columns
+
+
+def is_of_row(name: str, loss: str) -> bool:
+    """Tells whether an input is one number for a row, by the table of columns."""
+    if name in OF_COMPARISONS:
+        return loss.removeprefix(OWN) in PREFERENCE_LOSSES
+    return name in COLUMNS and COLUMNS[name].shape == "B"
 
 
 def trained(datum: Datum, number: int, loss: str, vocab_size: int, context: int) -> npt.NDArray[np.bool_]:
@@ -283,6 +357,10 @@ def trained(datum: Datum, number: int, loss: str, vocab_size: int, context: int)
     if targets is None or targets.dtype.kind != "i":
         raise DataError(f"{where}: {TARGETS}", None if targets is None else "are no integers", "an int64 tensor")
     for name, each in datum.inputs.items():
+        if is_of_row(name, loss):
+            if each.shape != (1,):
+                raise DataError(f"{where}: {name}", f"has shape {list(each.shape)}", "one number for the whole row")
+            continue
         if each.ndim not in (1, 2) or len(each) != size or (name == WEIGHTS and each.shape != targets.shape):
             raise DataError(f"{where}: {name}", f"has shape {list(each.shape)}", f"one for each of {size} tokens")
     if targets.ndim == 2 and loss != CROSS_ENTROPY:

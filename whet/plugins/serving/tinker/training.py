@@ -109,7 +109,7 @@ class Training:
         engine = self._engine(request.model_id)
         rows = DatumRows.of(request.data, request.loss, vocab_size, context)
         objective = objective_of(request.loss, request.options, is_picked=rows.is_picked)
-        rows.check_columns(objective)
+        objective.check(rows.batch)
         is_done = request.forward_only
         try:
             reply = yield from self._passes(engine, request, rows, objective)
@@ -126,12 +126,12 @@ class Training:
         batch, everything = rows.batch, rows.with_all_places()
         counts = objective.counts(batch.columns())
         if not request.forward_only:
-            for part in self._parts(engine, batch, rows.is_picked):
+            for part in self._parts(engine, batch, objective):
                 engine.forward_backward(batch[part], objective, counts)
                 yield None
         seen, is_whole = dict(objective.seen), torch.equal(batch["response_mask"], everything["response_mask"])
         if request.forward_only or (request.loss == CROSS_ENTROPY and not is_whole and SHORT not in request.options):
-            for part in self._parts(engine, everything, rows.is_picked):
+            for part in self._parts(engine, everything, objective):
                 whole, own = everything[part], batch[part]
                 outputs = engine.forward(whole, objective.needs)
                 found, trained = targets_of(outputs, whole.columns()), own["response_mask"].bool()
@@ -148,15 +148,16 @@ class Training:
             seen, total = {row: each for own, _ in found_by for row, each in own.items()}, sum(n for _, n in found_by)
         return write_loss_output(rows.outputs(seen), {"loss:sum": total})
 
-    def _parts(self, engine: Engine, batch: Batch, is_picked: bool) -> Iterable[list[int]]:
+    def _parts(self, engine: Engine, batch: Batch, objective: SumObjective) -> Iterable[list[int]]:
         """Returns this rank's rows for each forward pass; ranks have equally many passes. A pass has one row if the
         loss reads the whole vocabulary, all rows if there are several ranks or experts with an auxiliary loss."""
-        rows = [*range(engine.dp_rank, len(batch), engine.dp_size)]
-        if is_picked:
+        block = int(objective.block)
+        rows = [row for row in range(len(batch)) if row // block % engine.dp_size == engine.dp_rank]
+        if objective.is_picked:
             return (rows[at : at + 1] for at in range(-(-len(batch) // engine.dp_size)))
         if self._group is not None or auxiliary_coefficient(engine.model.config):
             return [rows]
-        found: list[list[int]] = engine.passes(batch.columns(), 1)
+        found: list[list[int]] = engine.passes(batch.columns(), block)
         return found
 
     def step(self, model_id: str, params: Mapping[str, Any]) -> dict[str, float]:
