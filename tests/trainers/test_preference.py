@@ -399,22 +399,30 @@ def test_without_a_reference_its_log_probs_are_zero(preference_config: MakeConfi
     run = train_preference(preference_config(**{"reference.mode": "none", "trainer.total_steps": 1}), data=rows)
     [record] = run.history
     assert record["preference/chosen_moved"] == record["preference/chosen_log_probs"] < -5
-    assert run.has_warned is False  # no response has moved from a reference
+    assert run.warned == set()  # no response has moved from a reference
 
 
-def test_a_warning_where_all_responses_become_less_likely(
+def test_each_rule_warns_once_in_a_run(
     preference_config: MakeConfig, rows: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = train_preference(preference_config(**{"trainer.total_steps": 1}), data=rows)
-    assert run.has_warned is False
-    for chosen, expected in ((-0.4, False), (-2.0, True), (-2.0, True)):
+    assert (run.warned, run.state()["warned"]) == (set(), [])
+    run.history.clear()
+    for moved in (-0.4,) * 9 + (-2.0,) * 20:
         run.history.append(
-            {"preference/chosen_moved": chosen, "preference/chosen_log_probs": -10.0 + chosen}
-            | {"preference/rejected_moved": -9.0, "preference/rejected_log_probs": -19.0}
+            {"preference/chosen_moved": moved, "preference/chosen_log_probs": -10.0 + moved}
+            | {"preference/rejected_moved": -9.0, "preference/chosen_length": 4.0, "preference/rejected_length": 7.0}
         )
         run.check_health(run.batch(run.examples[:1]), Metrics())
-        assert run.has_warned is expected
-    assert len([each for each in caplog.records if each.levelname == "WARNING" and " 2.0 " in each.getMessage()]) == 1
+    assert run.warned == {"chosen", "length"}
+    warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert [re.findall(r"\d+\.\d", each) for each in warned] == [["4.0", "7.0"], ["1.0", "9.0"]]
+    state = run.state()
+    run.warned = set()
+    run.load_state(state)
+    assert run.warned == {"chosen", "length"}
+    run.check_health(run.batch(run.examples[:1]), Metrics())
+    assert len(warned) == len([each for each in caplog.records if each.levelname == "WARNING"])
 
 
 def test_what_cannot_be(preference_config: MakeConfig, rows: list[dict[str, Any]]) -> None:

@@ -33,6 +33,7 @@ from whet.registry import register_trainer
 from whet.roles.workers import AdapterOffWorker, TrainWorker, actor_beside, check_vocabulary, settings_of, tokenizer_of
 from whet.tracking.console import USE, ConsoleColumn
 from whet.trainers.objectives import ComparisonObjective
+from whet.trainers.preference_health import RULES
 from whet.trainers.reference_cache import ReferenceCache, digest_of_all
 from whet.trainers.sft import Callbacks, ExamplesRun, Rows, padded, train_on_examples
 
@@ -82,7 +83,7 @@ class PreferenceRun(ExamplesRun):
     log_ratios: tuple[float, int] = (0.0, 0)  # sum and number of S(l - b) of all rows so far, for `mean_log_ratio`
     cached: ReferenceCache | None = None
     reference_inputs: Mapping[str, str] = field(default_factory=dict)  # of the resumed run's cached reference
-    has_warned: bool = False  # whether the run has warned of responses that become less likely
+    warned: set[str] = field(default_factory=set)  # names of the `RULES` that the run has warned of
 
     @classmethod
     def objective_of(cls, config: PreferenceConfig) -> ComparisonObjective:
@@ -208,29 +209,19 @@ class PreferenceRun(ExamplesRun):
 
     def check_health(self, batch: Batch, metrics: Metrics) -> None:
         super().check_health(batch, metrics)
-        last, lost = self.history[-1], [name for name in ("chosen", "rejected") if self._fell(name)]
-        if len(lost) == 2 and not self.has_warned:
-            self.has_warned = True
-            log.warning(
-                "step %d: the better responses have lost %.1f nats and the worse ones %.1f: both become less likely, "
-                "and responses outside the data more likely; add an SFT term (loss=rpo), lower optim.lr or raise beta",
-                *(self.step, -last["preference/chosen_moved"], -last["preference/rejected_moved"]),
-            )
-
-    def _fell(self, name: str) -> bool:
-        """Tells whether the `name` responses (chosen, rejected) lost over a tenth of their reference log-prob."""
-        last = self.history[-1]
-        moved = last.get(f"preference/{name}_moved", 0.0) if self.config.reads_reference else 0.0
-        return moved < 0 and moved < 0.1 * (last[f"preference/{name}_log_probs"] - moved)
+        for rule, warning in RULES.items():
+            if rule.__name__ not in self.warned and (numbers := rule(self.history)):
+                self.warned.add(rule.__name__)
+                log.warning(f"step %d: {warning}", self.step, *numbers)
 
     def state(self) -> dict[str, Any]:
         kept = {} if self.cached is None else {"reference": self.cached.inputs}
-        return {**super().state(), "log_ratios": list(self.log_ratios), **kept}
+        return {**super().state(), "log_ratios": list(self.log_ratios), "warned": sorted(self.warned), **kept}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state(state)
         total, number = state["log_ratios"]
-        self.log_ratios = float(total), int(number)
+        self.log_ratios, self.warned = (float(total), int(number)), set(state.get("warned", ()))
         self.reference_inputs = dict(state.get("reference", {}))
 
 
