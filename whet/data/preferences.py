@@ -102,8 +102,8 @@ class Comparison(Example):
             twice = sum(bisect_left(w, one) + bisect_right(w, one) for better, w in compared for one in better)
             one, other = (fmean(chain.from_iterable(each)) for each in zip(*compared, strict=True))
             notes.append(
-                f"the better response is the longer one in {twice / count / 2:.1%} of {count} comparisons (mean lengths "
-                f"{one:.1f} and {other:.1f}): far from 50% a model can learn the length alone"
+                f"the better response is the longer one in {twice / count / 2:.1%} of {count} comparisons (mean "
+                f"lengths {one:.1f} and {other:.1f}): far from 50% a model can learn the length alone"
             )
         return notes
 
