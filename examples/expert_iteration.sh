@@ -11,6 +11,7 @@ set -euo pipefail
 
 : "${MODEL:?the model to train}" "${DATA:?the prompts with their answers}" "${REWARD:?the reward function}"
 : "${OUT:=runs/expert_iteration}" "${ROUNDS:=3}" "${SAMPLES:=8}" "${BEST_OF:=1}" "${MIN_SCORE:=1}"
+: "${RECIPE:=expert_iteration}"  # of whet sft; its name or a file
 : "${SAMPLING:=}"  # more words of whet generate and whet select
 : "${WHET:=whet}"
 
@@ -24,7 +25,7 @@ for round in $(seq "$ROUNDS"); do
         [ -e "$folder/rows.jsonl" ] || $WHET select "$folder/samples.jsonl" model.path="$newest" \
             data.val_files="[$DATA]" reward.function="$REWARD" $SAMPLING --best-of "$BEST_OF" \
             --min-score "$MIN_SCORE" -o "$folder/rows.jsonl"
-        $WHET sft model.path="$MODEL" data.train_files="[$folder/rows.jsonl]" trainer.run_dir="$folder/sft" "$@"
+        $WHET sft "$RECIPE" model.path="$MODEL" data.train_files="[$folder/rows.jsonl]" trainer.run_dir="$folder/sft" "$@"
         rm -rf "$folder/exported"
         $WHET export "$folder/sft" "$folder/exported"
         mv "$folder/exported" "$folder/model"

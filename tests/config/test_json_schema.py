@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from whet.config import EvalConfig, GenerateConfig, SFTConfig, TrainConfig, load_config
+from whet.config.commands import commands, schema_of as config_of
 from whet.config.compose import SHIPPED, find_recipe, shipped_recipes
 from whet.config.load import json_schema
 from whet.config.section import Section, choices
@@ -31,7 +32,7 @@ def test_it_is_a_schema(command: type[Section]) -> None:
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_shipped_recipe_validates(name: str) -> None:
-    command = EvalConfig if name.endswith("_eval") else SFTConfig if name.endswith("_sft") else TrainConfig
+    command = config_of(next((each for each in commands() if name.endswith(f"_{each}")), "train"))
     recipe = yaml.safe_load(find_recipe(name).read_text())
     jsonschema.Draft7Validator(schema_of(command)).validate(recipe)
 

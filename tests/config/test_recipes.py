@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from whet.config import EvalConfig, SFTConfig, TrainConfig, aggregation, load_config, uses_critic
+from whet.config import GenerateConfig, SFTConfig, TrainConfig, aggregation, load_config, uses_critic
+from whet.config.commands import commands, schema_of
 from whet.config.compose import find_recipe, shipped_recipes
+from whet.config.distill import DistillConfig
+from whet.config.preference import PreferenceConfig
 from whet.config.sources import read_sources
 from whet.data.load import _call
 
@@ -28,8 +31,13 @@ def given(tmp_path: Path) -> list[str]:
 def test_every_shipped_recipe_can_be_used_as_it_is(name: str, given: list[str]) -> None:
     if "backend: ray" in find_recipe(name).read_text():
         pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-services]'")
-    schema = EvalConfig if name.endswith("_eval") else SFTConfig if name.endswith("_sft") else TrainConfig
-    loaded = load_config(schema, name, given)
+    command = next((each for each in commands() if name.endswith(f"_{each}")), "train")
+    if command == "generate":
+        given += ["output=samples.jsonl"]
+    if command == "distill":
+        given += [f"teachers={{*: {given[0].removeprefix('model.path=')}}}"]
+    loaded = load_config(schema_of(command), name, given)
+    assert load_config(schema_of(command), name.removesuffix(f"_{command}"), given).config == loaded.config
     assert any(source.split(":")[0].endswith(f"recipes/{name}.yaml") for source in loaded.sources.values())
 
 
@@ -57,6 +65,21 @@ def test_the_variants_keep_the_problem_and_change_the_algorithm(given: list[str]
     assert uses_critic(ppo.algorithm) and ppo.rollout.n == 1 and ppo.algorithm.kl.where == "reward"
     assert dapo.algorithm.filter.name == "dapo" and dapo.algorithm.loss_options == {"clip_ratio_high": 0.28}
     assert aggregation(dr_grpo.algorithm) == "seq-mean-token-sum-norm" and not uses_critic(dr_grpo.algorithm)
+
+
+def test_kto_and_expert_iteration_build_on_their_relatives(tmp_path: Path) -> None:
+    dpo, kto = (load_config(PreferenceConfig, name, checked=False).config for name in ("dpo", "kto"))
+    assert (dpo.loss, dpo.loss_options, kto.loss, kto.reads_mismatched) == ("dpo", {"beta": 0.1}, "kto", True)
+    assert kto.loss_options == {"beta": 0.1, "good_weight": 1.0, "bad_weight": 1.0}
+    assert kto.data == dpo.data and kto.optim.schedule == dpo.optim.schedule
+    once, often = (
+        load_config(SFTConfig, name, checked=False).config for name in ("expert_iteration", "rejection_sampling")
+    )
+    assert once.data == often.data and once.data.overlong == "drop" and once.optim == often.optim
+    assert (once.trainer.total_epochs, often.trainer.total_epochs) == (1, 3)
+    gkd = load_config(DistillConfig, "gkd", checked=False).config
+    assert (gkd.loss, gkd.on_policy) == ("jsd", 0.5)
+    assert load_config(GenerateConfig, "rejection_sampling", checked=False).config.rollout.n == 8
 
 
 VISION = {"vlm_quickstart": ("images", 1), "two_images": ("images", 2), "video_flashes": ("videos", 1)}

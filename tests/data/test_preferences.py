@@ -245,9 +245,19 @@ def test_data_says_how_much_the_length_tells(tokenizer: PreTrainedTokenizerBase)
     pairs = [("22", "3"), ("222", "33"), ("2", "333"), ("2", "3")]
     made = build(tokenizer, *({"prompt": "1", "chosen": good, "rejected": bad} for good, bad in pairs))
     [note] = Comparison.notes(made)
-    assert "62.5%" in note and "of 4 " in note and "1.00 to" in note  # 3 + 4 + 2 + 2 tokens each
-    [note] = Comparison.notes(build(tokenizer, *({"prompt": "1", "completion": "2", "label": good} for good in (1, 0))))
-    assert note.startswith("1 of 2")
+    assert "62.5%" in note and "of 4 " in note and note.count("2.8") == 2  # 3 + 4 + 2 + 2 tokens each
+
+
+def test_data_says_how_much_the_length_tells_of_labels(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Of the six pairs of a good and a bad response the good one is longer in four, as long in one: (4 + 0.5) / 6."""
+    texts = [("22", True), ("2222", True), ("22", False), ("222", False), ("2", False)]
+    rows = [{"prompt": "1", "completion": text, "label": label} for text, label in texts]
+    shares, lengths = Comparison.notes(build(tokenizer, *rows))
+    by_hand = sum((len(one) > len(other)) + 0.5 * (one == other) for one, _ in texts[:2] for other, _ in texts[2:])
+    assert shares.startswith("2 of 5") and f"{by_hand / 6:.1%}" in lengths and by_hand == 4.5
+    assert "of 6 " in lengths and "4.0" in lengths and "3.0" in lengths  # with the end token
+    assert [note[:6] for note in Comparison.notes(build(tokenizer, *rows[:2]))] == ["2 of 2"]
+    assert Comparison.notes([])[0].startswith("0 of 0")
 
 
 STEPS = {"prompt": "1+1", "completions": ["1+1", "2"], "labels": [True, 0.25]}

@@ -49,6 +49,33 @@ def test_a_recipe_takes_steps(name: str, model_folder: Path, additions: list[dic
         assert record["actor/grad_norm"] > 0
 
 
+EXAMPLES = {
+    "preference dpo": {"chosen": "4", "rejected": "five"},
+    "preference kto": {"completion": "4", "label": True},
+    "distill gkd": {"response": "4"},
+    "sft rejection_sampling": {"response": "4", "example_weight": 2},
+    "sft expert_iteration": {"response": "4"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_a_recipe_of_examples_takes_steps(command: str, model_folder: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}+1=", **EXAMPLES[command]}) + "\n" for n in range(8)))
+    words = [*command.split(), f"model.path={model_folder}", f"data.train_files={rows}", f"data.val_files={rows}"]
+    words += ["data.train_batch_size=4", "data.apply_chat_template=false", "trainer.logger=jsonl"]
+    words += [f"trainer.run_dir={tmp_path / 'run'}", "trainer.total_epochs=1", "data.max_length=32"]
+    if "distill" in command:
+        words += [f"teachers={{*: {model_folder}}}", "max_response_length=4"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [0, 1, 2]
+    area = command.split()[0]
+    assert records[1][f"{area}/lr"] > 0 and records[-1]["val/loss"] >= 0
+
+
 def half_right(solution_str: str) -> float:
     """Right where the answer is of even length, so that a random model's groups differ."""
     return float(len(solution_str) % 2 == 0)

@@ -97,12 +97,6 @@ class PreferenceConfig(ExamplesConfig):
                     expected = f"unset: loss={self.loss} reads no reference"
                     yield ConfigError(f"reference.{name}", value, expected, "unset it, or choose another loss")
             return
-        if self.reads_mismatched and self.reference.mode == "cached":
-            expected = f"frozen: loss={self.loss} reads responses with other prompts, which no file has"
-            yield ConfigError("reference.mode", "cached", expected, "set it to frozen")
-        if self.reads_mismatched and self.data.train_batch_size < 2:
-            expected = f"at least 2: loss={self.loss} reads the responses of other rows of a batch"
-            yield ConfigError("data.train_batch_size", self.data.train_batch_size, expected, "raise it")
         if self.reference.update_steps is None:
             return
         if self.reference.mode != "frozen":

@@ -8,10 +8,12 @@ import hashlib
 import json
 import logging
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from statistics import fmean
 from typing import Any
 
 from whet.config.preference import PreferenceDataConfig, ResponsesDataConfig
@@ -89,17 +91,21 @@ class Comparison(Example):
     @staticmethod
     def notes(items: Sequence[Any]) -> list[str]:
         """Reports how well the length of responses predicts their order: the share of comparisons whose best response
-        is longer than the worst. Equal lengths count half."""
+        is longer than the worst, or of all pairs of a good and a bad response. Equal lengths count half."""
         lengths = [[sum(mask) for _, mask in each.responses] for each in items if len(each.responses) > 1]
+        compared, notes = [(each[:1], each[-1:]) for each in lengths], []
         if not lengths:
-            good = [each.scores[0] for each in items]
-            return [f"{sum(good):g} of {len(good)} responses are good"] if good else []
-        longer = sum((each[0] > each[-1]) + 0.5 * (each[0] == each[-1]) for each in lengths) / len(lengths)
-        ratio = sum(each[0] for each in lengths) / max(1, sum(each[-1] for each in lengths))
-        return [
-            f"the better response is the longer one in {longer:.1%} of {len(lengths)} comparisons (lengths {ratio:.2f} "
-            "to 1): far from 50% a model can learn the length alone"
-        ]
+            own = [(each.scores[0] != 0, sum(each.responses[0][1])) for each in items]
+            good, bad = (sorted(length for label, length in own if label is wanted) for wanted in (True, False))
+            compared, notes = [(good, bad)], [f"{len(good)} of {len(own)} responses are good"]
+        if count := sum(len(better) * len(worse) for better, worse in compared):
+            twice = sum(bisect_left(w, one) + bisect_right(w, one) for better, w in compared for one in better)
+            one, other = (fmean(chain.from_iterable(each)) for each in zip(*compared, strict=True))
+            notes.append(
+                f"the better response is the longer one in {twice / count / 2:.1%} of {count} comparisons (mean "
+                f"lengths {one:.1f} and {other:.1f}): far from 50% a model can learn the length alone"
+            )
+        return notes
 
     @property
     def is_equal(self) -> bool:

@@ -33,7 +33,8 @@ from whet.registry import register_trainer
 from whet.roles.workers import AdapterOffWorker, TrainWorker, actor_beside, check_vocabulary, settings_of, tokenizer_of
 from whet.tracking.console import USE, ConsoleColumn
 from whet.trainers.objectives import ComparisonObjective
-from whet.trainers.reference_cache import ReferenceCache, digest_of_all
+from whet.trainers.preference_health import RULES
+from whet.trainers.reference_cache import BatchRows, Key, ReferenceCache, digest_of_all
 from whet.trainers.sft import Callbacks, ExamplesRun, Rows, padded, train_on_examples
 
 log = logging.getLogger(__name__)
@@ -81,8 +82,9 @@ class PreferenceRun(ExamplesRun):
     config: PreferenceConfig
     log_ratios: tuple[float, int] = (0.0, 0)  # sum and number of S(l - b) of all rows so far, for `mean_log_ratio`
     cached: ReferenceCache | None = None
+    others: Mapping[Key, Comparison] = field(default_factory=dict)  # `mismatched` rows, if the loss reads them
     reference_inputs: Mapping[str, str] = field(default_factory=dict)  # of the resumed run's cached reference
-    has_warned: bool = False  # whether the run has warned of responses that become less likely
+    warned: set[str] = field(default_factory=set)  # names of the `RULES` that the run has warned of
 
     @classmethod
     def objective_of(cls, config: PreferenceConfig) -> ComparisonObjective:
@@ -105,6 +107,9 @@ class PreferenceRun(ExamplesRun):
 
     def start(self) -> None:
         super().start()
+        if self.config.reads_mismatched:
+            seed, most = self.config.trainer.seed, self.config.data.max_length
+            self.others = mismatched(self.examples, seed, most) | mismatched(self.val_examples, seed, most)
         if self.config.reads_reference and self.config.reference.mode == "cached" and self.opened.is_taken:
             self.cached = self._cache()
 
@@ -146,38 +151,50 @@ class PreferenceRun(ExamplesRun):
         if not self.config.reads_reference:  # no response is more likely than 1, so the mean distance is below 0
             zero = {"reference_point": torch.zeros(len(batch))} if has_point else {}
             return batch.with_columns(ref_log_probs=torch.zeros(batch["response_mask"].shape), **zero)
-        if self.cached is not None:
-            rows = rows_of(examples, self.config.of, self.config.data.list_size)
-            return batch.with_columns(ref_log_probs=self.cached.column(rows, batch["response_mask"].shape[1]))
-        if not self.config.reads_mismatched:
-            return batch.with_columns(ref_log_probs=self._reference(batch))
-        other = to_batch(mismatched(examples, self.config.trainer.seed, self.step), self.pad_token_id, "label", 1)
-        own, others = self._reference(Batch.concat([batch, other])).split(len(batch))  # prompts are shared in one pass
-        point = self._log_ratios(other.with_columns(ref_log_probs=others)).mean().clamp(min=0)
+        rows, width = rows_of(examples, self.config.of, self.config.data.list_size), batch["response_mask"].shape[1]
+        if not (others := self._others(rows)):
+            return batch.with_columns(ref_log_probs=self._reference(rows, batch))
+        other = batch_of(others, self.pad_token_id, "label")
+        found = self._reference([*rows, *others])  # together: a prompt is computed once for all its responses
+        own, rest = found[: len(rows), :width], found[len(rows) :, : other["response_mask"].shape[1]]
+        point = self._log_ratios(other.with_columns(ref_log_probs=rest)).mean().clamp(min=0)
         return batch.with_columns(ref_log_probs=own, reference_point=point.expand(len(batch)).clone())
 
-    def _reference(self, batch: Batch) -> Tensor:
-        """Computes log-probs under the reference: role `ref`, else the policy before its first step.   [B, R]"""
+    def _others(self, rows: BatchRows) -> BatchRows:
+        """Returns the prompts of these rows with responses to other prompts, if the loss reads them."""
+        return [(uid, self.others[each.digest, n], 0) for uid, each, n in rows if self.others and n is not None]
+
+    def _reference(self, rows: BatchRows, batch: Batch | None = None) -> Tensor:
+        """Returns log-probs under the reference: from the file if there is one, else by role `ref`, else by the policy
+        before its first step.   [B, R]"""
+        batch = batch_of(rows, self.pad_token_id, "label") if batch is None else batch
+        if self.cached is not None:
+            return self.cached.column(rows, batch["response_mask"].shape[1])
         log_probs: Tensor = self.roles.get("ref", self.roles["actor"]).forward(batch, ("log_probs",))["log_probs"]
         return log_probs
 
     def _cache(self) -> ReferenceCache:
         """Opens the file of the reference's log-probs. Computes it first if it is missing.  Raises: StorageError."""
         path = Path(self.config.reference.file or self.run_dir / "reference.safetensors")
-        examples = [*self.examples, *self.val_examples]
-        size, of, width = self.config.data.train_batch_size, self.config.of, self.config.data.list_size
+        size, examples = self.config.data.train_batch_size, [*self.examples, *self.val_examples]
         inputs = {**self.reference_inputs, "rows": digest_of_all(examples), "dtype": str(self.config.model.dtype)}
+        rows = rows_of(examples, self.config.of, self.config.data.list_size)
         if "ref" in self.roles or self.step == 0:  # else the policy has been trained
             inputs["model"] = self.roles.get("ref", self.roles["actor"]).digest()[0]
         elif not path.exists():
             change = "put it back, or start the run again (trainer.resume=overwrite)"
             raise StorageError(str(path), "is missing", f"the file that the run made before step {self.step}", change)
         if path.exists():
-            return ReferenceCache.load(path, inputs, rows_of(examples, of, width))
-        parts = (examples[start : start + size] for start in range(0, len(examples), size))
-        whole = ((rows_of(part, "label", 1), to_batch(part, self.pad_token_id, "label", 1)) for part in parts)
-        with phase("log-probs of the reference"):  # of all responses, also for losses that read other ones
-            return ReferenceCache.make(path, inputs, whole, self._reference)
+            return ReferenceCache.load(path, inputs, [*rows, *self._others(rows)])
+        state = self.loader.state()
+        self.loader.load_state({"epoch": 0, "index": 0})  # batches of the first epoch, for a frozen reference's bits
+        order = [*self.loader.take(len(self.examples)), *range(len(self.examples))]
+        self.loader.load_state(state)
+        train = list({(each := self.examples[index]).digest: each for index in order}.values())
+        parts = [self.val_examples, *(train[start : start + size] for start in range(0, len(train), size))]
+        whole = (rows_of(part, "label", 1) for part in parts if part)  # all responses, also for losses that read others
+        with phase("log-probs of the reference"):
+            return ReferenceCache.make(path, inputs, ([*each, *self._others(each)] for each in whole), self._reference)
 
     def with_baseline(self, batch: Batch, examples: Sequence[Comparison], *, counts: bool = True) -> Batch:
         """Adds the mean log-ratio of all earlier rows and these to the batch, if the loss reads it. With `counts` later
@@ -208,29 +225,19 @@ class PreferenceRun(ExamplesRun):
 
     def check_health(self, batch: Batch, metrics: Metrics) -> None:
         super().check_health(batch, metrics)
-        last, lost = self.history[-1], [name for name in ("chosen", "rejected") if self._fell(name)]
-        if len(lost) == 2 and not self.has_warned:
-            self.has_warned = True
-            log.warning(
-                "step %d: the better responses have lost %.1f nats and the worse ones %.1f: both become less likely, "
-                "and responses outside the data more likely; add an SFT term (loss=rpo), lower optim.lr or raise beta",
-                *(self.step, -last["preference/chosen_moved"], -last["preference/rejected_moved"]),
-            )
-
-    def _fell(self, name: str) -> bool:
-        """Tells whether the `name` responses (chosen, rejected) lost over a tenth of their reference log-prob."""
-        last = self.history[-1]
-        moved = last.get(f"preference/{name}_moved", 0.0) if self.config.reads_reference else 0.0
-        return moved < 0 and moved < 0.1 * (last[f"preference/{name}_log_probs"] - moved)
+        for rule, warning in RULES.items():
+            if rule.__name__ not in self.warned and (numbers := rule(self.history)):
+                self.warned.add(rule.__name__)
+                log.warning(f"step %d: {warning}", self.step, *numbers)
 
     def state(self) -> dict[str, Any]:
         kept = {} if self.cached is None else {"reference": self.cached.inputs}
-        return {**super().state(), "log_ratios": list(self.log_ratios), **kept}
+        return {**super().state(), "log_ratios": list(self.log_ratios), "warned": sorted(self.warned), **kept}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state(state)
         total, number = state["log_ratios"]
-        self.log_ratios = float(total), int(number)
+        self.log_ratios, self.warned = (float(total), int(number)), set(state.get("warned", ()))
         self.reference_inputs = dict(state.get("reference", {}))
 
 
@@ -252,21 +259,22 @@ def train_preference(
     return train_on_examples(PreferenceRun, config, data=data, val_data=val_data, callbacks=callbacks, dry_run=dry_run)
 
 
-def mismatched(examples: Sequence[Comparison], seed: int, step: int) -> list[Comparison]:
-    """Pairs each prompt with the response of another comparison: the next in a cyclic order of all responses, which is
-    drawn by seed and step."""
-    rows = [(uid, each, response) for uid, each in enumerate(examples) for response in each.responses]
+def mismatched(examples: Sequence[Comparison], seed: int, most: int) -> dict[Key, Comparison]:
+    """Pairs each prompt with the response of another comparison, cut to `most` tokens together: the next in a cyclic
+    order of all responses, which is drawn by `seed`. Keys are the prompt's comparison and response."""
+    rows = [(each, number) for each in examples for number in range(len(each.responses))]
     order = list(range(len(rows)))
-    Random(key(seed, "mismatched", step)).shuffle(order)
-    place, made = {number: at for at, number in enumerate(order)}, []
-    for number, (uid, each, _) in enumerate(rows):
+    Random(key(seed, "mismatched")).shuffle(order)
+    place, made = {number: at for at, number in enumerate(order)}, {}
+    for number, (each, own) in enumerate(rows):
         following = (rows[order[(place[number] + ahead) % len(order)]] for ahead in range(1, len(order)))
-        response = next(other for at, _, other in following if at != uid)
-        made.append(Comparison(each.prompt_ids, (response,), (0.0,), each.media))
+        ids, mask = next(other.responses[at] for other, at in following if other is not each)
+        room = most - len(each.prompt_ids)
+        made[each.digest, own] = Comparison(each.prompt_ids, ((ids[:room], mask[:room]),), (0.0,), each.media)
     return made
 
 
-def rows_of(examples: Sequence[Comparison], of: str, list_size: int) -> list[tuple[int, Comparison, int | None]]:
+def rows_of(examples: Sequence[Comparison], of: str, list_size: int) -> BatchRows:
     """Returns the batch rows of comparisons, as (index of the comparison, comparison, index of the response). Index
     None is an empty row. A pair has the best and worst response; a list is cut or padded to `list_size` rows."""
     most = {"pair": 2, "list": list_size}
@@ -280,12 +288,16 @@ def rows_of(examples: Sequence[Comparison], of: str, list_size: int) -> list[tup
 
 def to_batch(examples: Sequence[Comparison], pad_token_id: int, of: str, list_size: int) -> Batch:
     """Makes the batch of `rows_of`: prompts padded left, responses right; `label` is 1 for good or best responses."""
-    rows = rows_of(examples, of, list_size)
+    return batch_of(rows_of(examples, of, list_size), pad_token_id, of)
+
+
+def batch_of(rows: BatchRows, pad_token_id: int, of: str) -> Batch:
+    """Makes the batch of these rows."""
     texts = [(each.prompt_ids, ((), ()) if number is None else each.responses[number]) for _, each, number in rows]
     scores = [0.0 if number is None else each.scores[number] for _, each, number in rows]
     best = [1.0 if of == "label" else each.scores[0] for _, each, _ in rows]
     positions = [rotary_positions(each.prompt_ids, each.media) for _, each, _ in rows]
-    media = {MEDIA: [each.media for _, each, _ in rows]} if any(each.media for each in examples) else {}
+    media = {MEDIA: [each.media for _, each, _ in rows]} if any(each.media for _, each, _ in rows) else {}
     return Batch.of(
         {
             **padded(texts, pad_token_id, positions),

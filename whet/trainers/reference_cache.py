@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from whet import serialization
-from whet.batch import Batch
 from whet.data.preferences import Comparison
 from whet.errors import StorageError
 
 log = logging.getLogger(__name__)
 Key = tuple[str, int]  # digest of an example, number of its response
 CHANGE = "delete it, or set reference.file to another file"
-Rows = Sequence[tuple[int, Comparison, int | None]]  # of `whet.trainers.preference.rows_of`
+BatchRows = Sequence[tuple[int, Comparison, int | None]]  # of `whet.trainers.preference.rows_of`
 
 
 class ReferenceCache:
@@ -29,7 +28,7 @@ class ReferenceCache:
         self.inputs, self._log_probs = inputs, log_probs
 
     @classmethod
-    def load(cls, path: Path, inputs: Mapping[str, str], rows: Rows) -> ReferenceCache:
+    def load(cls, path: Path, inputs: Mapping[str, str], rows: BatchRows) -> ReferenceCache:
         """Reads a file.  Raises: StorageError if it is damaged, has other inputs, or lacks one of `rows`."""
         try:
             saved = serialization.load(path)
@@ -49,16 +48,12 @@ class ReferenceCache:
 
     @classmethod
     def make(
-        cls,
-        path: Path,
-        inputs: Mapping[str, str],
-        batches: Iterator[tuple[Rows, Batch]],
-        forward: Callable[[Batch], Tensor],
+        cls, path: Path, inputs: Mapping[str, str], batches: Iterable[BatchRows], forward: Callable[[BatchRows], Tensor]
     ) -> ReferenceCache:
         """Computes the log-probs of the rows of all `batches` with `forward` ([B, R]), and writes the file."""
         log_probs: dict[Key, Tensor] = {}
-        for rows, batch in batches:
-            for (_, example, number), row in zip(rows, forward(batch), strict=True):
+        for rows in batches:
+            for (_, example, number), row in zip(rows, forward(rows), strict=True):
                 if number is None:
                     continue
                 log_probs[example.digest, number] = row[: len(example.responses[number][0])].float().clone()
@@ -70,7 +65,7 @@ class ReferenceCache:
         log.info("wrote the reference's log-probs of %d responses to %s", len(keys), path)
         return cls(inputs, log_probs)
 
-    def column(self, rows: Rows, width: int) -> Tensor:
+    def column(self, rows: BatchRows, width: int) -> Tensor:
         """Returns the log-probs of these rows, padded to `width`; 0 in empty rows.   [B, R]"""
         found = torch.zeros(len(rows), width)
         for row, (_, example, number) in zip(found, rows, strict=True):

@@ -23,6 +23,7 @@ from whet.algorithms.shaping import pay_on_last_token, soft_overlong
 from whet.algorithms.statistics import zero_outside
 from whet.batch import Batch
 from whet.config.algorithm import AlgorithmConfig, CorrectionConfig, FilterConfig, KLConfig
+from whet.config.commands import commands
 from whet.config.compose import shipped_recipes
 from whet.config.load import load_config
 from whet.config.schema import DataConfig, TrainConfig
@@ -367,7 +368,7 @@ def rows() -> list[Certified]:
     found.append(Certified(WEIGHTS.kind, "none", plain(), gap=GAP))
     seen = list[AlgorithmConfig]()
     for name in shipped_recipes():
-        if not name.endswith(("_sft", "_eval")):  # recipes of other commands
+        if not name.endswith(tuple(f"_{command}" for command in commands())):  # recipes of other commands
             algorithm = load_config(TrainConfig, name, checked=False).config.algorithm
             if algorithm not in seen:  # else the recipe differs in other sections only
                 found.append(Certified("recipe", name, algorithm, mode=None))
