@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from docs.generate import __main__ as generate, algorithms, columns, fits, gpu, layers, migrating
+from docs.generate import __main__ as generate, algorithms, columns, fits, gpu, layers, migrating, models
 from docs.generate.config import MARK, page, reference
+from tests.models import nano
 from whet.columns import TABLE
 from whet.config.schema import EngineConfig, TrainConfig
 from whet.config.section import leaf_fields
+from whet.models.supported import Support
 from whet.plugins.proofs.command import certify_all
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -32,6 +34,25 @@ def test_the_page_is_current_and_has_the_shipped_certificates(written: str) -> N
 @pytest.mark.slow
 def test_the_certificates_are_current() -> None:
     assert CERTIFICATES.read_text(encoding="utf-8") == algorithms.file(certify_all()), ADVICE
+
+
+def test_the_page_of_models_is_current_and_says_that_most_kinds_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the 40 kinds that tests/models/test_nano_*.py train by the way of their row. Two rows are computed here, the
+    others by the slow test."""
+    written, told, support_at = (DOCS / "models.md").read_text(encoding="utf-8"), nano.ways(), models.support_at
+    own, general = Support(), {name: Support(lacks) for name, (way, lacks) in told.items() if way == "general"}
+    monkeypatch.setattr(models, "support_at", lambda name: general.get(name, own))
+    assert written == models.page(written), ADVICE
+    assert all(support_at(name).lacks == told[name][1] for name in ("llama", "mamba2"))
+    found = [way for way, _ in told.values()]
+    assert told.keys() == nano.NANO.keys() == nano.DENSE.keys() | nano.WITH_EXPERTS.keys() | nano.WITH_STATES.keys()
+    assert len(found) - found.count("refused") >= 34 and found.count("own") >= 16 and len(found) == 40
+
+
+@pytest.mark.slow
+def test_every_row_of_the_page_of_models_is_current() -> None:
+    written = (DOCS / "models.md").read_text(encoding="utf-8")
+    assert written == models.page(written), ADVICE
 
 
 def test_the_page_of_keys_is_current() -> None:

@@ -9,7 +9,7 @@ with any engine through the controller, `drive` trains them, and `check_records`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -23,16 +23,18 @@ from whet.batch import Batch
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.controller.dispatch import register
 from whet.controller.launch import launch
-from whet.controller.worker import Placement, ResourcePool, Worker, WorkerSpec
+from whet.controller.worker import Placement, RankLayout, ResourcePool, Worker, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.engines.protocol import Columns, Objective, TrainEngine
 from whet.engines.role import RoleSettings
+from whet.errors import ConfigError, WorkerError
 from whet.metrics import Metrics
 from whet.roles.workers import TrainWorker
 from whet.trainers.objectives import ImitationObjective, PolicyObjective
 
 BOUND = 1e-5  # relative norm over all weights, float32
 STEPS = 20
+MOST_ENGINES = 16  # one after the other in the same processes
 NEEDS = ("log_probs", "entropy")
 
 
@@ -222,6 +224,24 @@ class Probe(TrainWorker):
         self.engine.onload()
 
 
+class Reused(Probe):
+    """A training worker whose process serves one settings after another: a process costs seconds, an engine less."""
+
+    def __init__(self, placement: Placement, settings: RoleSettings) -> None:
+        self.placement = placement
+        super().__init__(placement, settings)
+
+    @register()
+    def become(self, settings: RoleSettings) -> RankLayout | ConfigError:
+        """Builds an engine with `settings` in place of the present one.  Returns its layout, or its refusal."""
+        vars(self).pop("engine", None)
+        try:
+            TrainWorker.__init__(self, self.placement, settings)
+        except ConfigError as error:
+            return error
+        return RankLayout(self.dp_rank, self.dp_size, self.is_reporting)
+
+
 class Pool(Worker):
     """Ranks of which the last two train: the group of a role may be a part of all processes."""
 
@@ -272,10 +292,40 @@ def settings(folder: Path, engine: EngineConfig | None = None, **changes: Any) -
     return RoleSettings(**{**given, **changes})
 
 
-def launched(roles: Mapping[str, RoleSettings], processes: int) -> dict[str, WorkerGroup]:
+def launched(roles: Mapping[str, RoleSettings], processes: int, cls: type[Probe] = Probe) -> dict[str, WorkerGroup]:
     """Every role on that many processes of the local backend."""
-    specs = [WorkerSpec(role, Probe, (each,)) for role, each in roles.items()]
+    specs = [WorkerSpec(role, cls, (each,)) for role, each in roles.items()]
     return launch(specs, ResourcePool(processes), deadline_seconds=480)
+
+
+def reused(group: WorkerGroup, settings: RoleSettings) -> WorkerGroup:
+    """The group with engines of other settings, in the same processes.  Raises: ConfigError if the engine refuses."""
+    found: list[Any] = group.become(settings)
+    for each in found:
+        if isinstance(each, ConfigError):
+            raise each
+    return WorkerGroup(group.role, Reused, found, group._transport, group._deadline_seconds)
+
+
+@contextmanager
+def reusing() -> Iterator[Callable[[RoleSettings, int], WorkerGroup]]:
+    """A function of settings and a number of processes that returns their group. The processes serve some more calls
+    with the same number, as the process groups of earlier engines stay open and poll."""
+    made: list[WorkerGroup] = []
+
+    def group_of(settings: RoleSettings, processes: int) -> WorkerGroup:
+        if made and made[0].world_size == processes and len(made) < MOST_ENGINES:
+            with suppress(WorkerError):  # an earlier case failed, and with it its workers
+                made.append(reused(made[0], settings))
+                return made[-1]
+        for group in made[:1]:
+            group.close()
+        made[:] = [launched({"actor": settings}, processes, Reused)["actor"]]
+        return made[0]
+
+    yield group_of
+    for group in made[:1]:
+        group.close()
 
 
 @contextmanager

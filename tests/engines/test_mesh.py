@@ -8,80 +8,52 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.models.nano import nano_model
 from tests.raising import raises
 
 sys.path.insert(0, str(Path(__file__).parent))
 import engine_conformance as suite
+from mesh_cases import (
+    GroupOf,
+    Reference,
+    Sizes,
+    check_same,
+    fsdp,
+    gradients_and_steps,
+    meshes_of,
+    named,
+    some,
+    without_routers,
+)
 
 from whet.batch import Batch
-from whet.config.schema import EngineConfig, LoraConfig
-from whet.controller.worker_group import WorkerGroup
+from whet.config.algorithm_checks import EngineUse
+from whet.config.schema import LoraConfig
+from whet.config.section import SectionPlace
+from whet.engines.engine import rows_of
 from whet.engines.fsdp.pipeline import stages_of
-from whet.engines.role import RoleSettings
+from whet.engines.mesh import Mesh
 from whet.errors import ConfigError
 from whet.models.load import body_of, load_policy
-from whet.models.outputs import ForwardSettings, layout_of, states_of
+from whet.models.outputs import ForwardSettings, layout_of, model_outputs, states_of
 from whet.models.sequence_parallel import heads_ranks
 from whet.trainers.objectives import ValueObjective
 
-BOUND = 2e-5  # of the gradient of a parameter, relative by norm, float32
 ALPHABET = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyz<>"
-Sizes = dict[str, int]
-Reference = tuple[dict[str, torch.Tensor], suite.Record]
-DENSE: dict[int, list[Sizes]] = {
-    2: [{}, {"replicate": 2}, {"context": 2}, {"tensor": 2}],
-    4: [
-        {},
-        {"replicate": 2},
-        {"context": 2},
-        {"context": 4},
-        {"replicate": 2, "context": 2},
-        {"tensor": 2},
-        {"tensor": 2, "replicate": 2},
-        {"tensor": 2, "context": 2},
-    ],
-}
-MIXTURE: dict[int, list[Sizes]] = {
-    2: [{}, {"expert": 2}, {"context": 2, "expert": 2}, {"tensor": 2}],
-    4: [
-        {"expert": 2},
-        {"expert": 4},
-        {"expert": 2, "replicate": 2},
-        {"expert": 2, "context": 2},
-        {"expert": 4, "context": 2},
-        {"expert": 2, "context": 2, "replicate": 2},
-        {"expert": 2, "tensor": 2},
-        {"tensor": 2, "replicate": 2},
-        {"expert": 2, "tensor": 2, "context": 2},
-    ],
-}
-
-
-def without_routers(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics of a step with a pipeline, whose stages measure no routers."""
-    return {name: value for name, value in metrics.items() if "router" not in name}
-
-
-def named(sizes: Sizes) -> str:
-    return " ".join(f"{name}={size}" for name, size in sizes.items()) or "shard"
-
-
-def fsdp(sizes: Sizes, **options: Any) -> EngineConfig:
-    mesh = {name: size for name, size in sizes.items() if name != "stages_per_rank"}
-    per_rank = {name: size for name, size in sizes.items() if name == "stages_per_rank"}
-    return EngineConfig(name="fsdp", logits_chunk_tokens=16, options={"mesh": mesh, **per_rank, **options})
+FOUR_KEYS = "four heads of keys"
+ADAPTER = {"lora": LoraConfig(rank=4)}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models of 4 layers, with 4 heads and 2 of keys and values, and with 8 experts; dense ones with fewer heads."""
-    from tests.models.nano import nano_model  # not in the processes that read this file
     from whet.plugins.lessons.init_model import init_model
 
     folder = tmp_path_factory.mktemp("models")
@@ -93,6 +65,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     others = {name: with_config(made["qwen3"], name, **sizes) for name, sizes in heads.items()}
     for arch in ("qwen3", "qwen3_moe"):  # a stage has the embedding, another one the output
         others[f"{arch} untied"] = with_config(made[arch], f"{arch} untied", tie_word_embeddings=False)
+        others[f"{arch} {FOUR_KEYS}"] = with_config(made[arch], f"{arch} {FOUR_KEYS}", num_key_value_heads=4)
     return made | others | {arch: nano_model(folder / arch, arch) for arch in ("olmo2", "olmo3", "glm4")}
 
 
@@ -109,32 +82,52 @@ def with_config(folder: Path, name: str, **changes: Any) -> Path:
     return other
 
 
-STAGES: dict[int, list[Sizes]] = {
-    2: [{"pipeline": 2}, {"pipeline": 2, "stages_per_rank": 2}],
-    4: [
-        {"pipeline": 4},
-        {"pipeline": 2},
-        {"pipeline": 2, "replicate": 2},
-        {"pipeline": 2, "context": 2, "stages_per_rank": 2},
-        {"pipeline": 2, "tensor": 2},
-    ],
-}
-MIXED_STAGES: dict[int, list[Sizes]] = {4: [{"pipeline": 2, "expert": 2}, {"pipeline": 2, "expert": 2, "context": 2}]}
+def interleaved(meshes: list[Sizes]) -> list[Sizes]:
+    """The same with two stages on each rank, which a pipeline of four layers on four ranks does not have."""
+    return [{**sizes, "stages_per_rank": 2} for sizes in meshes if sizes["pipeline"] == 2]
+
+
+def by_count(meshes: Callable[[int], list[Sizes]]) -> dict[int, list[Sizes]]:
+    return {count: meshes(count) for count in (2, 4)}
+
+
+def with_tensor(count: int, size: int, lacks: str) -> list[Sizes]:
+    """The meshes without a pipeline that split heads so many times, or at most twice for 2."""
+    return [each for each in some(count, "", lacks) if (each.get("tensor", 1) == 4) == (size == 4)]
+
+
 KINDS: dict[str, tuple[str, dict[str, Any], dict[int, list[Sizes]]]] = {
     # name: (model, what differs from plain, of both engines; meshes by processes)
-    "dense": ("qwen3", {}, DENSE),
-    "mixture": ("qwen3_moe", {}, MIXTURE),
-    "stages": ("qwen3 untied", {}, STAGES),
-    "stages of a mixture": ("qwen3_moe untied", {}, MIXED_STAGES),
+    "dense": ("qwen3", {}, by_count(lambda count: with_tensor(count, 2, "expert pipeline"))),
+    "mixture": ("qwen3_moe", {}, by_count(lambda count: with_tensor(count, 2, "pipeline"))),
+    FOUR_KEYS: (f"qwen3 {FOUR_KEYS}", {}, {4: with_tensor(4, 4, "")}),
+    f"mixture of {FOUR_KEYS}": (f"qwen3_moe {FOUR_KEYS}", {}, {4: with_tensor(4, 4, "")}),
+    "stages": (
+        "qwen3 untied",
+        {},
+        by_count(lambda count: (given := some(count, "pipeline", "expert")) + interleaved(given)),
+    ),
+    "stages of a mixture": ("qwen3_moe untied", {}, by_count(lambda count: some(count, "pipeline"))),
+    "interleaved stages of a mixture": (
+        "qwen3_moe untied",
+        {},
+        by_count(lambda count: interleaved(some(count, "pipeline expert"))),
+    ),
     "checkpointed stages": ("qwen3 untied", {"gradient_checkpointing": True}, {2: [{"pipeline": 2}]}),
     "one head": ("1 heads", {}, {2: [{"context": 2}], 4: [{"context": 4}, {"context": 2}]}),
     "one head in one call": ("1 heads", {}, {4: [{"context": 4}]}),
     "two heads": ("2 heads", {}, {4: [{"context": 4}]}),  # keys are gathered between two pairs that share heads
-    "adapter": ("qwen3", {"lora": LoraConfig(rank=4)}, {2: [{"tensor": 2}], 4: [{"tensor": 2}, {"context": 2}]}),
+    "adapter": (
+        "qwen3",
+        {"lora": LoraConfig(rank=4)},
+        by_count(lambda count: with_tensor(count, 2, "expert pipeline")),
+    ),
     "adapter of a mixture": (
         "qwen3_moe",
         {"lora": LoraConfig(rank=4)},
-        {2: [{"expert": 2}, {"tensor": 2}], 4: [{"expert": 2, "tensor": 2}]},
+        by_count(
+            lambda count: [each for each in with_tensor(count, 2, "pipeline") if {"expert", "tensor"} & each.keys()]
+        ),
     ),
     "checkpointing": ("qwen3_moe", {"gradient_checkpointing": True}, {2: [{"expert": 2}], 4: [{"expert": 2}]}),
     # norms read the sum over the ranks itself
@@ -146,6 +139,22 @@ CASES = {
     for kind, (*_, meshes) in KINDS.items()
     for sizes in meshes.get(count, [])
 }
+# Refused by name: model, processes, mesh, and the size that is refused.
+REFUSED: list[tuple[str, int, Sizes, str]] = [
+    *(("qwen3", count, sizes, "expert") for count in (2, 4) for sizes in some(count, "expert", "pipeline")),
+    *(("qwen3 untied", 4, sizes, "expert") for sizes in some(4, "expert pipeline")),
+    *(("qwen3", count, sizes, "pipeline") for count in (2, 4) for sizes in some(count, "pipeline")),  # a tied output
+    ("qwen3", 4, {"tensor": 4}, "tensor"),
+    ("qwen3_moe", 4, {"tensor": 4}, "tensor"),
+    ("qwen3 untied", 4, {"pipeline": 4, "stages_per_rank": 2}, "pipeline"),
+]
+
+
+@pytest.fixture(scope="module")
+def group_of() -> Iterator[GroupOf]:
+    """The group of settings, in processes that stay from case to case."""
+    with suite.reusing() as of:
+        yield of
 
 
 @pytest.fixture(scope="module")
@@ -155,48 +164,70 @@ def reference_of(folders: dict[str, Path]) -> Callable[[str], Reference]:
     @cache
     def made(kind: str) -> Reference:
         arch, both, _ = KINDS[kind]
-        one = suite.launched({"actor": suite.settings(folders[arch], **both)}, 1)["actor"]
-        one.update(suite.batch_of(0, 12), suite.OBJECTIVES[0])  # a new adapter has no gradient in A
-        return one.gradients(suite.batch_of(1, 12))[0], suite.drive(one, steps=range(3))
+        return gradients_and_steps(suite.launched({"actor": suite.settings(folders[arch], **both)}, 1)["actor"])
 
     return made
 
 
-@pytest.fixture(scope="module")
-def group_of(folders: dict[str, Path]) -> Iterator[Callable[[str], WorkerGroup]]:
-    """The group of a case. No fixture with a parameter of each case, which pytest would end with the case."""
+def test_every_mesh_is_compared() -> None:
+    """Of a mixture and of a dense model, which has no experts to split."""
+    for kinds, lacks in (
+        (("mixture", f"mixture of {FOUR_KEYS}", "stages of a mixture"), ""),
+        (("dense", FOUR_KEYS, "stages"), "expert"),
+    ):
+        for count, number in ((2, 7 - 2 * bool(lacks)), (4, 27 - 12 * bool(lacks))):
+            told = [
+                sizes for kind in kinds for sizes in KINDS[kind][2].get(count, []) if "stages_per_rank" not in sizes
+            ]
+            assert sorted(map(named, told)) == sorted(map(named, some(count, "", lacks)))
+            assert len({*map(named, told)}) == len(told) == number
 
-    def settings(case: str) -> RoleSettings:
-        _, kind, sizes = CASES[case]
-        arch, both, _ = KINDS[kind]
-        return suite.settings(folders[arch], fsdp(sizes), **both)
 
-    def launch(cases: list[str], count: int) -> dict[str, WorkerGroup]:
-        return suite.launched({case: settings(case) for case in cases}, count)
-
-    with suite.launched_in_turn({case: count for case, (count, *_) in CASES.items()}, launch) as of:
-        yield of
+def test_every_other_grid_is_refused_before_a_process_starts(train_config: Any) -> None:
+    """Every choice of sizes of 1, 2 and 4 is a mesh of two or four processes, or an error that names a size."""
+    for count in (2, 4):
+        words = {"actor.engine.name": "fsdp", "cluster.processes": count}
+        use = EngineUse.at(SectionPlace("actor.engine", train_config(words)))
+        meshes, refused = meshes_of(count), 0
+        for grid in product((1, 2, 4), repeat=len(Mesh.__dataclass_fields__)):
+            sizes = dict(zip(Mesh.__dataclass_fields__, grid, strict=True))
+            errors = [*replace(use, options={**use.options, "mesh": sizes}).refused()]
+            assert all(each.key.startswith("actor.engine.options.mesh.") for each in errors)
+            assert bool(errors) == ({name: size for name, size in sizes.items() if size > 1} not in meshes)
+            refused += bool(errors)
+        assert refused == 3**6 - len(meshes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_and_steps_are_those_of_one_process(
-    case: str, group_of: Callable[[str], WorkerGroup], reference_of: Callable[[str], Reference]
+    case: str, group_of: GroupOf, reference_of: Callable[[str], Reference], folders: dict[str, Path]
 ) -> None:
-    _, kind, sizes = CASES[case]
-    group, (gradients, record) = group_of(case), reference_of(kind)
+    count, kind, sizes = CASES[case]
+    arch, both, _ = KINDS[kind]
+    group = group_of(suite.settings(folders[arch], fsdp(sizes), **both), count)
     if "in one call" in kind:
         group.in_one_call()
-    group.update(suite.batch_of(0, 12), suite.OBJECTIVES[0])
-    got = group.gradients(suite.batch_of(1, 12))[0]
-    assert got.keys() == gradients.keys()
-    for name, expected in gradients.items():
-        assert expected.norm() > 0, name
-        assert (got[name] - expected).norm() <= BOUND * expected.norm(), name
-    got_record = suite.drive(group, steps=range(3))
-    if "pipeline" in sizes:
-        record = replace(record, metrics=[without_routers(each) for each in record.metrics])
-    suite.check_records(record, got_record)
+    check_same(reference_of(kind), gradients_and_steps(group), sizes)
+
+
+@pytest.mark.slow
+def test_a_mesh_that_a_model_does_not_have_is_refused_by_name(group_of: GroupOf, folders: dict[str, Path]) -> None:
+    for arch, count, sizes, name in sorted(REFUSED, key=lambda each: each[1]):
+        found = sizes[name] * sizes.get("stages_per_rank", 1)
+        group_of(suite.settings(folders["qwen3"], fsdp({})), count)  # ranks that outlive a refusal
+        with raises(ConfigError, f"engine.options.mesh.{name}", found=found):
+            group_of(suite.settings(folders[arch], fsdp(sizes)), count)
+
+
+def test_a_pass_of_a_rank_without_rows_has_finite_gradients(tmp_path: Path) -> None:
+    """Gemma 3n divides by the norm of an embedding, which is 0 for its padding, token 0."""
+    model = load_policy(nano_model(tmp_path / "model", "gemma3n_text"))
+    idle = {name: torch.as_tensor(each) for name, each in rows_of(suite.ragged_batch().columns(), []).items()}
+    settings = ForwardSettings(packing=False)
+    (0.0 * model_outputs(model, idle, frozenset({"log_probs"}), settings)["log_probs"].sum()).backward()
+    found = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    assert found and not any(bool(each.any()) for each in found)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -196,9 +197,19 @@ def nano_model(out: Path, model_type: str, **changed: Any) -> Path:
     return out
 
 
+def ways() -> dict[str, tuple[str, str]]:
+    """The table of kinds in docs/models.md: each kind's way, and the part that whet's own way does not support."""
+    page = Path(__file__).parents[2].joinpath("docs", "models.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- kinds -->")[2].partition("<!-- end of kinds -->")[0]
+    return {
+        name: (way, lacks)
+        for name, way, lacks in re.findall(r"^\| `(\w+)` \| (own|general|refused) \| (.*) \|$", table, re.M)
+    }
+
+
 def check_trains(model_type: str, tmp_path: Path) -> None:
-    """Two steps of GRPO with the default rollout engine: its log-probs equal the trainer's. The export loads with
-    transformers, whose log-probs equal whet's for the trained model."""
+    """Two steps of GRPO by the way in docs/models.md, with the default rollout engine of this way: its log-probs equal
+    the trainer's. The export loads with transformers, whose log-probs equal whet's for the trained model."""
     folder, run = nano_model(tmp_path / "model", model_type), tmp_path / "run"
     small = {
         **SMALL_RUN,
@@ -211,15 +222,18 @@ def check_trains(model_type: str, tmp_path: Path) -> None:
     }
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(8, 12)]
     config = load_config(TrainConfig, None, small, given={"reward", "data"}).config
-    history = train(config, reward=lambda solution_str: float(len(solution_str)), data=rows).history
-    assert history[0]["actor/grad_norm"] > 0
+    done = train(config, reward=lambda solution_str: float(len(solution_str)), data=rows)
+    assert done.history[0]["actor/grad_norm"] > 0
+    (way, lacks), start = ways()[model_type], load_policy(folder)
+    assert support_of(start).is_own == (way == "own") and support_of(start).lacks == lacks
+    assert done.config.rollout.engine.name == {"own": "native", "general": "hf"}[way]
     for step in (1, 2):
         lines = (run / f"tokens/step_{step:06}.jsonl").read_text().splitlines()
         assert len(lines) == 16
         for row in map(json.loads, lines):
             assert row["old_log_probs"] == pytest.approx(row["rollout_log_probs"], abs=1e-5)
     exported = export(run, tmp_path / "exported")
-    ids, start = torch.tensor([[11, 14, 12, 20, 5, 6, 9]]), load_policy(folder)
+    ids = torch.tensor([[11, 14, 12, 20, 5, 6, 9]])
     plain = plain_log_probs(exported, ids)
     trained = load_policy(exported)
     torch.testing.assert_close(whet_log_probs(trained, ids), plain, atol=2e-5, rtol=0)

@@ -8,15 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from tests.conftest import SMALL_RUN
-from tests.models.nano import config_of
+from tests.models.nano import config_of, nano_model
 from tests.raising import raises
 from whet.config import SFTConfig, TrainConfig, load_config
 from whet.errors import ConfigError, DataError
-from whet.models.load import load_tokenizer
+from whet.models.general import LOST
+from whet.models.load import load_tokenizer, outline
+from whet.models.supported import support_of
+from whet.planning.dtypes import with_dtypes
+from whet.rollout import build
 from whet.rollout.build import bad_word_ids, with_engine
+from whet.trainers.build import train
 
 ON_TWO = {"actor__engine__name": "fsdp", "cluster__processes": 2}
 
@@ -80,6 +86,32 @@ def test_a_setting_that_needs_whets_own_way_is_an_error(
     with raises(ConfigError, key, found=found):
         with_engine(loaded(folders["general"], **written))
     with_engine(loaded(folders["own"], **written))
+
+
+def losses_told(caplog: pytest.LogCaptureFixture) -> list[tuple[object, ...]]:
+    """Facts of the lines that say what a run loses: the model, the part of it, the losses."""
+    args = [each.args for each in caplog.records if each.name == build.__name__ and isinstance(each.args, tuple)]
+    return [each for each in args if LOST in each]
+
+
+@pytest.mark.parametrize("way", ["own", "general"])
+def test_a_run_says_once_at_its_start_what_the_general_way_loses(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = nano_model(tmp_path / "model", {"own": "llama", "general": "lfm2"}[way])
+    with torch.device("meta"):
+        lacks = support_of(outline(folder)).lacks
+    expected = [(str(folder), lacks, LOST)] if way == "general" else []
+    config = loaded(folder, **{"trainer.run_dir": str(tmp_path / "run"), "trainer.total_steps": 2})
+    before: list[list[tuple[object, ...]]] = []
+
+    def pays(solution_str: str) -> float:
+        before.append(losses_told(caplog))
+        return float(len(solution_str))
+
+    train(with_dtypes(config), reward=pays, data=[{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(8)])
+    assert before[0] == losses_told(caplog) == expected
+    assert {"packed rows", "batch_invariant"} < {*LOST.split(", ")}
 
 
 def test_supervised_runs_have_no_rollout(folders: dict[str, Path]) -> None:

@@ -425,10 +425,7 @@ def rows_of(columns: Columns, rows: list[int]) -> Columns:
 def _idle(columns: Columns) -> Columns:
     """Returns a dummy row of two tokens, for a rank without rows in a pass in which other ranks have rows."""
     positions = columns["position_ids"]
-    two = torch.arange(2, device=positions.device)
-    return {
-        "input_ids": torch.zeros_like(two)[None],
-        "attention_mask": torch.ones_like(two)[None],
-        "position_ids": two.expand(1, *positions.shape[1:-1], 2),
-        "response_mask": torch.ones_like(two)[None, 1:],
-    }
+    # Not token 0, which may be padding with an embedding of zeros: there the gradient of Gemma 3n's norms is NaN.
+    ones = torch.ones(1, 2, dtype=torch.long, device=positions.device)
+    place = (ones.cumsum(1) - 1).expand(1, *positions.shape[1:-1], 2)
+    return {"input_ids": ones, "attention_mask": ones, "position_ids": place, "response_mask": ones[:, 1:]}

@@ -18,7 +18,9 @@ from whet.controller.worker import ResourcePool, WorkerSpec, pools_of
 from whet.engines.mesh import Mesh
 from whet.errors import ConfigError
 from whet.plugins.planner.first import bytes_of, changed, host_bytes, shape_of
-from whet.plugins.planner.scale import places, scale, smallest
+from whet.plugins.planner.scale import Scaled, places, scale, smallest
+
+ROOT = Path(__file__).parents[3]
 
 MIXTURE = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -94,6 +96,33 @@ def test_what_is_planned_is_a_config_that_runs(name: str, tmp_path: Path) -> Non
         least = smallest(config, shape, gib, 256)
         assert all(each.fits == (least is not None and each.gpus >= least.gpus) for each in found)
         assert (least is None) == (name.startswith("qwen3_235b") and gib < 80)
+
+
+def cell(found: Scaled | None) -> str:
+    """A cell of the table of docs/planning.md: accelerators, those that train in a pool, and the mesh if it is set."""
+    if found is None:
+        return "none up to 256"
+    pools: Any = found.changes.get("cluster.placement", {})
+    options: Any = found.changes.get("actor.engine.options", {})
+    told = [f"{pools['train']['processes']} train"] if pools else []
+    told += [f"`{name}: {size}`" for name, size in options.get("mesh", {}).items()]
+    return f"{found.gpus} ({', '.join(told)})" if told else f"{found.gpus}"
+
+
+LARGEST = pytest.param("qwen3_235b_a22b_math_gspo", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [*[each for each in SHAPES if "235b" not in each], LARGEST])
+def test_the_table_of_the_smallest_numbers_is_current(name: str, tmp_path: Path) -> None:
+    """With 2,000 GiB a node, and 78 and 139 GiB of a card, as the page says."""
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    table = page.partition("| recipe | accelerators of 80 GB | of 141 GB |")[2].partition("\n\n")[0]
+    rows = {row[0].strip("`"): row[1:] for row in (line.strip("| ").split(" | ") for line in table.splitlines()[2:])}
+    assert rows.keys() == SHAPES.keys()
+    config, shape = recipe(name, tmp_path)
+    for gib, shown in zip((78.0, 139.0), rows[name], strict=True):
+        expected = cell(smallest(config, shape, gib, 256, host_gib=2000.0))
+        assert shown == expected or (expected.startswith("none") and shown.startswith(f"{expected}: "))
 
 
 def test_weights_of_235b_by_hand(tmp_path: Path) -> None:
