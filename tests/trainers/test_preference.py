@@ -132,6 +132,9 @@ def test_a_mismatched_response_is_of_another_comparison() -> None:
         assert kept and all(following[one] == other for one, other in kept)
     pair = mismatched(examples[:2], 3, 8).values()
     assert [each.responses[0][0][0] // 10 for each in pair] == [1, 1, 0, 0]
+    assert mismatched([], 3, 8) == {}
+    with raises(DataError, "data"):
+        mismatched(examples[:1], 3, 8)
 
 
 def log_prob(model: Any, tokenizer: Any, prompt: str, response: str) -> float:
