@@ -74,7 +74,7 @@ def test_the_page_and_three_wrong_answers(tmp_path: Path) -> None:
     [(("-m", "whet", "quickstart", "--images"), 0.7, 0.85), (("examples/pictures.py", "two_images"), 0.8, 0.85)],
 )
 def test_a_model_learns_from_what_it_sees(tmp_path: Path, command: tuple[str, ...], most: float, least: float) -> None:
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     subprocess.run(
         [sys.executable, *command, "--run-dir", str(tmp_path / "run")],
         check=True,

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from whet.plugins.lessons import quickstart
 from whet.plugins.plots.figures import COLOURS, Panel, Series, plot_learning_curve, plot_panels, running_mean
 
 
@@ -31,6 +32,13 @@ def test_each_series_has_its_own_colour(tmp_path: Path) -> None:
     plot_learning_curve(tmp_path / "curve.png", [Series("reward", x, [i / 50 for i in x]), falling], title="A run")
     picture = imread(tmp_path / "curve.png")
     assert len(pixels_near(picture, COLOURS[0])) > 500 and len(pixels_near(picture, COLOURS[1])) > 500
+
+
+def test_the_curve_of_a_quickstart_is_drawn(tmp_path: Path) -> None:
+    history = [{"step": step, "critic/score/mean": step / 9} for step in range(9)] + [{"step": 9, "val/accuracy": 1.0}]
+    quickstart.plot(tmp_path / "curve.png", history, quickstart.ADDITION)
+    picture = imread(tmp_path / "curve.png")
+    assert len(pixels_near(picture, COLOURS[1])) > 200
 
 
 def test_the_running_mean_takes_what_there_is_at_the_ends() -> None:

@@ -34,7 +34,7 @@ def run_worker(folder: Path, service: str, *arguments: object, environment: dict
     keep = {name: each for name, each in os.environ.items() if not name.startswith(("WANDB", "SWANLAB", "MLFLOW"))}
     done = subprocess.run(
         [str(python), str(WORKER), str(folder), service, *map(str, arguments)],
-        env={**keep, "PYTHONPATH": str(WORKER.parents[2]), **(settings if environment is None else environment)},
+        env={**keep, "PYTHONPATH": str(WORKER.parents[3]), **(settings if environment is None else environment)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -192,7 +192,7 @@ def test_without_a_key_nobody_is_asked_for_one(service: str, words: str, tmp_pat
     keep = {name: each for name, each in os.environ.items() if not name.startswith(("WANDB", "SWANLAB"))}
     done = subprocess.run(
         [sys.executable, str(WORKER), str(tmp_path), service, "-1", "2"],
-        env={**keep, "PYTHONPATH": str(WORKER.parents[2]), "HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")},
+        env={**keep, "PYTHONPATH": str(WORKER.parents[3]), "HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")},
         stdin=terminal,
         stdout=terminal,
         stderr=subprocess.PIPE,

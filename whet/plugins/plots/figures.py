@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -42,11 +42,13 @@ class Panel:
 
 
 @register_part("learning_curve")
-def plot_learning_curve(path: Path, series: Sequence[Series], *, title: str, y_label: str = "reward") -> None:
-    """Draws the curves into a PNG file. A long curve is drawn faintly, with its running mean in full colour."""
+def plot_learning_curve(path: Path, series: Sequence[tuple[Any, ...]], *, title: str, y_label: str = "reward") -> None:
+    """Draws the curves into a PNG file. A long curve is drawn faintly, with its running mean in full colour.
+
+    Each of `series` is a `Series`, or a tuple of its fields."""
     figure = _figure(8, 4.5)
     axes = figure.add_subplot()
-    _fill(axes, series, y_label)
+    _fill(axes, [Series(*each) for each in series], y_label)
     axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=12)
     if len(series) > 1:
         axes.legend(frameon=False, loc="best")
