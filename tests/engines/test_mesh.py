@@ -213,11 +213,13 @@ def test_gradients_and_steps_are_those_of_one_process(
 
 @pytest.mark.slow
 def test_a_mesh_that_a_model_does_not_have_is_refused_by_name(group_of: GroupOf, folders: dict[str, Path]) -> None:
-    for arch, count, sizes, name in sorted(REFUSED, key=lambda each: each[1]):
-        found = sizes[name] * sizes.get("stages_per_rank", 1)
-        group_of(suite.settings(folders["qwen3"], fsdp({})), count)  # ranks that outlive a refusal
-        with raises(ConfigError, f"engine.options.mesh.{name}", found=found):
-            group_of(suite.settings(folders[arch], fsdp(sizes)), count)
+    for count in (2, 4):
+        group_of(suite.settings(folders["qwen3"], fsdp({})), count)  # the ranks outlive a refusal
+        for arch, _, sizes, name in (each for each in REFUSED if each[1] == count):
+            with raises(
+                ConfigError, f"engine.options.mesh.{name}", found=sizes[name] * sizes.get("stages_per_rank", 1)
+            ):
+                group_of(suite.settings(folders[arch], fsdp(sizes)), count)
 
 
 def test_a_pass_of_a_rank_without_rows_has_finite_gradients(tmp_path: Path) -> None:
