@@ -31,7 +31,7 @@ def page(text: str) -> str:
 def sees() -> str:
     """The table of encoders, and the types of transformers' models that are refused by name."""
     kinds: dict[str, list[str]] = {}
-    for name in ENCODERS.names():
+    for name in ENCODERS.shipped:
         kinds.setdefault(name.rpartition("/")[0], []).append(name.rpartition("/")[2])
     rows = "".join(row_of_encoder(name, sorted(own)) for name, own in sorted(kinds.items()))
     refused = ", ".join(f"`{name}`" for name in sorted(UNREAD - kinds.keys()))

@@ -22,6 +22,7 @@ from scripted import Scripted
 from whet.batch import Batch
 from whet.columns import COLUMNS, Reader
 from whet.config import TrainConfig, load_config
+from whet.config.commands import commands
 from whet.config.compose import find_recipe, shipped_recipes
 from whet.errors import ConfigError, DataError, EngineError, RegistryError
 from whet.metrics import Metrics
@@ -385,7 +386,10 @@ def test_keys_that_nothing_reads_are_named(train_config: MakeConfig, overrides: 
     assert [bool(re.match(said, line)) for line in found] == [True] * bool(said), found
 
 
-@pytest.mark.parametrize("name", [each for each in shipped_recipes() if not each.endswith(("_eval", "_sft"))])
+OTHERS = tuple(f"_{command}" for command in commands())  # endings of recipes of other commands
+
+
+@pytest.mark.parametrize("name", [each for each in shipped_recipes() if not each.endswith(OTHERS)])
 def test_no_shipped_recipe_has_keys_that_nothing_reads(name: str, model_folder: Path) -> None:
     if "backend: ray" in find_recipe(name).read_text():
         pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-services]'")

@@ -17,9 +17,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "trainers"))
 import engine_conformance as suite
+from mesh_cases import Sizes, fsdp, named
 from mesh_workers import Sender
 from sync_workers import Rollout
-from test_mesh import DENSE, MIXED_STAGES, MIXTURE, STAGES, Sizes, folders as folders, fsdp, named
+from test_mesh import folders as folders
 
 from whet.checkpoints.export import MergedShards, write_weights
 from whet.config.schema import ModelConfig, RolloutConfig
@@ -30,6 +31,44 @@ from whet.models.load import outline
 from whet.weight_sync.routes import BetweenPools
 
 SECONDS = 120.0
+DENSE: dict[int, list[Sizes]] = {
+    2: [{}, {"replicate": 2}, {"context": 2}, {"tensor": 2}],
+    4: [
+        {},
+        {"replicate": 2},
+        {"context": 2},
+        {"context": 4},
+        {"replicate": 2, "context": 2},
+        {"tensor": 2},
+        {"tensor": 2, "replicate": 2},
+        {"tensor": 2, "context": 2},
+    ],
+}
+MIXTURE: dict[int, list[Sizes]] = {
+    2: [{}, {"expert": 2}, {"context": 2, "expert": 2}, {"tensor": 2}],
+    4: [
+        {"expert": 2},
+        {"expert": 4},
+        {"expert": 2, "replicate": 2},
+        {"expert": 2, "context": 2},
+        {"expert": 4, "context": 2},
+        {"expert": 2, "context": 2, "replicate": 2},
+        {"expert": 2, "tensor": 2},
+        {"tensor": 2, "replicate": 2},
+        {"expert": 2, "tensor": 2, "context": 2},
+    ],
+}
+STAGES: dict[int, list[Sizes]] = {
+    2: [{"pipeline": 2}, {"pipeline": 2, "stages_per_rank": 2}],
+    4: [
+        {"pipeline": 4},
+        {"pipeline": 2},
+        {"pipeline": 2, "replicate": 2},
+        {"pipeline": 2, "context": 2, "stages_per_rank": 2},
+        {"pipeline": 2, "tensor": 2},
+    ],
+}
+MIXED_STAGES: dict[int, list[Sizes]] = {4: [{"pipeline": 2, "expert": 2}, {"pipeline": 2, "expert": 2, "context": 2}]}
 KINDS: dict[str, tuple[str, dict[int, list[Sizes]]]] = {
     "dense": ("qwen3", DENSE),
     "mixture": ("qwen3_moe", MIXTURE),

@@ -15,8 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "engines"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "trainers"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "weight_sync"))
 import engine_conformance as suite
+from mesh_cases import Sizes, fsdp, named
 from mesh_workers import Sender
-from test_mesh import Sizes, folders as folders, fsdp, named
+from test_mesh import folders as folders
 from test_meshes import exported
 
 from whet.config.schema import ModelConfig, RolloutConfig
