@@ -52,7 +52,7 @@ def test_a_first_sentence_names_its_subject_and_object() -> None:
     assert not unnamed, "\n".join(unnamed)
 
 
-@pytest.mark.parametrize("folder", ["benchmarks", "docs", "examples", pytest.param("tests", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("folder", ["benchmarks", "docs", "examples", "tests"])
 def test_first_sentences_outside_the_package_do_too(folder: str) -> None:
     unnamed = [
         f"{file}: {sentence}"

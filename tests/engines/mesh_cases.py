@@ -37,7 +37,7 @@ def meshes_of(processes: int) -> list[Sizes]:
 
 
 def some(processes: int, has: str = "", lacks: str = "") -> list[Sizes]:
-    """The meshes with all of the dimensions in `has` and none of those in `lacks`."""
+    """Meshes that have every dimension of `has`, and no dimension of `lacks`."""
     wanted, unwanted = {*has.split()}, {*lacks.split()}
     return [sizes for sizes in meshes_of(processes) if wanted <= sizes.keys() and not unwanted & sizes.keys()]
 

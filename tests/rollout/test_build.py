@@ -89,7 +89,7 @@ def test_a_setting_that_needs_whets_own_way_is_an_error(
 
 
 def losses_told(caplog: pytest.LogCaptureFixture) -> list[tuple[object, ...]]:
-    """Facts of the lines that say what a run loses: the model, the part of it, the losses."""
+    """Facts of the lines on the general way: the model, the part of it, the losses."""
     args = [each.args for each in caplog.records if each.name == build.__name__ and isinstance(each.args, tuple)]
     return [each for each in args if LOST in each]
 

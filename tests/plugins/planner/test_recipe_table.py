@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/planning.md with a plan for each recipe by size is what `whet plan` prints."""
+"""The table of docs/planning.md with a plan for each recipe by size equals the lines of `whet plan`."""
 
 from __future__ import annotations
 

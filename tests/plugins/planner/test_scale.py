@@ -99,7 +99,7 @@ def test_what_is_planned_is_a_config_that_runs(name: str, tmp_path: Path) -> Non
 
 
 def cell(found: Scaled | None) -> str:
-    """A cell of the table of docs/planning.md: accelerators, those that train in a pool, and the mesh if it is set."""
+    """A cell of the table of docs/planning.md: accelerators, how many train, and the mesh if set."""
     if found is None:
         return "none up to 256"
     pools: Any = found.changes.get("cluster.placement", {})

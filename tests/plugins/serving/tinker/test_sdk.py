@@ -170,7 +170,7 @@ def test_full_fine_tuning_has_the_bits_of_sft(server: Server, nano: Path, tmp_pa
 
 
 def test_two_ranks_have_the_numbers_of_one(nano: Path, tmp_path: Path) -> None:
-    """An adapter and all weights, by the SDK, and the samples of what was trained."""
+    """An adapter and all weights, by the SDK, and samples of the trained model."""
     rows, found = [[[1, 2, 3, 4], [0, 1, 1]], [[5, 6, 7], [1, 1]], [[9, 8, 7, 6, 5], [0, 0, 1, 1]]], []
     for number, options in enumerate(((), ("--ranks", 2, "--train-engine", "fsdp"))):
         with started(nano, tmp_path / str(number), *options) as server:
