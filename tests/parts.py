@@ -30,7 +30,7 @@ LOG = ROOT / "LOG.md"
 GATE = "gate"
 ACCELERATOR = re.compile("CUDA|accelerator")  # in the reason of a skipped test: no machine without one can run it
 HEADER = "| part | last whole run | commit |\n|---|---|---|\n"
-ROW = re.compile(r"^\| ([a-z-]+) \| ([\d-]+) \| ([0-9a-f]{7,40}) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| ([a-z0-9-]+) \| ([\d-]+) \| ([0-9a-f]{7,40}) \|$", re.MULTILINE)
 
 
 @dataclass(frozen=True)

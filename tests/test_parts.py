@@ -96,6 +96,7 @@ def test_a_run_is_recorded_in_its_row() -> None:
     assert last_runs(elsewhere) == {}
     assert last_runs(with_run(elsewhere, "reward-models", *LAST)) == {"reward-models": LAST}
     assert with_run(HEADER, "ray", *LAST) == HEADER + "| ray | 2026-11-22 | 63aba1a |\n"
+    assert last_runs(with_run(HEADER, "recipes-fsdp2", *LAST)) == {"recipes-fsdp2": LAST}
 
 
 def test_a_run_with_skipped_tests_is_not_whole() -> None:
