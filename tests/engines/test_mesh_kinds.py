@@ -33,6 +33,7 @@ REFUSED: dict[str, str] = {
     "qwen3_next": "context",  # has linear attention
     "qwen3_5_text": "context",
 }
+UNTRAINED = {"phimoe": "router.weight"}  # which samples experts in training, and so stays in evaluation
 GENERAL = {"bamba", "falcon_h1", "gemma3n_text", "jamba", "lfm2", "llama4_text", "mamba2", "minimax"}
 OF_GENERAL = {"jamba", "minimax"}  # whose experts are split all the same
 SPLIT = {*WITH_EXPERTS, "qwen3_next"} - GENERAL | OF_GENERAL  # the kinds whose experts are stacked
@@ -89,7 +90,7 @@ def test_gradients_and_steps_are_those_of_one_process(
 ) -> None:
     folder = folder_of(kind, sizes)
     got = gradients_and_steps(group_of(suite.settings(folder, fsdp(sizes)), 2))
-    check_same(reference_of(folder), got, sizes)
+    check_same(reference_of(folder), got, sizes, UNTRAINED.get(kind, ""))
 
 
 @pytest.mark.slow
