@@ -22,6 +22,17 @@ def test_a_block_without_end_is_ended_and_everything_is_as_before() -> None:
     assert (signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)) == before
 
 
+def test_time_in_which_the_thread_does_not_run_counts_a_third(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine where other processes keep all cores busy."""
+    monkeypatch.setattr(limits, "_AGAIN_SECONDS", 0.02)
+    with bounded(0.1):
+        time.sleep(0.2)
+    start = time.monotonic()
+    with pytest.raises(TimeoutError), bounded(0.1):
+        time.sleep(60.0)
+    assert 0.3 <= time.monotonic() - start < 5.0
+
+
 def test_an_alarm_that_is_swallowed_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "_AGAIN_SECONDS", 0.05)
     swallowed = 0
