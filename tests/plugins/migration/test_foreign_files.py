@@ -262,7 +262,8 @@ def test_arrays_grow_and_here_documents_are_no_statements() -> None:
     assert read(script, "verl") == Written({"a": 1, "b": 2, "e": 5, "c": 3, "d": 4})
 
 
-def test_the_output_of_a_command_is_told() -> None:
+def test_the_output_of_a_command_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PWD", "/elsewhere")
     found = read("T=$(date +%s)\npython3 -m v a.b=1 seed=$T n=`nproc` out=$(pwd)/x lr=$(python -c 'print(2)')", "verl")
     assert found.values == {"a.b": 1, "out": f"{Path.cwd()}/x"}
     told = "the output of a command is not known; set it by hand"

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase, translate
 from functools import lru_cache
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from whet.plugins.migration.foreign_python import Budget, calculated
@@ -24,7 +25,7 @@ _CLOSING = {'"': '"', "(": ")", "{": "}"}
 _VARIABLE = re.compile(r"\$(?:\w+|[@*#?$!-])?")
 _BEFORE_A_COMMAND = ("", "for", "if", "elif", "while", "until", "then", "do", "else", "!", "{")
 MAX_TURNS = 10_000  # of the loops of a script
-OF_THE_SHELL = ("HOME", "USER", "PWD")
+OF_THE_SHELL = ("HOME", "USER")
 OTHER = "\ue002"
 UNKNOWN = re.compile("\ue000([^\ue001]*)\ue001")
 _NAME = re.compile(r"\$\{?([#!]?\w+)(?:\W.*)?", re.DOTALL)  # of a variable that is not known
@@ -250,6 +251,7 @@ class Words:
     def __init__(self, fixed: Mapping[str, str], assumed: Mapping[str, str], run: Callable[[str], str | None]) -> None:
         self.given, self._fixed, self._run, self.budget = {**assumed, **fixed}, fixed, run, Budget()
         self.values = {name: {"0": os.environ.get(name, f"${name}")} for name in OF_THE_SHELL}
+        self.values["PWD"] = {"0": str(Path.cwd())}  # as a shell does: the variable may be of another folder, or unset
         self.values |= {name: {"0": value} for name, value in self.given.items() if value} | {"?": {"0": "0"}}
         self.arguments(())
 
