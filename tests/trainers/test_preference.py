@@ -132,9 +132,6 @@ def test_a_mismatched_response_is_of_another_comparison() -> None:
         assert kept and all(following[one] == other for one, other in kept)
     pair = mismatched(examples[:2], 3, 8).values()
     assert [each.responses[0][0][0] // 10 for each in pair] == [1, 1, 0, 0]
-    assert mismatched([], 3, 8) == {}
-    with raises(DataError, "data"):
-        mismatched(examples[:1], 3, 8)
 
 
 def log_prob(model: Any, tokenizer: Any, prompt: str, response: str) -> float:
@@ -160,8 +157,9 @@ def test_the_loss_is_that_of_transformers_log_probs(
     moved = [(ratio(row["prompt"], row["chosen"]), ratio(row["prompt"], row["rejected"])) for row in rows[:5]]
     [record] = train_preference(preference_config(**changes), data=rows).history
     expected = [math.log1p(math.exp(-0.1 * (chosen - rejected))) for chosen, rejected in moved]
-    assert record["preference/loss"] == pytest.approx(sum(expected) / 5, rel=1e-5, abs=2e-6)
-    assert record["preference/chosen_moved"] == pytest.approx(sum(each for each, _ in moved) / 5, rel=1e-5, abs=2e-6)
+    assert record["preference/loss"] == pytest.approx(sum(expected) / 5, rel=1e-5)
+    # A difference of sums of 20 to 60 nats in float32, whose last place is 4e-6.
+    assert record["preference/chosen_moved"] == pytest.approx(sum(each for each, _ in moved) / 5, rel=1e-5, abs=1e-6)
     assert record["preference/accuracy"] == pytest.approx(sum(one > two for one, two in moved) / 5)
 
     changes |= {"loss": "kto", "trainer.run_dir": str(tmp_path / "kto")}
@@ -496,7 +494,10 @@ def test_what_cannot_be(preference_config: MakeConfig, rows: list[dict[str, Any]
         preference_config(**{"loss_options.bta": 1.0})
 
 
-def test_a_loss_of_ones_own(preference_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_a_loss_of_ones_own(
+    preference_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PREFERENCE_LOSSES, "_live", dict(PREFERENCE_LOSSES._live))  # gone after the test
     (tmp_path / "mine.py").write_text(
         "from whet import register_preference_loss\n"
         "@register_preference_loss('squared', of='pair')\n"

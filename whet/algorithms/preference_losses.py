@@ -200,7 +200,7 @@ def exo(
     return loss, rewards
 
 
-@register_preference_loss("wpo", of="pair")
+@register_preference_loss("wpo", of="pair", unbiased=False)
 def wpo(
     log_probs: Tensor,
     ref_log_probs: Tensor,

@@ -261,11 +261,7 @@ def train_preference(
 
 def mismatched(examples: Sequence[Comparison], seed: int, most: int) -> dict[Key, Comparison]:
     """Pairs each prompt with the response of another comparison, cut to `most` tokens together: the next in a cyclic
-    order of all responses, which is drawn by `seed`. Keys are the prompt's comparison and response.
-
-    Raises: DataError for a single comparison."""
-    if len(examples) == 1:
-        raise DataError("data", "has 1 row", "2 or more: the loss reads responses to other prompts", "add rows")
+    order of all responses, which is drawn by `seed`. Keys are the prompt's comparison and response."""
     rows = [(each, number) for each in examples for number in range(len(each.responses))]
     order = list(range(len(rows)))
     Random(key(seed, "mismatched")).shuffle(order)

@@ -336,7 +336,6 @@ def multiplicity(group: Sequence[int]) -> int:
 STALENESS, GAP = 0.3, 0.3
 BATCH = 4  # groups of a batch; a filter with an option `extra` starts more
 KL_LOSS = "KL in the loss"
-HELD_FIXED = {"wpo"}  # preference losses with weights that have no gradient
 SUMS = "seq-mean-token-sum"
 
 
@@ -384,7 +383,8 @@ def rows_of(entry: Entry) -> list[Certified]:
         exact = name.startswith("k1")  # exact in the reward only
         return [Certified(f"KL in the {kl.where}", name, plain(kl=kl), exact and kl.where == "reward") for kl in terms]
     if kind == PREFERENCE_LOSSES.kind:
-        return [Certified(kind, name, plain(), entry.target.startswith("whet.") and name not in HELD_FIXED, mode=None)]
+        is_exact = entry.target.startswith("whet.") and bool(entry.marks.get("unbiased", True))
+        return [Certified(kind, name, plain(), is_exact, mode=None)]
     if entry.alias_of is not None:
         return []
     mode = entry.marks.get("aggregation", SUMS)
