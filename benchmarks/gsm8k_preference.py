@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks.gsm8k_preference FOLDER --model DIR --train FILE --test FILE`: DPO on a model's own answers.
+"""`python -m benchmarks.gsm8k_preference FOLDER --model DIR --train FILE --test FILE`: DPO on GSM8K's solutions against
+a model's own answers.
 
-The model samples 8 answers to training problems, some at a time, until 700 problems have a right one and a wrong one
-(the rule reward says which) that both ended by themselves, so that a pair is not told apart by its cut end. For each
-seed 500 pairs are trained on and 200 held out, then `whet eval` answers the test problems greedily, as before. The
-table has the accuracy of the implicit reward on the held-out pairs (0.5 before: policy and reference are equal), by the
-length of the better answer too, and the minutes of DPO's steps. The samples are drawn once, for all seeds. Stages that
-have ended are not run again, one that was cut off goes on, `--minutes` ends a call, and --set KEY=VALUE changes a key
+The model samples an answer to training problems, some at a time, until 700 problems have a wrong one (the rule reward
+says which) that ended by itself, so that a pair is not told apart by its cut end. The problem's published solution is
+the better response: of 512 greedy answers of SmolLM2-135M-Instruct 2 are right and ended by themselves, so that pairs
+of its own answers alone would need about 180,000 samples. The loss is DPO with an SFT term (`rpo`). For each seed 500
+pairs are trained on and 200 held out, then `whet eval` answers the test problems greedily, as before. The table has the
+accuracy of the implicit reward on the held-out pairs (0.5 before: policy and reference are equal), by the length of the
+better answer too, and the minutes of the steps. The samples are drawn once, for all seeds. Stages that have ended are
+not run again, one that was cut off goes on, `--minutes` ends a call, and --set KEY=VALUE changes a key
 (`model.dtype=float32`, `rollout.dtype=float32` for processors that multiply no bfloat16).
 """
 
@@ -17,13 +20,12 @@ import json
 import random
 import sys
 import time
-from collections.abc import Mapping
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.gsm8k import EVAL, arguments, changed, ended, evaluated, keys, results
+from benchmarks.gsm8k import CALCULATOR, EVAL, arguments, changed, ended, evaluated, keys, results
 from whet.evaluation.answers import read_answers
 from whet.files import shipped_yaml
 from whet.models.load import load_tokenizer
@@ -32,19 +34,19 @@ from whet.tracking.tracker import read_records
 SLICE = 128  # problems that are sampled at a time
 ANY_DTYPE = {"model.dtype": "auto", "rollout.dtype": "auto"}
 TEST = {**EVAL, **ANY_DTYPE}
-SAMPLING = {**TEST, "rollout.n": 8, "rollout.temperature": 1.0}
+SAMPLING = {**TEST, "rollout.temperature": 1.0}
 DPO = {
     "model.dtype": "auto",
-    "loss": "dpo",
+    "loss": "rpo",
     "loss_options.beta": 0.1,
-    "reference.mode": "cached",  # of each pair one pass in place of one an epoch
+    "reference.mode": "cached",
     "data.train_batch_size": 20,
     "data.max_length": 768,
-    "optim.lr": 5e-6,
+    "optim.lr": 1e-5,
     "optim.weight_decay": 0.0,
     "optim.schedule": "linear",
     "optim.warmup_steps": 5,
-    "trainer.total_epochs": 2,
+    "trainer.total_epochs": 1,
     "trainer.val_freq": 25,
     "trainer.val_before_train": True,
 }
@@ -84,7 +86,7 @@ def main(options: argparse.Namespace) -> int:
 def sampled(
     folder: Path, needed: int, options: argparse.Namespace, changes: Mapping[str, str], until: float
 ) -> list[dict[str, str]] | None:
-    """Pairs of the first training problems that have one, in order; None where the time was over."""
+    """Pairs of the first training problems that have a wrong answer, in order; None where the time was over."""
     problems = Path(options.train).read_text(encoding="utf-8").splitlines()
     form = shipped_yaml("recipes/data/gsm8k.yaml")["format_prompt"]
     specials = load_tokenizer(options.model).all_special_tokens
@@ -97,28 +99,26 @@ def sampled(
         words += [f"output={place / 'eval'}", f"seed={start}", *keys(SAMPLING, changes)]
         if not (place / "eval" / "summary.json").exists() and not ended(words, folder / "log", until):
             return None
-        answers = sorted(read_answers(place / "eval"), key=lambda each: each["index"])
-        for index, group in groupby(answers, key=lambda each: each["index"]):
-            pair = pair_of(list(group), specials)
-            if pair is not None:
-                question = json.loads(problems[start + index])["question"]
-                pairs.append({"prompt": form.replace("{{ content }}", question), **pair})
+        for answer in sorted(read_answers(place / "eval"), key=lambda each: each["index"]):
+            row = json.loads(problems[start + answer["index"]])
+            if rejected := wrong_answer(answer, specials):
+                solution = CALCULATOR.sub("", row["answer"])
+                prompt = form.replace("{{ content }}", row["question"])
+                pairs.append({"prompt": prompt, "chosen": solution, "rejected": rejected})
         print(f"{start + SLICE} problems, {len(pairs)} pairs", flush=True)
         if len(pairs) >= needed:
             return pairs[:needed]
-    raise SystemExit(f"{len(problems)} problems give {len(pairs)} pairs, {needed} are needed: raise rollout.n")
+    raise SystemExit(f"{len(problems)} problems give {len(pairs)} pairs, {needed} are needed")
 
 
-def pair_of(answers: list[dict[str, Any]], specials: list[str]) -> dict[str, str] | None:
-    """The first right and the first wrong answer of a problem that ended by themselves; None without both."""
-    found: dict[str, str] = {}
-    for answer in answers:
-        if answer["finish_reason"] == "stop" and answer["failure"] is None:
-            text = answer["response"]
-            for special in specials:
-                text = text.removesuffix(special)
-            found.setdefault("chosen" if answer["accuracy"] else "rejected", text)
-    return found if len(found) == 2 else None
+def wrong_answer(answer: Mapping[str, Any], specials: Sequence[str]) -> str:
+    """The text of a wrong answer that ended by itself, without special tokens at its end; empty for others."""
+    if answer["finish_reason"] != "stop" or answer["failure"] is not None or answer["accuracy"]:
+        return ""
+    text = str(answer["response"])
+    for special in specials:
+        text = text.removesuffix(special)
+    return text
 
 
 def report(folder: Path, left: str) -> int:

@@ -70,10 +70,11 @@ def test_the_page_and_three_wrong_answers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "most", "least"),
-    [(("-m", "whet", "quickstart", "--images"), 0.7, 0.85), (("examples/pictures.py", "two_images"), 0.8, 0.85)],
+    ("command", "most"),
+    [(("-m", "whet", "quickstart", "--images"), 0.7), (("examples/pictures.py", "two_images"), 0.9)],
 )
-def test_a_model_learns_from_what_it_sees(tmp_path: Path, command: tuple[str, ...], most: float, least: float) -> None:
+def test_a_model_learns_from_what_it_sees(tmp_path: Path, command: tuple[str, ...], most: float) -> None:
+    """The warm-up ends elsewhere on other processors: 0.50 to 0.84 with two pictures."""
     root = Path(__file__).resolve().parents[3]
     subprocess.run(
         [sys.executable, *command, "--run-dir", str(tmp_path / "run")],
@@ -83,4 +84,5 @@ def test_a_model_learns_from_what_it_sees(tmp_path: Path, command: tuple[str, ..
         cwd=root,
     )
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert 0.2 < summary["sft_accuracy"] < most < least <= summary["rl_accuracy"]
+    assert 0.2 < summary["sft_accuracy"] < most
+    assert summary["rl_accuracy"] >= max(0.85, summary["sft_accuracy"] + 0.1)
