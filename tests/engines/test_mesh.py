@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -129,6 +130,16 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[int, list[Sizes]]]] = {
             lambda count: [each for each in with_tensor(count, 2, "pipeline") if {"expert", "tensor"} & each.keys()]
         ),
     ),
+    "adapter of experts": (
+        "qwen3_moe",
+        {"lora": LoraConfig(rank=4, target_modules=["q_proj", "experts"])},
+        by_count(lambda count: some(count, "", "expert tensor pipeline")),
+    ),
+    "checkpointed adapter of experts": (
+        "qwen3_moe",
+        {"lora": LoraConfig(rank=4, target_modules=["experts"]), "gradient_checkpointing": True},
+        {2: [{}]},
+    ),
     "checkpointing": ("qwen3_moe", {"gradient_checkpointing": True}, {2: [{"expert": 2}], 4: [{"expert": 2}]}),
     # norms read the sum over the ranks itself
     **{arch: (arch, {}, {2: [{"tensor": 2}]}) for arch in ("olmo2", "olmo3", "glm4")},
@@ -220,6 +231,16 @@ def test_a_mesh_that_a_model_does_not_have_is_refused_by_name(group_of: GroupOf,
                 ConfigError, f"engine.options.mesh.{name}", found=sizes[name] * sizes.get("stages_per_rank", 1)
             ):
                 group_of(suite.settings(folders[arch], fsdp(sizes)), count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["expert", "tensor"])
+def test_adapted_experts_are_not_split(group_of: GroupOf, folders: dict[str, Path], size: str) -> None:
+    settings = suite.settings(
+        folders["qwen3_moe"], fsdp({size: 2}), lora=LoraConfig(rank=4, target_modules=["experts"])
+    )
+    with raises(ConfigError, f"engine.options.mesh.{size}", found=2, expected=re.compile("target_modules.*experts")):
+        group_of(settings, 2)
 
 
 def test_a_pass_of_a_rank_without_rows_has_finite_gradients(tmp_path: Path) -> None:

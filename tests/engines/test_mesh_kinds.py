@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -106,8 +107,13 @@ def test_other_meshes_are_refused_by_name(
         if kind in GENERAL and early:
             words = {"model.path": folder, "cluster.processes": 2, "actor.engine.name": "fsdp"}
             config = train_config({**words, "actor.engine.options.mesh": sizes})
-            with raises(ConfigError, f"actor.engine.options.mesh.{early.pop()}", found=2):
+            with raises(ConfigError, one_of("actor.engine.options.mesh", early), found=2):
                 with_engine(config)
         else:
-            with raises(ConfigError, f"engine.options.mesh.{next(iter(refused))}", found=2):
+            with raises(ConfigError, one_of("engine.options.mesh", refused), found=2):
                 group_of(suite.settings(folder, fsdp(sizes)), 2)
+
+
+def one_of(mesh: str, names: Collection[str]) -> re.Pattern[str]:
+    """The keys of these sizes: a mesh may be refused for any of them."""
+    return re.compile(rf"{re.escape(mesh)}\.({'|'.join(sorted(names))})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,16 @@ from tests.raising import raises
 from whet.config.schema import LoraConfig
 from whet.errors import ModelError
 from whet.models.load import load_policy
-from whet.models.lora import adapted_layers, add_adapter, merged_weights, plain_copy
+from whet.models.lora import (
+    ADAPTER,
+    adapted_layers,
+    adapter_off,
+    add_adapter,
+    fingerprint,
+    merged_weights,
+    plain_copy,
+    save_adapter,
+)
 
 IDS = torch.tensor([[11, 14, 12, 20, 5, 6, 9]])
 FAST = ("glm4_moe", "phimoe", "jamba", "gemma3n_text")
@@ -55,10 +65,60 @@ def test_layers_with_the_names_of_experts_are_not_adapted(tmp_path: Path) -> Non
     assert {name.rpartition(".")[2] for name in adapted_layers(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
-def test_the_weights_of_experts_are_no_target(tmp_path: Path) -> None:
+EXPERTS = ("qwen3_moe", "glm4_moe", "gpt_oss")  # plain, beside shared experts, transposed with biases
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", EXPERTS)
+@pytest.mark.parametrize("targets", [["experts"], ["q_proj", "experts.down_proj"]], ids=" ".join)
+def test_experts_are_adapted_if_they_are_named(model_type: str, targets: list[str], tmp_path: Path) -> None:
+    """Off the adapter changes nothing; merged by whet, and by peft from a folder, it gives the adapted model."""
+    model = load_policy(random_folder(tmp_path, model_type)).eval()
+    start, base = whet_log_probs(model, IDS), fingerprint(model)
+    add_adapter(model, LoraConfig(rank=4, target_modules=targets), seed=1)
+    assert fingerprint(model) == base and torch.equal(whet_log_probs(model, IDS), start)
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    assert all(".experts." in name or ".q_proj." in name for name in trained)
+    assert any(".experts." in name for name in trained)
+    for name, weight in trained.items():
+        if "lora_B" in name:
+            weight.normal_(std=0.1)
+    moved, plain, merged = whet_log_probs(model, IDS), plain_copy(model), dict(merged_weights(model))
+    own = dict(plain.named_parameters())
+    assert merged.keys() == own.keys() == dict(load_policy(tmp_path).named_parameters()).keys()
+    for name, weight in merged.items():
+        own[name].copy_(weight)
+    assert (moved - start).abs().max() > 1e-3
+    torch.testing.assert_close(whet_log_probs(plain, IDS), moved, atol=1e-5, rtol=0)
+    with adapter_off(model):
+        assert torch.equal(whet_log_probs(model, IDS), start)
+    config: Any = model.peft_config[ADAPTER]
+    config.base_model_name_or_path = str(tmp_path)
+    save_adapter(trained, config, tmp_path / "adapter")
+    loaded = load_policy(tmp_path, adapter_path=str(tmp_path / "adapter")).eval()
+    torch.testing.assert_close(whet_log_probs(loaded, IDS), moved, atol=1e-5, rtol=0)
+
+
+def test_the_adapter_of_an_expert_is_the_product_of_its_own_parts(tmp_path: Path) -> None:
+    """A has a block of rows for each expert, B each rank's column of every expert: peft's form, here by hand."""
     model = load_policy(random_folder(tmp_path, "qwen3_moe"))
-    with raises(ModelError, "model.lora.target_modules", found=re.compile("experts.gate_up_proj.*experts")):
-        add_adapter(model, LoraConfig(rank=4, target_modules=["experts.gate_up_proj"]), seed=1)
+    name = next(name for name, weight in model.named_parameters() if name.endswith("experts.down_proj"))
+    start = dict(model.named_parameters())[name].detach().clone()
+    add_adapter(model, LoraConfig(rank=2, alpha=6.0, target_modules=["experts.down_proj"]), seed=1)
+    layer = adapted_layers(model)[name.rpartition(".")[0]]
+    first, second = layer.lora_A[ADAPTER].weight.detach(), layer.lora_B[ADAPTER].weight.detach()
+    second.normal_(std=0.1)
+    merged, count = dict(merged_weights(model))[name], len(start)
+    for expert in range(count):
+        columns = [expert, count + expert]
+        by_hand = start[expert] + 3.0 * second[:, columns] @ first[2 * expert : 2 * expert + 2]
+        torch.testing.assert_close(merged[expert], by_hand, atol=1e-6, rtol=0)
+
+
+def test_unknown_weights_of_experts_are_named(tmp_path: Path) -> None:
+    model = load_policy(random_folder(tmp_path, "qwen3_moe"))
+    with raises(ModelError, "model.lora.target_modules", expected=re.compile("experts")):
+        add_adapter(model, LoraConfig(rank=4, target_modules=["experts.gate_proj"]), seed=1)
 
 
 @pytest.mark.parametrize("target", ["shared_experts.down_proj", "down_proj"])

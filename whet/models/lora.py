@@ -25,6 +25,7 @@ from whet.errors import ModelError, pip_install
 from whet.kernels.linear import FastLinear
 from whet.keyed import key
 from whet.models.encoders.load import encoders_of
+from whet.models.experts import expert_modules
 from whet.models.folder import check_weights, reading
 from whet.models.latent import LatentProjection
 
@@ -32,6 +33,7 @@ ADAPTER = "default"  # peft's name for the one adapter of a model
 HEAD = "score.weight"  # of a reward model; trained whole beside its adapter
 FUSED = ("dt_proj", "out_proj")  # of state spaces
 TRAINED_PARTS = ("lora_A", "lora_B")
+BASE = re.compile(r"\.base_layer(?=\.|$)")  # of peft, in the names of weights that it adapts
 
 
 class LoraSettings(Protocol):
@@ -64,7 +66,7 @@ def add_adapter(
         _peft().inject_adapter_in_model(config, model, ADAPTER)
     for name, layer in adapted_layers(model).items():
         if layer.base_layer is not head:
-            layer.base_layer.to(dtype)
+            layer.get_base_layer().to(dtype)
         first = layer.lora_A[ADAPTER].weight
         if not first.is_meta:
             with torch.no_grad():
@@ -85,7 +87,7 @@ def new_adapter(layer: str, shape: Sequence[int], seed: int) -> torch.Tensor:
 def peft_config(model: PreTrainedModel, settings: LoraSettings, *, adapts_head: bool = False) -> Any:
     """Converts the settings to peft's. Targets are names of linear layers: by default all layers of the language model
     except a reward model's head and, without `adapts_head`, the output layer; layers of a vision tower only if the
-    language model has no layer of that name."""
+    language model has no layer of that name. `experts` and `experts.down_proj` name the stacked weights of experts."""
     head = model.get_output_embeddings()
     kinds = nn.Linear, FastLinear, LatentProjection
     layers = {name: module for name, module in model.named_modules() if type(module) in kinds}
@@ -103,27 +105,42 @@ def peft_config(model: PreTrainedModel, settings: LoraSettings, *, adapts_head: 
     language = {name for name in linear if tower is None or not re.fullmatch(tower, name)}
     default = {name for name in language if not (name.endswith(".out_proj") and name.rpartition(".")[0] in mixers)}
     names = sorted({re.sub(r".*?([^.]+(\.\d+)*)$", r"\1", name) for name in default})
-    for target in settings.target_modules:
+    mixtures = [(name, *own) for name, each in expert_modules(model) for own in each.named_parameters()]
+    stacked = [f"{name}.{own}" for name, own, weight in mixtures if weight.dim() == 3]
+    named = {target: _of_experts(stacked, target) for target in settings.target_modules}
+    targets = sorted(target for target, weights in named.items() if not weights)
+    for target in targets:
         if not _has(linear, target):
             found = f"names {target!r}, which no linear layer of {type(model).__name__} is called"
             if _has(fused, target):
                 found = f"names {target!r}, a layer whose kernel reads its weight without an adapter"
             elif _has((name for name in layers if name.rpartition(".")[2] in taken), target):
                 found = f"names {target!r}, and in a mixture peft may adapt the experts in place of such a layer"
-            elif _has((name for name, weight in model.named_parameters() if weight.dim() == 3), target):
-                found = f"names {target!r}, the weights of experts, which are no linear layers and cannot be adapted"
+            names += ["experts"] if stacked else []
             raise ModelError("model.lora.target_modules", found, f"some of {', '.join(names)}")
     return _peft().LoraConfig(
         r=settings.rank,
         lora_alpha=_alpha(settings),
-        target_modules=sorted(settings.target_modules) or names,
-        exclude_modules=tower if all(_has(language, target) for target in settings.target_modules) else None,
+        target_modules=targets if settings.target_modules else names,
+        target_parameters=[weight for weights in named.values() for weight in weights] or None,
+        exclude_modules=tower if all(_has(language, target) for target in targets) else None,
         task_type="CAUSAL_LM",
     )
 
 
 def _has(layers: Iterable[str], target: str) -> bool:
     return any(name == target or name.endswith(f".{target}") for name in layers)
+
+
+def _of_experts(stacked: Iterable[str], target: str) -> list[str]:
+    """Returns the weights of experts that a target names: as `experts`, or by their own names after it."""
+    found = stacked if names_experts(target) else []
+    return [name for name in found if _has([name, name.rpartition(".")[0]], target)]
+
+
+def names_experts(target: str) -> bool:
+    """Tells whether a target may name weights of experts. Names of linear layers, such as down_proj, do not."""
+    return "experts" in target.split(".")
 
 
 def _tower(model: PreTrainedModel) -> str | None:
@@ -139,7 +156,7 @@ def fingerprint(model: nn.Module) -> str:
     for name, weight in model.named_parameters():
         if name == HEAD or any(f".{part}." in name for part in TRAINED_PARTS):
             continue
-        digest.update(f"{name.replace('.base_layer.', '.')} {tuple(weight.shape)}".encode())
+        digest.update(f"{BASE.sub('', name)} {tuple(weight.shape)}".encode())
         whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
         some = whole.detach().flatten()[:: max(1, weight.numel() // 64)]
         digest.update(some.bfloat16().float().cpu().numpy().tobytes())
@@ -193,17 +210,22 @@ def merged_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields all weights by their Hugging Face names: tied weights once, adapters merged. `whole` gathers a sharded
     weight."""
-    layers = adapted_layers(model)
+    adapted = adapted_layers(model).items()
+    layers = {f"{BASE.sub('', name)}.{getattr(each, 'parameter_name', 'weight')}": each for name, each in adapted}
     for name, parameter in model.named_parameters():
-        owner, _, rest = name.rpartition(".base_layer.")
-        if owner in layers and rest == "weight":
-            first, second = (whole(getattr(layers[owner], part)[ADAPTER].weight) for part in TRAINED_PARTS)
-            delta = (second @ first) * layers[owner].scaling[ADAPTER]
-            yield f"{owner}.weight", delta.detach().add_(whole(parameter))
-        elif owner in layers:
-            yield f"{owner}.{rest}", whole(parameter)
-        elif not any(f".{part}." in name for part in TRAINED_PARTS):
-            yield name, whole(parameter)
+        if any(f".{part}." in name for part in TRAINED_PARTS):
+            continue
+        plain = BASE.sub("", name)
+        if (layer := layers.get(plain)) is None:
+            yield plain, whole(parameter)
+            continue
+        first, second = (whole(getattr(layer, part)[ADAPTER].weight) for part in TRAINED_PARTS)
+        if parameter.dim() == 3:  # peft's form: A [E r, in], B [out, r E]
+            first = first.unflatten(0, (layer.num_experts, -1))
+            second = second.unflatten(1, (-1, layer.num_experts)).permute(2, 0, 1)
+        delta = second @ first
+        delta = delta.mT if getattr(layer.get_base_layer(), "is_transposed", False) else delta
+        yield plain, (delta * layer.scaling[ADAPTER]).detach().add_(whole(parameter))
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -232,7 +254,7 @@ def _alpha(settings: LoraSettings) -> float:
 def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Copies the model without its adapter."""
     memo: dict[int, Any] = {}
-    for layer in adapted_layers(model).values():
+    for layer in reversed(adapted_layers(model).values()):  # an adapter inside another one comes first
         memo[id(layer)] = copy.deepcopy(layer.base_layer, memo)  # deepcopy uses it in place of the layer
     return copy.deepcopy(model, memo)
 
@@ -247,7 +269,9 @@ def save_adapter(weights: dict[str, torch.Tensor], config: Any, out: Path) -> No
     config.save_pretrained(out)
     written = out / "adapter_config.json"
     fields = json.loads(written.read_text())
-    fields["target_modules"].sort()  # from a set: equal runs write equal bytes
+    for name in ("target_modules", "target_parameters"):  # from sets: equal runs write equal bytes
+        if fields.get(name):
+            fields[name].sort()
     written.write_text(json.dumps(fields, indent=2) + "\n")
 
 

@@ -30,7 +30,7 @@ from whet.models.load import (
     outline,
     without_weight_bars,
 )
-from whet.models.lora import ADAPTER, HEAD, TRAINED_PARTS, adapted_layers, new_adapter
+from whet.models.lora import ADAPTER, HEAD, adapted_layers, new_adapter
 
 
 def empty_model(path: str | Path, device: torch.device, **options: bool) -> TrainedModel:
@@ -63,15 +63,12 @@ def fill(
     body = body_of(model)
     layers = adapted_layers(body)
     with open_slices(path, allow_pickle) as files, without_weight_bars():
-        slices = {_name_with_adapter(name, layers): part for name, part in files}
         conversions: Any = get_model_conversion_mapping(body)
         settings = LoadStateDictConfig(device_map={"": device}, weight_mapping=conversions, dtype=None)
-        report, _ = convert_and_load_state_dict_in_model(body, slices, settings)
-    expected = {name for name in report.missing_keys if not any(f".{part}." in name for part in TRAINED_PARTS)}
-    tied = body.all_tied_weights_keys.items()
-    body.all_tied_weights_keys = {_name_with_adapter(name, layers): source for name, source in tied}
-    body.tie_weights(missing_keys=expected, recompute_mapping=False)
-    missing = expected - body.all_tied_weights_keys.keys()
+        with _without_adapters(body, layers):  # so that weights have their names in the files
+            report, _ = convert_and_load_state_dict_in_model(body, dict(files), settings)
+            body.tie_weights(missing_keys=report.missing_keys, recompute_mapping=False)
+    missing = set(report.missing_keys) - body.all_tied_weights_keys.keys()
     if has_new_head and HEAD in missing:
         missing.remove(HEAD)
         head: Any = body.get_submodule("score")
@@ -141,8 +138,14 @@ def _read_slices(folder: Path, files: ExitStack, allow_pickle: bool) -> Iterator
             yield name, opened.get_slice(name)
 
 
-def _name_with_adapter(name: str, layers: Mapping[str, Any]) -> str:
-    """Returns a weight's name in a model whose `layers` have adapters."""
-    owner, _, rest = name.rpartition(".")
-    is_adapted = any(owner == layer or owner.endswith(f".{layer}") or layer.endswith(f".{owner}") for layer in layers)
-    return f"{owner}.base_layer.{rest}" if is_adapted else name
+@contextmanager
+def _without_adapters(model: nn.Module, layers: Mapping[str, Any]) -> Iterator[None]:
+    """Puts the adapted `layers` themselves in the place of their adapters during the block."""
+    outer = {name: layer for name, layer in layers.items() if not name.endswith(".base_layer")}
+    for name, layer in outer.items():
+        model.set_submodule(name, layer.get_base_layer())
+    try:
+        yield
+    finally:
+        for name, layer in outer.items():
+            model.set_submodule(name, layer)

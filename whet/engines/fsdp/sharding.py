@@ -189,6 +189,8 @@ def split_experts(model: PreTrainedModel, ranks: Ranks) -> Iterator[nn.Module]:
         key, size = (EXPERT_KEY, mesh.expert) if mesh.expert > 1 else (TENSOR_KEY, mesh.tensor)
         if is_special(module):
             raise ConfigError(key, size, f"1, as experts of {type(model).__name__} have biases or another form", "")
+        if name.endswith(".base_layer"):
+            raise ConfigError(key, size, f"1, as model.lora.target_modules names {name.partition('.base')[0]}", "")
         if module.num_experts % places.size():
             expected = f"with the product of tensor and expert a divisor of {module.num_experts} experts ({name})"
             raise ConfigError(key, size, expected, f"try a divisor of {module.num_experts}")

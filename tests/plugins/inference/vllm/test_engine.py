@@ -740,6 +740,11 @@ def test_options_are_checked_before_anything_starts(start: Start, model_folder: 
     model = ModelConfig(path=str(model_folder))
     with raises(ConfigError, key="rollout.engine.options.adapter", found=True, expected=re.compile("1 to 512 .*None")):
         VLLMEngine(torch.float32, 8, CPU, model, adapter=True)
+    experts = ModelConfig.model_validate(
+        {"path": str(model_folder), "lora": {"rank": 4, "target_modules": ["q_proj", "experts"]}}
+    )
+    with raises(ConfigError, "rollout.engine.options.adapter", found=True, expected=re.compile("now experts")):
+        VLLMEngine(torch.float32, 8, CPU, experts, adapter=True)
     with raises(ConfigError, re.compile("weights_dirs$"), found=True, change="did you mean 'weights_dir'?"):
         ROLLOUT_ENGINES["vllm"].resolve_options({"weights_dirs": True}, "rollout.engine.options")
     with raises(ConfigError, re.compile("kv_cache_bytes$"), found=0, expected=re.compile("a whole number > 0")):

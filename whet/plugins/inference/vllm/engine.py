@@ -20,7 +20,7 @@ from whet.config.schema import ModelConfig
 from whet.devices import HOST
 from whet.errors import ConfigError, EngineError
 from whet.models.folder import split_adapters
-from whet.models.lora import adapter_config
+from whet.models.lora import adapter_config, names_experts
 from whet.plugins.inference.servers.engine import FIRST_VERSION, ServerEngine
 from whet.plugins.inference.servers.environment import Interpreter, Package, where_found
 from whet.plugins.inference.servers.media import QWEN, RequestMedia, config_overrides, positions_of
@@ -303,6 +303,9 @@ def _for_adapter(model: ModelConfig) -> dict[str, Any]:
     rank = model.lora.rank
     if rank is None or rank > RANKS[-1] or model.lora.path is not None or split_adapters(str(model.path))[1]:
         expected = f"model.lora.rank of 1 to {RANKS[-1]} (now {rank}), a model's folder, and no other adapter"
+        raise ConfigError("rollout.engine.options.adapter", True, expected, "set it to false")
+    if targets := [*filter(names_experts, model.lora.target_modules)]:
+        expected = f"no weights of experts in model.lora.target_modules (now {targets[0]})"
         raise ConfigError("rollout.engine.options.adapter", True, expected, "set it to false")
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(each for each in RANKS if each >= rank)}
 
