@@ -28,6 +28,7 @@ from tests.plugins.serving.server_processes import Running
 from tests.plugins.serving.tinker import rows as own
 from tests.plugins.serving.tinker.hub import serving
 from whet import serialization
+from whet.checkpoints.export import export
 from whet.plugins.lessons.init_model import init_model
 
 pytestmark = pytest.mark.slow
@@ -35,12 +36,6 @@ ROOT = Path(__file__).parents[4]
 NEWEST, OLDEST = ROOT / ".venv-tinker/bin/python", ROOT / ".venv-tinker/oldest/bin/python"
 HERE = Path(__file__).parent
 COOKBOOK = "Qwen/Qwen3-4B-Instruct-2507"  # a name that the cookbook has a renderer for
-RL_LOOP = """
-import chz
-from tinker_cookbook.recipes import rl_loop
-rl_loop.get_reward = lambda response, answer: sum(map(ord, response)) % 97 / 97
-chz.nested_entrypoint(rl_loop.main)
-"""
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TINKER_TELEMETRY": "0", "TINKER_API_KEY": "tml-me"}
 
 
@@ -328,9 +323,19 @@ def test_keys_sizes_and_what_cannot_be_read(server: Server) -> None:
         assert client.post("session_heartbeat", json={"session_id": session}).status_code == 410
 
 
+def boxes_digits(nano: Path, folder: Path) -> Path:
+    """A model that answers any question with one of four digits, in the form that the reward of rl_loop reads."""
+    rows = [{"prompt": f"{a}+1", "response": rf"\boxed{{{b + 1}}}"} for a in range(4) for b in range(4)]
+    settings: dict[str, Any] = {
+        "model.path": str(nano), "model.dtype": "float32", "data.train_batch_size": 16, "optim.lr": 3e-3,
+        "trainer.total_steps": 80, "trainer.run_dir": str(folder / "sft"), "trainer.logger": ["jsonl"],
+    }  # fmt: skip
+    return export(whet.sft(data=rows, **settings).run_dir, folder / "model")
+
+
 def test_the_loops_of_the_cookbook(nano: Path, tmp_path: Path) -> None:
-    """sl_loop as it is, and rl_loop with another reward, which a model of random weights earns; data and tokenizer from
-    a hub on this machine."""
+    """sl_loop and rl_loop as they are; data and tokenizer from a hub on this machine."""
+    nano = boxes_digits(nano, tmp_path)
     chats = [
         {"messages": [{"role": "user", "content": f"{a}+{b}"}, {"role": "assistant", "content": str(a + b)}]}
         for a in range(4) for b in range(4)
@@ -356,14 +361,14 @@ def test_the_loops_of_the_cookbook(nano: Path, tmp_path: Path) -> None:
         sl = [*shared, f"log_path={tmp_path / 'sl'}", "batch_size=4", "learning_rate=0.01"]
         for steps in ("3", "4"):  # the second resumes from the first's state
             run(NEWEST, "-m", "tinker_cookbook.recipes.sl_loop", *sl, f"max_steps={steps}", **hub_settings)
-        rl = [*shared, f"log_path={tmp_path / 'rl'}", "batch_size=2", "group_size=4", "max_tokens=8", "max_steps=2"]
-        run(NEWEST, "-c", RL_LOOP, *rl, "loss_fn=importance_sampling", **hub_settings)
+        rl = [*shared, f"log_path={tmp_path / 'rl'}", "batch_size=2", "group_size=16", "max_tokens=16", "max_steps=2"]
+        run(NEWEST, "-m", "tinker_cookbook.recipes.rl_loop", *rl, "loss_fn=importance_sampling", **hub_settings)
     losses = [
         json.loads(line)["train_mean_nll"] for line in (tmp_path / "sl" / "metrics.jsonl").read_text().splitlines()
     ]
     assert len(losses) >= 3 and losses[2] < 0.9 * losses[0]
     rewards = [json.loads(line) for line in (tmp_path / "rl" / "metrics.jsonl").read_text().splitlines()]
-    assert len(rewards) == 2 and all(each["reward/total"] > 0 and each["grad_norm"] > 0 for each in rewards)
+    assert len(rewards) == 2 and all(0 < each["reward/total"] < 1 and each["grad_norm"] > 0 for each in rewards)
     kinds = {path.parts[-3] for path in (tmp_path / "ck").glob("*/*/*/meta.json")}
     assert kinds == {"weights", "sampler_weights"}
 
