@@ -32,6 +32,7 @@ from whet.models.latent import LatentProjection
 ADAPTER = "default"  # peft's name for the one adapter of a model
 HEAD = "score.weight"  # of a reward model; trained whole beside its adapter
 FUSED = ("dt_proj", "out_proj")  # of state spaces
+ALL = "all-linear"  # the layers that get an adapter by default
 TRAINED_PARTS = ("lora_A", "lora_B")
 BASE = re.compile(r"\.base_layer(?=\.|$)")  # of peft, in the names of weights that it adapts
 
@@ -87,7 +88,8 @@ def new_adapter(layer: str, shape: Sequence[int], seed: int) -> torch.Tensor:
 def peft_config(model: PreTrainedModel, settings: LoraSettings, *, adapts_head: bool = False) -> Any:
     """Converts the settings to peft's. Targets are names of linear layers: by default all layers of the language model
     except a reward model's head and, without `adapts_head`, the output layer; layers of a vision tower only if the
-    language model has no layer of that name. `experts` and `experts.down_proj` name the stacked weights of experts."""
+    language model has no layer of that name. `all-linear` names the default; `experts` and `experts.down_proj` name
+    stacked weights of experts."""
     head = model.get_output_embeddings()
     kinds = nn.Linear, FastLinear, LatentProjection
     layers = {name: module for name, module in model.named_modules() if type(module) in kinds}
@@ -107,7 +109,8 @@ def peft_config(model: PreTrainedModel, settings: LoraSettings, *, adapts_head: 
     names = sorted({re.sub(r".*?([^.]+(\.\d+)*)$", r"\1", name) for name in default})
     mixtures = [(name, *own) for name, each in expert_modules(model) for own in each.named_parameters()]
     stacked = [f"{name}.{own}" for name, own, weight in mixtures if weight.dim() == 3]
-    named = {target: _of_experts(stacked, target) for target in settings.target_modules}
+    wanted = [name for each in settings.target_modules for name in (names if each == ALL else [each])]
+    named = {target: _of_experts(stacked, target) for target in wanted}
     targets = sorted(target for target, weights in named.items() if not weights)
     for target in targets:
         if not _has(linear, target):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from whet.engines.single import SingleEngine
 from whet.errors import DataError, EngineError, RegistryError
 from whet.guard import RefusedError
 from whet.models.positions import position_ids
+from whet.plugins.lessons.init_model import init_model
 from whet.plugins.serving.tinker.losses import NAMED, OWN
 from whet.plugins.serving.tinker.models import Models
 from whet.plugins.serving.tinker.store import ModelKind, Saved, Store
@@ -298,6 +300,33 @@ def test_adapters_share_a_base_and_nothing_else(models: Models) -> None:
     assert base < own["a"] and base < own["b"] and not base & own["c"]
     trained = [name for name, each in engine_of(models, "b").model.named_parameters() if each.requires_grad]
     assert trained and all("self_attn" in name for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("parts", "others"), [({}, True), ({"train_attn": False}, False), ({"train_mlp": False}, True)], ids=str
+)
+def test_experts_belong_to_the_mlp(tmp_path: Path, parts: dict[str, bool], others: bool) -> None:
+    """A model beside another has the bits that it has alone; it is sampled with its experts' adapters."""
+    folder = init_model(tmp_path / "mixture", "qwen3_moe", "nano", num_layers=1)
+    models = Models(Base(str(folder)), "nano", "float32", Store(tmp_path), 512, HOST)
+    kind = ModelKind("nano", 2, **parts)
+    for name in ("alone", "a", "b"):
+        models.create(name, ModelKind("nano", 4) if name == "b" else kind)
+        result_of(models, name, as_data(EXAMPLES), "cross_entropy")
+        if name != "a":
+            models.step(name, ADAM)
+    models.step("a", ADAM)
+    same_bits(models, "a", engine_of(models, "alone"))
+    trained = [name for name, each in engine_of(models, "a").model.named_parameters() if each.requires_grad]
+    assert any(".experts." in name for name in trained) == (parts != {"train_mlp": False})
+    assert any(".self_attn." in name for name in trained) == others
+    merged, base = dict(engine_of(models, "a").named_weights()), dict(models.base.named_parameters())
+    assert merged.keys() == base.keys()
+    assert {name for name in merged if not torch.equal(merged[name], base[name])} == {
+        name
+        for name in base
+        if (".experts." in name and parts != {"train_mlp": False}) or (re.search(r"\.[qkvo]_proj", name) and others)
+    }
 
 
 def test_an_adapter_narrows_no_weights_of_others(model_folder: Path, tmp_path: Path) -> None:

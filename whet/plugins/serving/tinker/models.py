@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from whet import serialization
 from whet.config.schema import Dtype, EngineConfig, LoraConfig, OptimConfig
 from whet.errors import ConfigError, EngineError
-from whet.models.lora import adapter_weights, fingerprint
+from whet.models.experts import expert_modules
+from whet.models.lora import ALL, adapter_weights, fingerprint
 from whet.models.outputs import prompt_log_probs
 from whet.plugins.serving.tinker.store import WEIGHTS, WHOLE, ModelKind, Saved, Store
 from whet.plugins.serving.tinker.training import Base, SharedRole, Training
@@ -81,11 +82,12 @@ class Models:
         return replace(self._role, lora=lora, seed=kind.seed, adapts_head=kind.train_unembed)
 
     def _targets(self, kind: ModelKind) -> list[str]:
-        """Returns the names of the layers that get an adapter; empty for all layers.  Raises: ConfigError."""
+        """Returns the names of the layers that get an adapter; experts belong to the MLP.  Raises: ConfigError."""
+        experts = ["experts"] if kind.train_mlp and any(expert_modules(self.base)) else []
         if kind.train_attn and kind.train_mlp:
-            return []
+            return [ALL, *experts] if experts else []
         head = self.base.get_output_embeddings()
-        chosen = set[str]()
+        chosen = set[str](experts)
         for path, module in self.base.named_modules():
             part = kind.train_attn if any(each in path for each in ATTENTION) else kind.train_mlp
             if isinstance(module, nn.Linear) and (kind.train_unembed if module is head else part):
