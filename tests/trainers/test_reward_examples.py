@@ -55,7 +55,7 @@ def test_a_weak_reward_is_hacked_and_its_repair_is_learned(tmp_path: Path) -> No
     reward_before, reward_after, accuracy_before, accuracy_after = ends(repaired)
     assert reward_after > reward_before + 0.1 and accuracy_after > accuracy_before + 0.1
     assert repaired[-1]["val/reward_gap"] < 0.25
-    told = [line.partition(":")[0] for line in done.stdout.splitlines() if "held-out accuracy" in line]
+    told = [line.partition(":")[0] for line in done.stdout.splitlines() if line.startswith(("weak:", "repaired:"))]
     assert told == ["weak", "repaired"] and (tmp_path / "hacked" / "hacked_reward.png").stat().st_size > 10_000
 
 
