@@ -15,7 +15,8 @@ from tests.models.nano import NANO, config_of, whet_log_probs
 from tests.raising import raises
 from whet.config.schema import LoraConfig
 from whet.errors import ModelError
-from whet.models.load import load_policy
+from whet.kernels.compiled_layers import compile_layers
+from whet.models.load import layers, load_policy
 from whet.models.lora import (
     ADAPTER,
     adapted_layers,
@@ -113,6 +114,27 @@ def test_the_adapter_of_an_expert_is_the_product_of_its_own_parts(tmp_path: Path
         columns = [expert, count + expert]
         by_hand = start[expert] + 3.0 * second[:, columns] @ first[2 * expert : 2 * expert + 2]
         torch.testing.assert_close(merged[expert], by_hand, atol=1e-6, rtol=0)
+
+
+def test_layers_with_adapted_experts_are_not_compiled(tmp_path: Path) -> None:
+    """peft makes a class in each pass, and torch would compile the layer again."""
+    model = load_policy(random_folder(tmp_path, "glm4_moe"))  # its first layer is dense
+    add_adapter(model, LoraConfig(rank=4, target_modules=["all-linear", "experts"]), seed=1)
+    compile_layers(layers(model))
+    assert ["forward" in vars(layer) for layer in layers(model)] == [True, False]
+
+
+def test_an_adapter_of_experts_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
+    model = load_policy(random_folder(tmp_path / "mixture", "qwen3_moe"))
+    add_adapter(model, LoraConfig(rank=4, target_modules=["all-linear", "experts"]), seed=1)
+    config: Any = model.peft_config[ADAPTER]
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    save_adapter(trained, config, tmp_path / "adapter")
+    dense = random_folder(tmp_path / "dense", "qwen3")
+    with raises(ModelError, str(tmp_path / "adapter")):
+        load_policy(dense, adapter_path=str(tmp_path / "adapter"))
+    with raises(ModelError, "model.lora.target_modules", found=re.compile("no experts")):
+        add_adapter(load_policy(dense), LoraConfig(rank=4, target_modules=["experts"]), seed=1)
 
 
 def test_unknown_weights_of_experts_are_named(tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ MOST_VARIANTS = 32
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
     """Compiles each layer of a model at its first call. A kind of layer that torch cannot compile runs uncompiled, with
-    one line in the log."""
+    one line in the log. So does a layer with adapted experts, silently: peft makes a class in each pass, which torch
+    would compile again."""
     for number, layer in enumerate(layers):
-        if "forward" not in vars(layer):
+        if "forward" not in vars(layer) and not any(hasattr(each, "parameter_name") for each in layer.modules()):
             # a deepcopy of the layer also copies this object, which then calls the copied layer
             layer.forward = CompiledForward(layer, number)  # type: ignore[assignment]
 

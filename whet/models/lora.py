@@ -99,9 +99,7 @@ def peft_config(model: PreTrainedModel, settings: LoraSettings, *, adapts_head: 
     fused = {f"{mixer}.{part}" for mixer, module in mixers.items() if hasattr(module, "D") for part in FUSED}
     chosen = (name for name, module in layers.items() if adapts_head or module is not head)
     linear = {name for name in chosen if name not in fused and f"{name}.weight" != HEAD}
-    # If the experts are one tensor in the model but layers of these names in files, peft would adapt the wrong layers.
-    has_experts = any(name.endswith(".experts.gate_up_proj") for name, _ in model.named_parameters())
-    taken = {"gate_proj", "up_proj", "down_proj"} if has_experts else set[str]()
+    taken = names_of_experts(model)
     linear = {name for name in linear if name.rpartition(".")[2] not in taken}
     tower = _tower(model)
     language = {name for name in linear if tower is None or not re.fullmatch(tower, name)}
@@ -115,7 +113,9 @@ def peft_config(model: PreTrainedModel, settings: LoraSettings, *, adapts_head: 
     for target in targets:
         if not _has(linear, target):
             found = f"names {target!r}, which no linear layer of {type(model).__name__} is called"
-            if _has(fused, target):
+            if names_experts(target):
+                found = f"names {target!r}, and {type(model).__name__} has no experts that can be adapted"
+            elif _has(fused, target):
                 found = f"names {target!r}, a layer whose kernel reads its weight without an adapter"
             elif _has((name for name in layers if name.rpartition(".")[2] in taken), target):
                 found = f"names {target!r}, and in a mixture peft may adapt the experts in place of such a layer"
@@ -139,6 +139,13 @@ def _of_experts(stacked: Iterable[str], target: str) -> list[str]:
     """Returns the weights of experts that a target names: as `experts`, or by their own names after it."""
     found = stacked if names_experts(target) else []
     return [name for name in found if _has([name, name.rpartition(".")[0]], target)]
+
+
+def names_of_experts(model: nn.Module) -> set[str]:
+    """Returns names of linear layers that no adapter can have in this model: its experts are one tensor, but layers of
+    these names in files, and peft would adapt the wrong ones."""
+    has_experts = any(name.endswith(".experts.gate_up_proj") for name, _ in model.named_parameters())
+    return {"gate_proj", "up_proj", "down_proj"} if has_experts else set()
 
 
 def names_experts(target: str) -> bool:
@@ -171,7 +178,7 @@ def merge_adapter(model: PreTrainedModel, path: str | Path, *, allow_pickle: boo
     check_weights(path, "adapter_model", allow_pickle=allow_pickle)
     with reading(path, f"holds an adapter that does not fit {type(model).__name__}"), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft uses names that transformers has deprecated
-        warnings.filterwarnings("error", message=".*missing adapter keys.*")
+        warnings.filterwarnings("error", message=".*missing adapter keys.*|.*target_parameters.*")
         merged: PreTrainedModel = _peft().PeftModel.from_pretrained(model, str(path)).merge_and_unload()
     return merged.requires_grad_(True)
 

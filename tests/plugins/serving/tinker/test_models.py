@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from tests.models.nano import nano_model
 from tests.plugins.serving.tinker.rows import answer, datum, request
 from whet.algorithms.calls import mini_batch_functions, with_mini_batch_columns
 from whet.batch import Batch
@@ -327,6 +328,15 @@ def test_experts_belong_to_the_mlp(tmp_path: Path, parts: dict[str, bool], other
         for name in base
         if (".experts." in name and parts != {"train_mlp": False}) or (re.search(r"\.[qkvo]_proj", name) and others)
     }
+
+
+def test_shared_experts_have_no_adapter(tmp_path: Path) -> None:
+    """peft might adapt the experts in place of these layers, which have the names of experts in files."""
+    folder = nano_model(tmp_path / "mixture", "glm4_moe")
+    models = Models(Base(str(folder)), "nano", "float32", Store(tmp_path), 512, HOST)
+    models.create("a", ModelKind("nano", 2, train_attn=False))
+    trained = [name for name, each in engine_of(models, "a").model.named_parameters() if each.requires_grad]
+    assert trained and all(".experts." in name for name in trained)
 
 
 def test_an_adapter_narrows_no_weights_of_others(model_folder: Path, tmp_path: Path) -> None:

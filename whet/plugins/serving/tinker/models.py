@@ -18,7 +18,7 @@ from whet import serialization
 from whet.config.schema import Dtype, EngineConfig, LoraConfig, OptimConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.experts import expert_modules
-from whet.models.lora import ALL, adapter_weights, fingerprint
+from whet.models.lora import ALL, adapter_weights, fingerprint, names_of_experts
 from whet.models.outputs import prompt_log_probs
 from whet.plugins.serving.tinker.store import WEIGHTS, WHOLE, ModelKind, Saved, Store
 from whet.plugins.serving.tinker.training import Base, SharedRole, Training
@@ -86,12 +86,12 @@ class Models:
         experts = ["experts"] if kind.train_mlp and any(expert_modules(self.base)) else []
         if kind.train_attn and kind.train_mlp:
             return [ALL, *experts] if experts else []
-        head = self.base.get_output_embeddings()
+        head, taken = self.base.get_output_embeddings(), names_of_experts(self.base)
         chosen = set[str](experts)
         for path, module in self.base.named_modules():
             part = kind.train_attn if any(each in path for each in ATTENTION) else kind.train_mlp
             if isinstance(module, nn.Linear) and (kind.train_unembed if module is head else part):
-                chosen.add(path.rpartition(".")[2])
+                chosen |= {path.rpartition(".")[2]} - taken
         if not chosen:
             expected = "train_attn, train_mlp or train_unembed"
             raise ConfigError("lora_config", "trains no layers", expected, "set one of them to True")
