@@ -58,6 +58,7 @@ def test_train_needs_no_files_and_no_reward_function_where_it_is_given_both() ->
     assert (raised.value.key, raised.value.found, raised.value.others) == ("model.path", None, ())
 
 
+@pytest.mark.shipped
 def test_every_extra_is_of_something_that_whet_uses() -> None:
     root = Path(__file__).parents[1]
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]

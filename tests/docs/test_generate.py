@@ -27,6 +27,7 @@ def written() -> str:
     return (DOCS / "algorithms.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.shipped
 def test_the_page_is_current_and_has_the_shipped_certificates(written: str) -> None:
     assert written == generate.PAGES["algorithms"](written), ADVICE
 

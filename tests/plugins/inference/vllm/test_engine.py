@@ -835,6 +835,7 @@ def test_variables_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
     found = engine_module.environment(2, torch.device("cuda", 1), 1)
     assert "MASTER_PORT" not in found and found["CUDA_VISIBLE_DEVICES"] == "6" and found["OMP_NUM_THREADS"] == "2"
+    assert found["ONEDNN_MAX_CPU_ISA"] == "ALL"  # as tests/conftest.py sets it, bfloat16 ended the worker on AMX
     assert engine_module.environment(2, torch.device("cuda", 1), 2)["CUDA_VISIBLE_DEVICES"] == "6,7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert engine_module.environment(2, torch.device("cuda", 1), 2)["CUDA_VISIBLE_DEVICES"] == "1,2"

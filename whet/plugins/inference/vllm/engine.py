@@ -337,6 +337,7 @@ def environment(threads: int, device: torch.device, num_devices: int, is_plain: 
         "VLLM_SERVER_DEV_MODE": "1",  # pause, weights, aborts
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "ONEDNN_MAX_CPU_ISA": "ALL",  # under a limit oneDNN does not ask for AMX, and vLLM's attention ends the process
         **inside,
     }
 
