@@ -230,7 +230,7 @@ def reverse_mi3(t: Terms) -> Tensor:
 
 @register_wrapper("addition_mi3")
 def addition_mi3(t: Terms) -> Tensor:
-    """`mi3`, but the term of wrong rows is added only where MI >= 0."""
+    """`mi3`, but in rows with wrong responses adds its term only where MI (see `Terms`) is at least 0."""
     return where(t.right, t.pos * t.u, where(t.mi >= 0, t.neg * t.mi * t.u, 0.0))
 
 

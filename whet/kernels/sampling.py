@@ -86,7 +86,7 @@ class Constraints:
         return Constraints(**{name: moved(each, device) for name, each in vars(self).items()})
 
     def rows(self, index: torch.Tensor | slice) -> Constraints:
-        """Selects the columns of some requests."""
+        """Selects the values of some requests."""
         return replace(
             self,
             repetition=self.repetition[index],
@@ -221,7 +221,7 @@ class SamplingState:
         return replace(self, **columns, constraints=constraints)
 
     def rows(self, index: torch.Tensor | slice) -> SamplingState:
-        """Selects the columns of some requests."""
+        """Selects the values of some requests."""
         columns: dict[str, Any] = {
             name: each[index] for name, each in vars(self).items() if isinstance(each, torch.Tensor)
         }

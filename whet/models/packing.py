@@ -342,7 +342,7 @@ def _bunches(
 
 
 class SpreadTokens(torch.autograd.Function):
-    """Copies the tokens of each bunch into its padded tensor, with or without shared prompts: [T, ...] -> for each
+    """Copies the tokens of each `Bunch` into its padded tensor, with or without shared prompts: [T, ...] -> for each
     bunch [num_rows, (prefix_width +) width, ...]. One function copies for all bunches, so that the gradient is one
     tensor, not a sum."""
 

@@ -26,8 +26,8 @@ _VARIABLES = "abdeiknpqrtuvwxyzABCDEFGP"  # letters in \text{} that are no units
 
 
 def clean(text: str) -> str:
-    """Returns an answer on one line, without layout and with braces around every argument. Only joins its lines if its
-    braces do not match, or are nested deeper than `MAX_DEPTH`."""
+    """Returns an answer on one line, without layout and with braces around every argument. If its braces do not
+    match, or are nested deeper than `MAX_DEPTH`, joins its lines and changes nothing else."""
     given = " ".join(text.split())
     text = _RAISED[0].sub(lambda run: f"^{{{run[0].translate(_RAISED[1])}}}", given)
     text = re.sub("[¼½¾⅐-⅞]", _fraction, text)

@@ -65,7 +65,7 @@ class TiledVision(ImageEncoder):
 class SmolVision(TiledVision):
     """SmolVLM: resizes an image to `longest_edge`, cuts it into rows and columns of tiles, and adds the whole image.
 
-    `max_pixels` limits the longest edge to its root, but at least to a tile's side; `min_pixels` has no effect."""
+    The longest edge is at most max(sqrt(`max_pixels`), a tile's side); `min_pixels` has no effect."""
 
     towers = ("vision_model", "connector")
     processor_name = "SmolVLMImageProcessor"

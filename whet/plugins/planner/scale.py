@@ -151,7 +151,7 @@ def _pools(config: RunConfig, gpus: int, devices: int) -> dict[str, PoolConfig] 
 
 
 def places(config: RunConfig) -> Iterator[Place]:
-    """Yields the place of every rank in a run."""
+    """Yields the node, the devices and the mesh coordinates of every rank in a run."""
     role = section_of(config, "actor")[0]
     actors = None if role.engine.name == "single" else config.cluster.pool_of("actor")
     mesh = mesh_of(config, "actor")

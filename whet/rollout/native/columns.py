@@ -122,7 +122,7 @@ class HostColumns:
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """The argument `paged` of the kernels: one token in each of B rows, or T tokens in tiles of sequences."""
+    """The KV cache and the places of a pass's tokens in it: of one token of each of B rows, or of T prompt tokens."""
 
     keys: torch.Tensor  # [layers, KV, blocks, 16, D], or of one layer
     values: torch.Tensor

@@ -111,5 +111,6 @@ def config_overrides(argument: str, config: Any) -> dict[str, Any]:
 
 
 def positions_of(request: Request) -> torch.Tensor | None:
-    """Returns rotary positions [3, T] of a request's initial tokens; the server computes others after videos."""
+    """Returns the rotary positions [3, T] of a request's tokens so far; None without media. They are sent, because the
+    server's own positions differ after a video."""
     return rotary_positions((*request.prompt_ids, *request.sampled_ids), request.media, request.opening)

@@ -207,7 +207,8 @@ def _check_positions(base: str, config: Any) -> None:
 
 
 def _named(name: str) -> str:
-    """Returns the server's name of a request. (SGLang aborts every request whose name begins with a given name.)"""
+    """Returns the name of a request in the server. It ends with a dot, because SGLang aborts all requests whose names
+    begin with a given name."""
     return f"whet-{name}."
 
 
