@@ -4,12 +4,12 @@ a model's own answers.
 
 The model samples an answer to training problems, some at a time, until 700 problems have a wrong one (the rule reward
 says which) that ended by itself, so that a pair is not told apart by its cut end. The problem's published solution is
-the better response: of 512 greedy answers of SmolLM2-135M-Instruct 2 are right and ended by themselves, so that pairs
-of its own answers alone would need about 180,000 samples. The loss is DPO with an SFT term (`rpo`). For each seed 500
-pairs are trained on and 200 held out, then `whet eval` answers the test problems greedily, as before. The table has the
-accuracy of the implicit reward on the held-out pairs (0.5 before: policy and reference are equal), by the length of the
-better answer too, and the minutes of the steps. The samples are drawn once, for all seeds. Stages that have ended are
-not run again, one that was cut off goes on, `--minutes` ends a call, and --set KEY=VALUE changes a key
+the better response: of 1,536 sampled answers of SmolLM2-135M-Instruct 8 were right and ended by themselves, so that
+pairs of its own answers alone would need more than 100,000 samples. The loss is DPO with an SFT term (`rpo`). For each
+seed 500 pairs are trained on and 200 held out, then `whet eval` answers the test problems greedily, as before. The
+table has the accuracy of the implicit reward on the held-out pairs (0.5 before: policy and reference are equal), by the
+length of the better answer too, and the minutes of the steps. The samples are drawn once, for all seeds. Stages that
+have ended are not run again, one that was cut off goes on, `--minutes` ends a call, and --set KEY=VALUE changes a key
 (`model.dtype=float32`, `rollout.dtype=float32` for processors that multiply no bfloat16).
 """
 

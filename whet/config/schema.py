@@ -37,7 +37,7 @@ class LoraConfig(Section):
     rank: PositiveInt | None = key(None, "rank of the adapter; unset: no adapter, all weights are trained")
     alpha: PositiveFloat | None = key(None, "the adapter's output is multiplied by alpha / rank; unset: 2 x rank")
     target_modules: list[str] = key(
-        [], "layers that get an adapter: linear ones by name, all-linear (all but the head, the default), experts"
+        [], "layers that get an adapter: names of linear layers, all-linear (all but the head; the default), experts"
     )
     path: str | None = key(None, "existing adapter, merged into the model when it is loaded")
 

@@ -99,7 +99,7 @@ def peft_config(model: PreTrainedModel, settings: LoraSettings, *, adapts_head: 
     fused = {f"{mixer}.{part}" for mixer, module in mixers.items() if hasattr(module, "D") for part in FUSED}
     chosen = (name for name, module in layers.items() if adapts_head or module is not head)
     linear = {name for name in chosen if name not in fused and f"{name}.weight" != HEAD}
-    taken = names_of_experts(model)
+    taken = layers_like_experts(model)
     linear = {name for name in linear if name.rpartition(".")[2] not in taken}
     tower = _tower(model)
     language = {name for name in linear if tower is None or not re.fullmatch(tower, name)}
@@ -141,7 +141,7 @@ def _of_experts(stacked: Iterable[str], target: str) -> list[str]:
     return [name for name in found if _has([name, name.rpartition(".")[0]], target)]
 
 
-def names_of_experts(model: nn.Module) -> set[str]:
+def layers_like_experts(model: nn.Module) -> set[str]:
     """Returns names of linear layers that no adapter can have in this model: its experts are one tensor, but layers of
     these names in files, and peft would adapt the wrong ones."""
     has_experts = any(name.endswith(".experts.gate_up_proj") for name, _ in model.named_parameters())

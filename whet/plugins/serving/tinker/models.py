@@ -18,7 +18,7 @@ from whet import serialization
 from whet.config.schema import Dtype, EngineConfig, LoraConfig, OptimConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.experts import expert_modules
-from whet.models.lora import ALL, adapter_weights, fingerprint, names_of_experts
+from whet.models.lora import ALL, adapter_weights, fingerprint, layers_like_experts
 from whet.models.outputs import prompt_log_probs
 from whet.plugins.serving.tinker.store import WEIGHTS, WHOLE, ModelKind, Saved, Store
 from whet.plugins.serving.tinker.training import Base, SharedRole, Training
@@ -86,7 +86,7 @@ class Models:
         experts = ["experts"] if kind.train_mlp and any(expert_modules(self.base)) else []
         if kind.train_attn and kind.train_mlp:
             return [ALL, *experts] if experts else []
-        head, taken = self.base.get_output_embeddings(), names_of_experts(self.base)
+        head, taken = self.base.get_output_embeddings(), layers_like_experts(self.base)
         chosen = set[str](experts)
         for path, module in self.base.named_modules():
             part = kind.train_attn if any(each in path for each in ATTENTION) else kind.train_mlp
