@@ -207,7 +207,7 @@ def _guard(number: int, connection: socket.socket, control: socket.socket, templ
     code = None
     while code is None:
         if signal.sigwait(watched) == signal.SIGTERM:
-            code = -signal.SIGTERM
+            os.kill(child, signal.SIGKILL)  # before the report: the owner then closes the connection
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == child:
