@@ -141,6 +141,17 @@ def without_plugin(report: Report, node: pytest.Item | pytest.Collector) -> Repo
     return report
 
 
+@pytest.fixture
+def no_manifests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes the manifests of all plugins away. What the registries have read of them stays, so that nothing read
+    without them is kept for later tests."""
+    from whet import registry
+
+    for each in vars(registry).values():
+        assert not isinstance(each, registry.Registry) or each.shipped is not None
+    monkeypatch.setattr("whet.manifests.manifests", dict)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def frozen_objects() -> Iterator[None]:
     """Hides objects that are older than a file of tests from the garbage collector: a collection, before the loop of a

@@ -105,19 +105,19 @@ def test_manifests_name_the_keys_that_plugins_alone_read() -> None:
         assert key.rpartition(".")[2] in load_target(target, is_called=False).model_fields
 
 
-def test_a_name_whose_plugin_is_gone_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whet.manifests.manifests", dict)
+@pytest.mark.usefixtures("no_manifests")
+def test_a_name_whose_plugin_is_gone_says_which() -> None:
     assert missing_plugin("command", "view") == "viewer" and missing_plugin("command", "vieww") == ""
     assert targets("command") == []
     with raises(RegistryError, "command view", expected=re.compile("viewer"), change=re.compile("viewer")):
         registry.Registry("command", "cli", "register_command")["view"]
 
 
+@pytest.mark.usefixtures("no_manifests")
 def test_without_migration_its_forms_are_errors_and_its_advice_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_a_batch(data: object) -> object:
         return data
 
-    monkeypatch.setattr("whet.manifests.manifests", dict)
     for module in ("config.compose", "rewards.adapter", "rewards.worker"):
         gone = registry.Registry("part", None, "register_part")
         monkeypatch.setattr(f"whet.{module}.PARTS", gone)

@@ -17,8 +17,7 @@ from whet.registry import PARTS
 
 
 @pytest.fixture
-def without_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whet.manifests.manifests", dict)
+def without_plugins(monkeypatch: pytest.MonkeyPatch, no_manifests: None) -> None:
     monkeypatch.setattr(PARTS, "shipped", {})
     monkeypatch.setattr(PARTS, "_live", {})
 

@@ -21,11 +21,10 @@ from whet.trainers import build
 
 
 @pytest.fixture(autouse=True)
-def deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+def deleted(monkeypatch: pytest.MonkeyPatch, no_manifests: None) -> None:
     assert "planner" in PARTS
     monkeypatch.setitem(vars(PARTS), "shipped", {})
     monkeypatch.setitem(vars(PARTS), "_live", {})
-    monkeypatch.setattr("whet.manifests.manifests", dict)
 
 
 def test_a_run_starts_without_advice_and_with_fixed_sizes(

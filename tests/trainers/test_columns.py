@@ -96,11 +96,10 @@ def test_several_updates_a_step_need_the_log_probs_before_them(
 
 
 def test_a_column_of_a_plugin_that_is_gone_is_an_error_of_the_key(
-    train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, no_manifests: None
 ) -> None:
     config = train_config({"reward_model.rubric": "yes_no"})
     assert "judge_scores" in [column.name for column in plan(config).providers]
-    monkeypatch.setattr("whet.manifests.manifests", dict)
     monkeypatch.setattr("whet.trainers.columns.PROVIDERS", Registry("provider", "trainers", "register_provider"))
     with raises(ConfigError, re.compile("reward_model.rubric=yes_no: .*judge_scores"), change=re.compile("scores")):
         plan(config)

@@ -304,8 +304,8 @@ def test_a_template_without_a_known_format_is_refused(reader: BodyReader) -> Non
     assert (error.value.status, error.value.param) == (400, "tools")
 
 
-def test_calls_need_the_plugin_of_their_parser(reader: BodyReader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whet.manifests.manifests", dict)
+@pytest.mark.usefixtures("no_manifests")
+def test_calls_need_the_plugin_of_their_parser(reader: BodyReader) -> None:
     with pytest.raises(ApiError, match="whet/plugins/agents") as error:
         reader.chat({"model": "m", "messages": HI, "tools": [TOOL]})
     assert (error.value.status, error.value.param) == (400, "tools")
