@@ -221,7 +221,7 @@ def test_files_functions_and_package_stay_small() -> None:
         if (size := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES
     ]
     assert not too_long, "\n".join(too_long)
-    kernels = [file for file in (PACKAGE / "kernels").iterdir() if file.suffix in (".py", ".cpp")]
+    kernels = [file for file in (PACKAGE / "kernels").iterdir() if file.suffix in (".py", ".cpp", ".h")]
     assert sum(_lines(file) for file in kernels) <= MAX_KERNEL_LINES
     core = [file for file in CORE if file not in kernels]
     assert sum(map(_lines, core)) <= MAX_CORE_LINES

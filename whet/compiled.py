@@ -31,7 +31,8 @@ def library(source: Path) -> ctypes.CDLL | None:
     if (found := compiler()) is None:
         log.warning("no C++ compiler found for %s; whet uses plain torch instead, which is slower", source.name)
         return None
-    made_from = source.read_bytes() + " ".join([found, *FLAGS, instruction_set()]).encode()
+    sources = [source, *sorted(source.parent.glob("*.h"))]
+    made_from = b"".join(map(Path.read_bytes, sources)) + " ".join([found, *FLAGS, instruction_set()]).encode()
     path = cache_folder() / f"{source.stem}_{hashlib.sha256(made_from).hexdigest()[:16]}.so"
     try:
         if not _is_whole(path):

@@ -9,7 +9,8 @@ import torch
 
 from tests.raising import raises
 from whet.errors import DataError
-from whet.models.packing import LATER_MEDIA, MEDIA, SpreadTokens, layout, same_prompt
+from whet.kernels.packed_attention import SpreadTokens
+from whet.models.packing import LATER_MEDIA, MEDIA, layout, same_prompt
 from whet.types import Media
 
 

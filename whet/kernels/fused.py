@@ -34,8 +34,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Computes the MLP: [..., H] -> [..., H]."""
         gate, up = self.gate_proj(x), self.up_proj(x)
-        gated = _SiluGate.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)
-        out: torch.Tensor = self.down_proj(gated)
+        out: torch.Tensor = self.down_proj((_SiluGate.apply if torch.is_grad_enabled() else silu_gate)(gate, up))
         return out
 
 
@@ -96,12 +95,31 @@ class _SiluGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate: torch.Tensor, up: torch.Tensor):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        return silu_gate(gate, up)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
-        gate, up = ctx.saved_tensors
+        return silu_gate_gradients(grad, *ctx.saved_tensors)
+
+
+def silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Computes silu(gate) * up, of equal shapes."""
+    if gate.dtype != up.dtype or not _has_kernel(_SILU_GATE, gate, up):
+        return F.silu(gate).mul_(up)
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    _kernel("whet_silu_gate")(*_narrow(gate), *_at(gate, up, out), gate.numel())
+    return out
+
+
+def silu_gate_gradients(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the gradients of gate and up."""
+    if not grad.dtype == gate.dtype == up.dtype or not _has_kernel(_SILU_GATE, grad, gate, up):
         return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+    _kernel("whet_silu_gate_backward")(*_narrow(gate), *_at(grad, gate, up, grad_gate, grad_up), gate.numel())
+    return grad_gate, grad_up
 
 
 class RMSNorm(nn.Module):
@@ -124,7 +142,7 @@ def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.
     dtype = x.dtype if x.dtype == weight.dtype else torch.promote_types(x.dtype, weight.dtype)
     if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-    if not _has_kernel(x, weight):
+    if not _has_kernel(_RMS_NORM, x, weight):
         return reference(x, weight, eps, dtype)
     x, weight = x.contiguous(), weight.contiguous()
     out, scale = torch.empty_like(x, dtype=dtype), torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
@@ -148,7 +166,7 @@ def gradients(
 
     With u = x scale and g = grad weight: d x = scale (g - u mean(g u)), d weight = sum of grad u over rows.
     """
-    if not _has_kernel(x, weight, grad):
+    if not _has_kernel(_RMS_NORM, x, weight, grad):
         return reference_gradients(grad, x, weight, scale)
     x, weight, grad = x.contiguous(), weight.contiguous(), grad.contiguous()
     grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight, dtype=torch.float32)
@@ -182,29 +200,31 @@ class _RMSNorm(torch.autograd.Function):
         return *gradients(grad, x, weight, scale), None
 
 
-def _has_kernel(*tensors: torch.Tensor) -> bool:
-    """Tells whether the C++ kernel can run: on plain CPU tensors, and not under torch.compile."""
+def _has_kernel(source: Path, *tensors: torch.Tensor) -> bool:
+    """Tells whether the C++ kernels of a file can run: on plain CPU tensors, and not under torch.compile."""
     for each in tensors:
         if each.dtype not in KERNEL_DTYPES or not each.is_cpu or type(each) not in PLAIN:
             return False
-    return not torch.compiler.is_compiling() and library(_SOURCE) is not None
+    return not torch.compiler.is_compiling() and library(source) is not None
 
 
-_SOURCE = Path(__file__).with_name("rms_norm.cpp")
+_RMS_NORM, _SILU_GATE = (Path(__file__).with_name(f"{name}.cpp") for name in ("rms_norm", "silu_gate"))
+_FLAG, _POINTER, _SIZE = ctypes.c_int, ctypes.c_void_p, ctypes.c_int64
+_ARGUMENTS = {
+    "whet_rms_norm": (_RMS_NORM, [*[_FLAG] * 3, *[_POINTER] * 4, *[_SIZE] * 2, ctypes.c_float]),
+    "whet_rms_norm_backward": (_RMS_NORM, [*[_FLAG] * 3, *[_POINTER] * 6, *[_SIZE] * 2]),
+    "whet_silu_gate": (_SILU_GATE, [_FLAG, *[_POINTER] * 3, _SIZE]),
+    "whet_silu_gate_backward": (_SILU_GATE, [_FLAG, *[_POINTER] * 5, _SIZE]),
+}
 
 
 @cache
 def _kernel(name: str) -> ctypes._NamedFuncPointer:  # type: ignore[name-defined]
-    compiled = library(_SOURCE)
+    source, arguments = _ARGUMENTS[name]
+    compiled = library(source)
     assert compiled is not None
-    flags, sizes = [ctypes.c_int] * 3, [ctypes.c_int64] * 2
     function = compiled[name]
-    function.restype = None
-    function.argtypes = (
-        [*flags, *[ctypes.c_void_p] * 4, *sizes, ctypes.c_float]
-        if name == "whet_rms_norm"
-        else [*flags, *[ctypes.c_void_p] * 6, *sizes]
-    )
+    function.restype, function.argtypes = None, arguments  # type: ignore[assignment]
     return function
 
 

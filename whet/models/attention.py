@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from whet.kernels.attention import Scores, causal, widened
+from whet.kernels.packed_attention import packed_attention
 from whet.kernels.varlen_attention import Stretches, has_kernel, varlen_attention
 from whet.models.caches import head_size
 from whet.models.latent import absorbed, take_latents
 from whet.models.linear_attention import TokenFlow
-from whet.models.packing import Layout, SpreadTokens
+from whet.models.packing import Layout
 from whet.models.sequence_parallel import TokenShare
 
 NAME = "whet"
@@ -106,7 +107,7 @@ def attention(
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if packed.stretches is None:
         real = len(packed.input_ids)
-        out = _bunches(query[:real], key[:real], value[:real], scores, packed)
+        out = packed_attention(query[:real], key[:real], value[:real], scores, packed)
     else:
         real = packed.stretches.size
         out = _in_one_call(query[:real], key[:real], value[:real], scores, packed.stretches)
@@ -123,21 +124,6 @@ def _in_one_call(
     return varlen_attention(query, key, wide, where, scores.scale, scores.window, scores.sinks)[..., :size]
 
 
-@torch.compiler.disable  # shapes differ in every batch; without this the code around it would be compiled again
-def _bunches(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores, packed: Layout
-) -> torch.Tensor:
-    """Computes attention `Bunch` by `Bunch`, with n tokens in all: [n, H, D], [K, KV, D], [K, KV, V] -> [n, H, V]."""
-    parts = ((queries, False), (keys, True), (values, True))
-    spread = [SpreadTokens.apply(flat, packed.bunches, with_prompts) for flat, with_prompts in parts]
-    grids = zip(packed.bunches, *spread, strict=True)
-    outs = []
-    for bunch, *heads in grids:
-        q, k, v = (x.transpose(1, 2) for x in heads)
-        outs.append(bunch.unpad(causal(q, k, v, scores, bunch).transpose(1, 2)))
-    return torch.cat(outs) if outs else values.new_zeros(0, queries.shape[1], values.shape[2]) + queries.sum() * 0.0
-
-
 @torch.compiler.disable
 def _in_ring(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, packed: Layout, share: TokenShare
@@ -151,7 +137,7 @@ def _in_ring(
     both = everyone.split([k.shape[2], v.shape[2]], -1)
     keys, values = (torch.cat([mine[own], theirs]) for mine, theirs in zip((k, v), both, strict=True))
     if packed.stretches is None:
-        out = _bunches(q[own], keys, values, scores, packed)
+        out = packed_attention(q[own], keys, values, scores, packed)
     else:
         at = packed.stretches
         source = torch.arange(at.size, device=q.device) if at.source is None else at.source

@@ -17,6 +17,7 @@ import torch
 from whet.devices import moved
 from whet.errors import DataError
 from whet.kernels.delta_rule import PackedFlow
+from whet.kernels.packed_attention import ShortRows, SpreadTokens, Unpad, padded
 from whet.kernels.varlen_attention import TOKENS_STEP, Stretches, rounded
 from whet.types import Media
 
@@ -147,6 +148,11 @@ class Layout(Grid):
     def flow(self) -> PackedFlow:
         """The order of the tokens for layers that pass a state from token to token."""
         return PackedFlow.of(self.before, self.size)
+
+    @cached_property
+    def short_rows(self) -> ShortRows:
+        """The rows for the kernel for short rows."""
+        return ShortRows.of(self.bunches)
 
     @cached_property
     def sampled_by_row(self) -> torch.Tensor:
@@ -339,54 +345,3 @@ def _bunches(
             has_gaps=bool((before != deepest).any()),
         )
         row, token = end, tokens.stop
-
-
-class SpreadTokens(torch.autograd.Function):
-    """Copies the tokens of each `Bunch` into its padded tensor, with or without shared prompts: [T, ...] -> for each
-    bunch [num_rows, (prefix_width +) width, ...]. One function copies for all bunches, so that the gradient is one
-    tensor, not a sum."""
-
-    @staticmethod
-    def forward(ctx, flat: torch.Tensor, bunches: tuple[Bunch, ...], with_prompts: bool):  # type: ignore[no-untyped-def]
-        ctx.bunches, ctx.with_prompts, ctx.size = bunches, with_prompts, len(flat)
-        grids = []
-        for bunch in bunches:
-            slots, width = bunch.places(with_prompts)
-            grid = flat.new_zeros((bunch.num_rows * width, *flat.shape[1:])).index_copy_(0, slots, flat[bunch.tokens])
-            if with_prompts:
-                grid.index_copy_(0, bunch.prefix_slots, flat.index_select(0, bunch.prefix_tokens))
-            grids.append(grid.unflatten(0, (bunch.num_rows, width)))
-        return tuple(grids)
-
-    @staticmethod
-    def backward(ctx, *grads: torch.Tensor):  # type: ignore[no-untyped-def]
-        pairs = list(zip(ctx.bunches, (grad.flatten(0, 1) for grad in grads), strict=True))
-        flat = torch.cat([grad.index_select(0, bunch.places(ctx.with_prompts)[0]) for bunch, grad in pairs])
-        if ctx.size > len(flat):  # tokens that are only keys, in no bunch
-            flat = torch.cat([flat, flat.new_zeros(ctx.size - len(flat), *flat.shape[1:])])
-        if ctx.with_prompts:
-            tokens = torch.cat([bunch.prefix_tokens for bunch, _ in pairs])
-            prefixes = torch.cat([grad.index_select(0, bunch.prefix_slots) for bunch, grad in pairs])
-            wide = torch.promote_types(flat.dtype, torch.float32)  # many rows may share a prompt: a long sum
-            flat = flat.to(wide).index_add_(0, tokens, prefixes.to(wide)).to(flat.dtype)
-        return flat, None, None
-
-
-def padded(flat: torch.Tensor, slots: torch.Tensor, size: int) -> torch.Tensor:
-    """Copies rows of `flat` to the rows `slots` of a tensor with `size` rows, 0 elsewhere; differentiable."""
-    return flat.new_zeros((size, *flat.shape[1:])).index_copy_(0, slots, flat)
-
-
-class Unpad(torch.autograd.Function):
-    """Inverts `padded`. Slots are distinct, so the gradient is a copy, while `index_select` would sum."""
-
-    @staticmethod
-    def forward(ctx, padded: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(slots)
-        ctx.size = padded.shape[0]
-        return padded.index_select(0, slots)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
-        (slots,) = ctx.saved_tensors
-        return grad.new_zeros((ctx.size, *grad.shape[1:])).index_copy_(0, slots, grad), None
