@@ -20,7 +20,7 @@ from whet.kernels.linear import PLAIN
 MOST_KEYS = {torch.float32: 128, torch.bfloat16: 64}
 
 
-class Bunch(Mask, Protocol):
+class PaddedRows(Mask, Protocol):
     """Some rows of a packed batch, and their places in a padded one (`whet.models.packing.Bunch`)."""
 
     @property
@@ -43,18 +43,18 @@ class Bunch(Mask, Protocol):
     def unpad(self, grid: torch.Tensor) -> torch.Tensor: ...
 
 
-class Packed(Protocol):
+class PackedTokens(Protocol):
     """A packed batch (`whet.models.packing.Layout`)."""
 
     @property
-    def bunches(self) -> tuple[Bunch, ...]: ...
+    def bunches(self) -> tuple[PaddedRows, ...]: ...
     @property
     def short_rows(self) -> ShortRows: ...
 
 
 @torch.compiler.disable  # shapes differ in every batch; without this the code around it would be compiled again
 def packed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, packed: Packed
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, packed: PackedTokens
 ) -> torch.Tensor:
     """Computes attention of a packed batch with n tokens: [n, H, D], [K, KV, D], [K, KV, V] -> [n, H, V]."""
     if suits(query, key, value, scores, packed.bunches):
@@ -64,7 +64,7 @@ def packed_attention(
 
 
 def padded_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, bunches: Sequence[Bunch]
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, bunches: Sequence[PaddedRows]
 ) -> torch.Tensor:
     """Computes `packed_attention` over padded rows, bunch by bunch."""
     parts = ((query, False), (key, True), (value, True))
@@ -77,14 +77,14 @@ def padded_attention(
 
 
 class ShortRows(NamedTuple):
-    """Where the tokens of R rows are. The own tokens of a row are next to each other, one row after another."""
+    """The places of the tokens of R rows. The own tokens of a row are next to each other, one row after another."""
 
     own: torch.Tensor  # [R + 1] int64, the first own token of each row, and the number of all own tokens
     shared: torch.Tensor  # [R + 1] int64, the first entry of each row in `prompts`
     prompts: torch.Tensor  # [P] int64, the tokens of the shared prompt of each row
 
     @classmethod
-    def of(cls, parts: Sequence[Bunch]) -> ShortRows:
+    def of(cls, parts: Sequence[PaddedRows]) -> ShortRows:
         """Returns the rows of all parts, in order."""
         lengths = torch.cat([torch.bincount(each.slots // each.width, minlength=each.num_rows) for each in parts])
         shared = torch.cat([each.prefix_lengths for each in parts])
@@ -92,7 +92,9 @@ class ShortRows(NamedTuple):
         return cls(own, begins, torch.cat([each.prefix_tokens for each in parts]))
 
 
-def suits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, parts: Sequence[Bunch]) -> bool:
+def suits(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, parts: Sequence[PaddedRows]
+) -> bool:
     """Tells whether the kernel can compute attention of these rows. It computes plain causal attention, and does not
     run inside torch's dispatch modes, which would not see the call."""
     most = MOST_KEYS.get(query.dtype, 0)
@@ -162,12 +164,12 @@ def _kernels() -> tuple[Any, ...]:
 
 
 class SpreadTokens(torch.autograd.Function):
-    """Copies the tokens of each `Bunch` into its padded tensor, with or without shared prompts: [T, ...] -> for each
+    """Copies the tokens of each bunch into its padded tensor, with or without shared prompts: [T, ...] -> for each
     bunch [num_rows, (prefix_width +) width, ...]. One function copies for all bunches, so that the gradient is one
     tensor, not a sum."""
 
     @staticmethod
-    def forward(ctx, flat: torch.Tensor, bunches: Sequence[Bunch], with_prompts: bool):  # type: ignore[no-untyped-def]
+    def forward(ctx, flat: torch.Tensor, bunches: Sequence[PaddedRows], with_prompts: bool):  # type: ignore[no-untyped-def]
         ctx.bunches, ctx.with_prompts, ctx.size = bunches, with_prompts, len(flat)
         grids = []
         for bunch in bunches:
