@@ -20,7 +20,7 @@ from whet.kernels.linear import PLAIN
 MOST_KEYS = {torch.float32: 128, torch.bfloat16: 64}
 
 
-class PaddedRows(Mask, Protocol):
+class BunchOfRows(Mask, Protocol):
     """Some rows of a packed batch, and their places in a padded one (`whet.models.packing.Bunch`)."""
 
     @property
@@ -47,7 +47,7 @@ class PackedTokens(Protocol):
     """A packed batch (`whet.models.packing.Layout`)."""
 
     @property
-    def bunches(self) -> tuple[PaddedRows, ...]: ...
+    def bunches(self) -> tuple[BunchOfRows, ...]: ...
     @property
     def short_rows(self) -> ShortRows: ...
 
@@ -64,7 +64,7 @@ def packed_attention(
 
 
 def padded_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, bunches: Sequence[PaddedRows]
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, bunches: Sequence[BunchOfRows]
 ) -> torch.Tensor:
     """Computes `packed_attention` over padded rows, bunch by bunch."""
     parts = ((query, False), (key, True), (value, True))
@@ -84,7 +84,7 @@ class ShortRows(NamedTuple):
     prompts: torch.Tensor  # [P] int64, the tokens of the shared prompt of each row
 
     @classmethod
-    def of(cls, parts: Sequence[PaddedRows]) -> ShortRows:
+    def of(cls, parts: Sequence[BunchOfRows]) -> ShortRows:
         """Returns the rows of all parts, in order."""
         lengths = torch.cat([torch.bincount(each.slots // each.width, minlength=each.num_rows) for each in parts])
         shared = torch.cat([each.prefix_lengths for each in parts])
@@ -93,7 +93,7 @@ class ShortRows(NamedTuple):
 
 
 def suits(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, parts: Sequence[PaddedRows]
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, parts: Sequence[BunchOfRows]
 ) -> bool:
     """Tells whether the kernel can compute attention of these rows. It computes plain causal attention, and does not
     run inside torch's dispatch modes, which would not see the call."""
@@ -169,7 +169,7 @@ class SpreadTokens(torch.autograd.Function):
     tensor, not a sum."""
 
     @staticmethod
-    def forward(ctx, flat: torch.Tensor, bunches: Sequence[PaddedRows], with_prompts: bool):  # type: ignore[no-untyped-def]
+    def forward(ctx, flat: torch.Tensor, bunches: Sequence[BunchOfRows], with_prompts: bool):  # type: ignore[no-untyped-def]
         ctx.bunches, ctx.with_prompts, ctx.size = bunches, with_prompts, len(flat)
         grids = []
         for bunch in bunches:
