@@ -38,6 +38,7 @@ from whet.models.load import (
     load_policy,
     load_reward_model,
     outline,
+    stored_tensors,
     torch_dtype,
 )
 from whet.models.lora import ADAPTER, HEAD, add_adapter, fingerprint, merged_weights, save_adapter
@@ -122,9 +123,9 @@ def _export(folder: Path, out: Path, adapter: bool, base: str | None, dtype: str
             return _write_adapter(model, origin, weights, folder, base, out)
         weights = {**dict(merged_weights(model)), **kept_buffers(model)}
     shapes = _outline(folder / "model", is_trusted)
-    _check_names(_names(shapes), weights, folder)
+    _check_names(names := stored_tensors(shapes), weights, folder)
     # In the model's order: a state sorted by name would not have the weights of a layer together.
-    ordered = ((name, weights[name]) for name in _names(shapes))
+    ordered = ((name, weights[name]) for name in names)
     return _write(out, folder / "model", ordered, shapes, name, _start_weights(base or saved.get("start")))
 
 
@@ -133,7 +134,7 @@ def _export_ranks(folder: Path, out: Path, is_adapter: bool, dtype: str | None, 
     _check_whole(folder, is_adapter)
     weights, shapes = RankFiles(folder), _outline(folder / MODEL, is_trusted)
     kinds = {weights.dtype(name) for name in weights}
-    own = {**dict(shapes.named_parameters()), **kept_buffers(shapes)}
+    own = stored_tensors(shapes)
     # Another version of transformers may use the names of model files, for example with each expert by itself.
     expected = own if own.keys() <= weights.keys() else revert_weight_conversion(shapes, own)
     _check_names(expected, weights.keys() - shapes.all_tied_weights_keys.keys(), folder)
@@ -203,11 +204,6 @@ def _check_names(expected: Collection[str], weights: Collection[str], folder: Pa
     if missing or unexpected:
         found = f"they do not fit its config: missing {sorted(missing)}, unexpected {sorted(unexpected)}"
         raise CheckpointError(f"{folder}: weights", found, "", "choose another checkpoint")
-
-
-def _names(model: PreTrainedModel) -> list[str]:
-    """Lists the names of a model's tensors in a checkpoint: parameters (tied weights once) and persistent buffers."""
-    return [*(name for name, _ in model.named_parameters()), *kept_buffers(model)]
 
 
 def _with_adapter(folder: Path, origin: Origin, weights: Weights, base: str | None) -> PreTrainedModel:

@@ -43,10 +43,7 @@ def _of_convert(*names: str, help: str) -> Any:  # noqa: A002  # as typer names 
 
 
 def config(
-    command: Annotated[
-        str,
-        typer.Argument(help=f"the command ({TRAINING}, eval, ...){CONVERT}"),
-    ],
+    command: Annotated[str, typer.Argument(help=f"the command ({TRAINING}, eval, ...){CONVERT}")],
     words: RecipeAndOverrides = None,
     config_name: ConfigName = None,
     meanings: Annotated[bool, typer.Option("--meanings", help="show meanings of keys, not sources of values")] = False,

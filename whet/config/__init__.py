@@ -10,10 +10,7 @@ from whet.config.load import (
     load_config as load_config,
     to_yaml as to_yaml,
 )
-from whet.config.preference import (
-    PreferenceConfig as PreferenceConfig,
-    RewardTrainingConfig as RewardTrainingConfig,
-)
+from whet.config.preference import PreferenceConfig as PreferenceConfig, RewardTrainingConfig as RewardTrainingConfig
 from whet.config.schema import (
     EvalConfig as EvalConfig,
     ExamplesConfig as ExamplesConfig,

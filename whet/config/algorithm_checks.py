@@ -27,7 +27,7 @@ def aggregation(algorithm: schema.AlgorithmConfig) -> str:
     """Returns the aggregation of token losses. The loss or the estimator may fix it; otherwise the config chooses it.
 
     Raises: ConfigError where two of these disagree."""
-    loss = entry_at(registry.POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
+    loss = _loss(algorithm)
     estimator = _estimator(algorithm)
     chosen, key = algorithm.loss_agg_mode, "algorithm.loss_agg_mode"
     for entry in (loss, estimator):
@@ -44,7 +44,7 @@ def aggregation(algorithm: schema.AlgorithmConfig) -> str:
 
 def uses_critic(algorithm: schema.AlgorithmConfig) -> bool:
     """Tells whether the estimator or the loss reads a column that the critic computes.  Raises: ConfigError."""
-    loss = entry_at(registry.POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
+    loss = _loss(algorithm)
     read = {*_estimator(algorithm).columns, *loss.columns}
     return any("critic" in COLUMNS[name].roles for name in read if name in COLUMNS)
 
@@ -102,7 +102,7 @@ def _of_pairs(algorithm: schema.AlgorithmConfig) -> Iterator[ConfigError]:
 
 def _correction(algorithm: schema.AlgorithmConfig) -> Iterator[ConfigError]:
     correction = algorithm.correction
-    loss = entry_at(registry.POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
+    loss = _loss(algorithm)
     if correction.weight is not None and loss.marks.get("corrects"):
         expected = f"no value with policy loss {loss.name!r}, which corrects the mismatch of trainer and rollout itself"
         change = "unset it, or set algorithm.policy_loss=ppo_clip"
@@ -219,6 +219,10 @@ def nearest_divisors(number: int, wanted: int) -> list[int]:
     return [*below[-1:], *above[:1]]
 
 
+def _loss(algorithm: schema.AlgorithmConfig) -> registry.Entry:
+    return entry_at(registry.POLICY_LOSSES, "algorithm.policy_loss", algorithm.policy_loss)
+
+
 def _estimator(algorithm: schema.AlgorithmConfig) -> registry.Entry:
     return entry_at(registry.ADV_ESTIMATORS, "algorithm.adv_estimator", algorithm.adv_estimator)
 
@@ -284,6 +288,9 @@ def engine_rule(engine: EngineConfig, at: SectionPlace) -> Iterator[ConfigError]
         expected = "no value with model.dtype=float32 (auto is, on a machine that does not multiply bfloat16)"
         change = "set model.dtype=bfloat16, in which it keeps the weights"
         yield ConfigError(f"{use.optim_key}.weight_rounding", rounding, expected, change)
+    if (rate := use.options.get("router_bias_rate")) and use.model.lora.rank is not None:
+        expected = "0 with model.lora.rank: an adapter's checkpoint has no biases"
+        yield ConfigError(f"{use.key}.options.router_bias_rate", rate, expected, "unset one of the two keys")
     yield from use.refused()
     yield from _rows(use, at.whole)
 

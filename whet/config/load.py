@@ -176,10 +176,7 @@ def _explain(
 
 
 def rename(
-    schema: type[Section],
-    values: Values,
-    sources: MutableMapping[str, str] | None = None,
-    strong: tuple[str, ...] = (),
+    schema: type[Section], values: Values, sources: MutableMapping[str, str] | None = None, strong: tuple[str, ...] = ()
 ) -> None:
     """Moves values of old keys to the new keys, in place. A new key with a value from a `strong` source keeps it.
 

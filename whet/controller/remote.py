@@ -168,12 +168,7 @@ class RemoteTransport(ABC, Generic[P]):
             return peer.calls[0] if peer.calls else None
 
     def death(
-        self,
-        peer: P,
-        call: OpenCall | None,
-        reason: str,
-        idle: str = "between two calls",
-        change: str = "",
+        self, peer: P, call: OpenCall | None, reason: str, idle: str = "between two calls", change: str = ""
     ) -> LostWorkerError:
         """Builds the error for a process that died during `call`, or between calls (`idle` describes this time)."""
         name = peer.name(call.role if call else "")

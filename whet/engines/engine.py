@@ -25,13 +25,13 @@ from whet.engines.micro_batches import micro_batches
 from whet.engines.optim import Optimizer, form_of, learning_rate, optimizers_of
 from whet.engines.protocol import Columns, Narrows, Objective, Spread
 from whet.engines.role import RoleSettings
-from whet.engines.routing import Routing, trained
+from whet.engines.routing import Routing, check_biases, move_biases, summed, trained
 from whet.errors import ConfigError, EngineError
 from whet.kernels.compact_adamw import own_part
 from whet.metrics import Metrics
 from whet.models.attention import takes_one_call
 from whet.models.encoders.load import encoders_of
-from whet.models.load import TrainedModel, body_of, kept_buffers, layers
+from whet.models.load import TrainedModel, body_of, kept_buffers, layers, stored_tensors
 from whet.models.lora import adapted_layers, adapter_off, adapter_weights, fingerprint, merged_weights
 from whet.models.outputs import layout_of
 from whet.models.packing import LATER_MEDIA, MEDIA, Layout, same_prompt
@@ -52,15 +52,19 @@ class Engine(ABC):
     pipeline_ranks = 1  # ranks of a pipeline, one behind the other; the last one has the outputs
 
     def __init__(
-        self, model: TrainedModel, role: RoleSettings, process_group: dist.ProcessGroup | None, device: torch.device
+        self,
+        model: TrainedModel,
+        role: RoleSettings,
+        process_group: dist.ProcessGroup | None,
+        device: torch.device,
+        bias_rate: float = 0.0,
     ) -> None:
         self.model, self.role = model, role
         model.train(role.optim is not None)
-        in_stretches = takes_one_call(body_of(model).config.get_text_config(), device, role.forward.dtype)
         packing = role.forward.packing and support_of(model).is_own
+        in_stretches = packing and takes_one_call(body_of(model).config.get_text_config(), device, role.forward.dtype)
         both_ways = (encoders := encoders_of(model)) is not None and bool(encoders.both_ways)
-        chosen: dict[str, Any] = {"in_stretches": in_stretches and packing, "both_ways": both_ways}
-        self.forward_settings = replace(role.forward, packing=packing, **chosen)
+        self.forward_settings = replace(role.forward, packing=packing, in_stretches=in_stretches, both_ways=both_ways)
         self.max_tokens_per_micro_batch = role.micro_batch_tokens(device.type)
         self.grad_clip = role.grad_clip
         self.total_steps = role.total_steps
@@ -71,9 +75,14 @@ class Engine(ABC):
         self.skipped = self.skipped_in_a_row = 0  # updates whose loss or gradient was not finite
         self._name = ""  # of the last objective
         self._loss: torch.Tensor | None = None  # of this rank's rows since the last step; None if no token counted
+        self._loads = torch.zeros(())  # choices per expert since the last step, of all ranks, [L, E]
         self._probe: tuple[Batch, frozenset[str], float] | None = None  # a row of the last update, for `forward`
+        self._bias_rate = bias_rate  # by which a step moves the routers' biases
+        self._moves_biases = bias_rate > 0  # or an earlier part of the run moved them
         if role.optim is None:
             model.requires_grad_(False)
+        elif bias_rate:
+            check_biases(model, role.optim, bias_rate)
         if role.forward.replays:
             replay(layers(body_of(model)))
 
@@ -143,15 +152,15 @@ class Engine(ABC):
         columns: Columns = batch.columns()
         optimizer, metrics, self._name = self._require_optimizer(), Metrics(), objective.name
         if counts is None:
-            counts = {name: self._sum(count, self.rows_group) for name, count in objective.counts(columns).items()}
+            counts = {name: summed(count, self.rows_group) for name, count in objective.counts(columns).items()}
         if not any(bool(count > 0) for count in counts.values()):
             return metrics
         if self._loss is None:
             optimizer.zero_grad(set_to_none=True)
+            self._loads = torch.zeros(())
         rows = columns["response_mask"].any(1).nonzero()[:1, 0].tolist()
         self._probe = batch[rows], objective.needs - {"vocab_log_probs"}, objective.temperature
-        ranks = 1 if self.process_group is None else self.process_group.size()
-        encoders = encoders_of(self.model)
+        ranks, encoders = self.dp_size * self.row_ranks * self.pipeline_ranks, encoders_of(self.model)
         with self._weights_read(), nullcontext() if encoders is None else encoders.timed(metrics, ranks):
             loss = self.schedule(columns, objective, counts, metrics)
         self._loss = loss if self._loss is None else self._loss + loss
@@ -169,26 +178,23 @@ class Engine(ABC):
         for number, rows in enumerate(passes, start=1):
             part = rows_of(columns, rows)
             outputs = self.outputs(part, routing.needs if routing else objective.needs, objective.temperature)
+            loss = self._loss_of(outputs, part if rows else None, objective, counts, metrics)
             if rows:
-                loss, measured = objective.loss(outputs, self.to_device(part), counts)
-                metrics.merge(measured)
                 if routing is not None:
                     loss = loss + routing.loss(outputs, self.to_device(part), metrics)
                 total = total + loss.detach()
-            else:
-                loss = 0.0 * torch.stack([value.sum() for value in outputs.values()]).sum()
             with span("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
                 self._keep_gradients()
             counted(number, len(passes))
         if routing is not None:
-            routing.measure(metrics)
+            self._loads = self._loads + routing.measure(metrics)
         return total
 
     def _loss_of(
         self, outputs: Columns, part: Columns | None, objective: Objective, counts: Columns, metrics: Metrics
     ) -> torch.Tensor:
-        """Returns the loss of a pipeline's micro-batch, and records metrics. Without rows, loss and gradient are 0."""
+        """Returns the loss of a micro-batch, and records metrics. Without rows, loss and gradient are 0."""
         if part is None:
             return 0.0 * torch.stack([value.sum() for value in outputs.values()]).sum()
         loss, measured = objective.loss(outputs, self.to_device(part), counts)
@@ -218,7 +224,7 @@ class Engine(ABC):
         self._sum_gradients()
         with span("optimizer"):
             norm = self._clip()
-            is_finite = bool((self._sum(loss, self.process_group) + norm).isfinite())
+            is_finite = bool((summed(loss, self.process_group) + norm).isfinite())
             self.skipped_in_a_row = 0 if is_finite else self.skipped_in_a_row + 1
             self.skipped += not is_finite
             # All ranks measure the same number, which therefore is the mean over the ranks.
@@ -233,6 +239,8 @@ class Engine(ABC):
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
+            if self._bias_rate:
+                move_biases(self.model, self._loads, self._bias_rate)
             self.steps_done += 1
             metrics.mean(f"{name}/lr", rate)
         return metrics
@@ -243,8 +251,10 @@ class Engine(ABC):
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the full weights under their Hugging Face names: tied weights once, adapters merged. Every rank yields
-        them in the same order."""
-        return merged_weights(self.model, self._gathered)
+        them in the same order. If biases of routers move, buffers follow, in their own dtype."""
+        buffers = kept_buffers(self.model) if self._moves_biases else {}
+        own = ((name, nn.Buffer(buffer)) for name, buffer in buffers.items())
+        return chain(merged_weights(self.model, self._gathered), own)
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the adapter's full weights by their names in an adapter folder, on every rank in the same order."""
@@ -275,7 +285,7 @@ class Engine(ABC):
     @torch.no_grad()
     def copy_from(self, other: Engine) -> None:
         """Copies the weights of another engine in this process, of the same kind and with the same shards."""
-        for own, new in zip(self.model.parameters(), other.model.parameters(), strict=True):
+        for own, new in zip(*(stored_tensors(each.model).values() for each in (self, other)), strict=True):
             own.copy_(new)
 
     def offload(self, weights: bool = True) -> None:
@@ -357,33 +367,30 @@ class Engine(ABC):
     def _move(self, device: torch.device, *, weights: bool) -> None:
         if self.device == HOST:
             return
-        for optimizer in [] if self.optimizer is None else optimizers_of(self.optimizer):
+        for optimizer in optimizers_of(self.optimizer):
             optimizer.zero_grad(set_to_none=True)
             for state in optimizer.state.values():
                 state.update({name: value.to(device) for name, value in state.items() if value.dim()})
         if weights:
             nn.Module.to(self.model, device)
 
-    def _sum(self, number: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        if group is not None:
-            dist.all_reduce(number, group=group)
-        return number
-
     def _checkpointed(self) -> dict[str, torch.Tensor]:
         """Returns the weights and persistent buffers for a checkpoint; with an adapter, only the adapter's weights."""
-        named = dict(self.model.named_parameters())
-        if adapted_layers(self.model):
-            return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-        return {**named, **kept_buffers(self.model)}
+        named = stored_tensors(self.model)
+        if not adapted_layers(self.model):
+            return named
+        return {name: each for name, each in named.items() if each.requires_grad}
 
     def _progress(self) -> dict[str, Any]:
         """Returns the numbers of steps taken and skipped, and the form of the optimizer's state."""
         done = {"steps_done": self.steps_done, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
-        return {**done, "optim": form_of(self.role.optim)}
+        moved = {"moves_biases": True} if self._moves_biases else {}
+        return {**done, **moved, "optim": form_of(self.role.optim)}
 
     def _load_progress(self, state: dict[str, Any]) -> None:
         names = ("steps_done", "skipped", "skipped_in_a_row")
         self.steps_done, self.skipped, self.skipped_in_a_row = (operator.index(state[name]) for name in names)
+        self._moves_biases |= state.get("moves_biases", False)
 
     def _require_optimizer(self) -> Optimizer:
         if self.optimizer is None:

@@ -22,6 +22,7 @@ from whet.models.load import (
 )
 from whet.models.lora import LoraSettings, add_adapter
 from whet.models.outputs import ForwardSettings
+from whet.models.sharded import empty_model, fill
 
 
 @dataclass(frozen=True)
@@ -76,21 +77,11 @@ class RoleSettings:
 
     def empty_model(self, device: torch.device) -> TrainedModel:
         """Builds the model without weights, which `fill` loads; its buffers are on `device`.  Raises: ModelError."""
-        from whet.models.sharded import empty_model
-
-        model = empty_model(
-            self.model_path,
-            device,
-            is_value_model=self.is_value_model,
-            is_reward_model=self.is_reward_model,
-            trust_remote_code=self.trust_remote_code,
-        )
-        return self._prepared(model)
+        kind = {"is_value_model": self.is_value_model, "is_reward_model": self.is_reward_model}
+        return self._prepared(empty_model(self.model_path, device, **kind, trust_remote_code=self.trust_remote_code))
 
     def fill(self, model: torch.nn.Module, device: torch.device) -> None:
         """Loads this rank's shards of the weights into a sharded `empty_model`.  Raises: ModelError."""
-        from whet.models.sharded import fill
-
         is_new = self.is_reward_model and self.optim is not None
         fill(model, self.model_path, device, seed=self.seed, has_new_head=is_new, allow_pickle=self.allow_pickle)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture-of-experts routers during an update: their auxiliary loss, and metrics of the load of experts."""
+"""Mixture-of-experts routers during an update: their auxiliary loss, their biases, metrics of the load of experts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from whet.config.schema import OptimConfig
 from whet.engines.protocol import Columns, Objective
+from whet.errors import EngineError
+from whet.kernels.compact_adamw import own_part
 from whet.metrics import Metrics
-from whet.models.load import RewardModel, TrainedModel, ValueModel, body_of
+from whet.models.load import RewardModel, TrainedModel, ValueModel, body_of, router_biases
 from whet.models.routers import LOADS, PROBS, auxiliary_coefficient, routers_of
+from whet.models.sharded import part_of
 
 
 @dataclass
@@ -57,7 +62,7 @@ class Routing:
     def begin(self, columns: Columns, counts: Columns, choices: torch.Tensor) -> None:
         """Computes f from `choices` [E], how often this rank's tokens choose each expert. All ranks call it."""
         own = trained(columns).sum().to(choices)
-        chosen = self._sum(torch.cat([choices, own[None]]), self.rows_group)
+        chosen = summed(torch.cat([choices, own[None]]), self.rows_group)
         self.factors = chosen[:-1] / chosen[-1].clamp(min=1e-12)
         self.tokens = counts["num_tokens"].to(choices) if "num_tokens" in counts else chosen[-1]
 
@@ -72,18 +77,46 @@ class Routing:
         metrics.mean(f"{self.name}/router_aux_loss", total.detach() / mask.sum().clamp(min=1e-12), mask.sum())
         return total / self.tokens.clamp(min=1e-12)
 
-    def measure(self, metrics: Metrics) -> None:
-        """Records metrics of the routers. All ranks call it. `router_load` is the tokens of the fullest expert over the
-        mean of all experts, in the worst layer: 1 if all experts get as many tokens, E if one expert gets all."""
-        counts, ends = self._sum(self.found, self.group).split([self.experts, 2], -1)
+    def measure(self, metrics: Metrics) -> torch.Tensor:
+        """Records metrics of the routers.  Returns the choices per expert, of all ranks [L, E]. All ranks call it.
+        `router_load` is the tokens of the fullest expert over the mean of all experts, in the worst layer: 1 if all
+        experts get as many tokens, E if one expert gets all."""
+        counts, ends = summed(self.found, self.group).split([self.experts, 2], -1)
         load = counts.amax(1) / counts.mean(1).clamp(min=1e-12)
         metrics.mean(f"{self.name}/router_load", load.amax())
         metrics.mean(f"{self.name}/router_entropy", ends[:, 0].sum() / ends[:, 1].sum().clamp(min=1))
+        return counts
 
-    def _sum(self, number: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        if group is not None:
-            dist.all_reduce(number, group=group)
-        return number
+
+def check_biases(model: TrainedModel, optim: OptimConfig, rate: float) -> None:
+    """Checks that updates can move the biases of the model's routers.  Raises: EngineError."""
+    biases, name = router_biases(model), type(model).__name__
+    if isinstance(model, ValueModel | RewardModel) or not biases or len(biases) != len(routers_of(model)):
+        expected = f"0, as {name} is no policy with a bias for each router"
+    elif optim.weight_rounding is not None and isinstance(biases[0], nn.Parameter):
+        expected = "0 with optim.weight_rounding, as bfloat16 loses small steps of biases"
+    else:
+        return
+    raise EngineError("engine.options.router_bias_rate", rate, expected, "set it to 0")
+
+
+@torch.no_grad()
+def move_biases(model: nn.Module, loads: torch.Tensor, rate: float) -> None:
+    """Moves the bias of each expert by rate * sign(mean load - its load) in its layer. `loads` [L, E] are the same on
+    all ranks.
+
+    Wang et al. 2024, https://arxiv.org/abs/2408.15664, algorithm 1."""
+    moves = rate * (loads.sum(1, keepdim=True) - loads.shape[1] * loads).sign()  # of whole numbers, without rounding
+    for bias, move in zip(router_biases(model), moves, strict=True):
+        own = own_part(bias)
+        own.add_(part_of(move.view(bias.shape), bias).to(own))
+
+
+def summed(number: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sums a number over the ranks of `group`, in place."""
+    if group is not None:
+        dist.all_reduce(number, group=group)
+    return number
 
 
 def trained(columns: Columns) -> torch.Tensor:

@@ -28,6 +28,7 @@ from whet.models.batch_invariant import KEY, fix_tiles
 from whet.models.load import body_of, cast_weights, layers
 from whet.models.outputs import outputs_of
 from whet.models.packing import Layout
+from whet.options import NonNegative
 from whet.registry import register_engine
 
 
@@ -36,6 +37,9 @@ class SingleEngine(Engine):
     """The whole model on every rank, each with its own shard of a mini-batch.
 
     compile: compiles the layers: a slower start, faster steps. Unset: in bfloat16 on an accelerator.
+    router_bias_rate: step by which an update moves each expert's bias in the routers of DeepSeek-V3, GLM-4.5 and
+        others: up if fewer tokens than the mean chose the expert, else down. In DeepSeek-V3's pretraining 0.001, and 0
+        at its end.
     """
 
     def __init__(
@@ -45,8 +49,9 @@ class SingleEngine(Engine):
         device: torch.device = HOST,
         *,
         compile: bool | None = None,  # noqa: A002  # the option's name
+        router_bias_rate: NonNegative = 0.0,
     ) -> None:
-        super().__init__(nn.Module.to(role.whole_model(), device), role, process_group, device)
+        super().__init__(nn.Module.to(role.whole_model(), device), role, process_group, device, router_bias_rate)
         if role.optim is not None and role.optim.weight_rounding is not None:
             cast_weights(self.model, torch.bfloat16)
             for weight in self.model.parameters():
@@ -133,7 +138,7 @@ class SingleEngine(Engine):
         """Sums gradients over the ranks in one flat tensor. A rank without rows sends zeros."""
         if self.process_group is None:
             return
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        parameters = self._trained()
         flat = torch.cat(
             [(p.new_zeros(p.shape, dtype=torch.float32) if p.grad is None else p.grad).flatten() for p in parameters]
         )

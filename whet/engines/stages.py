@@ -44,6 +44,6 @@ def everywhere(
             if told[0] is None:
                 break
             name, shape, dtype = told[0]
-            whole = torch.empty(shape, dtype=dtype, device=device) if weight is None else weight.contiguous()
+            whole = torch.empty(shape, dtype=dtype, device=device) if weight is None else weight.detach().contiguous()
             dist.broadcast(whole, source, group=group)
             yield name, whole

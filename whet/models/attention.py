@@ -56,17 +56,14 @@ class PagedContext(Protocol):
     @property
     def compiles(self) -> bool:
         """Tells whether compiled layers can use this context; if so, each gets its own by `layer`."""
-        ...
 
     def layer(self, number: int) -> PagedContext:
         """Returns the context for one layer."""
-        ...
 
     def attend(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
         """Stores key and value in the cache and attends: [T, H, D], [T, KV, D], [T, KV, V] -> [T, H, V]."""
-        ...
 
 
 def attention(

@@ -60,9 +60,8 @@ def is_special(module: Any) -> bool:
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields the modules with stacked experts [E, ...], by name."""
     for name, module in model.named_modules():
-        if hasattr(module, "has_post_expert_norm") and hasattr(
-            module, "num_experts"
-        ):  # transformers' decorator sets it
+        # transformers' decorator sets the first attribute
+        if hasattr(module, "has_post_expert_norm") and hasattr(module, "num_experts"):
             yield name, module
 
 

@@ -27,12 +27,10 @@ class TokenFlow(Protocol):
 
     def convolve(self, layer: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Sums weight [C, K] times the inputs of each token and the K - 1 tokens before it: [T, C] -> [T, C]."""
-        ...
 
     def scan(self, layer: int, rule: Rule, steps: Rule, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Applies the delta rule, by chunks or step by step, to query and key [T, KH, K], value [T, VH, V], log decay
         and rate [T, VH].   -> [T, VH, V]"""
-        ...
 
 
 def is_followed(module: nn.Module) -> bool:

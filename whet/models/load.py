@@ -46,6 +46,7 @@ NO_CLASSIFIER = "is not a sequence classifier over a causal language model that 
 # Upper limits of a valid config.json: with larger values even an outline on meta would take hours, or overflow.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 NO_LIMIT = 2**30
+ROUTER_BIASES = (".e_score_correction_bias", ".expert_bias")  # ends of their names
 NOISE = {"jitter_noise", "input_jitter_noise"}  # of hidden states before a router
 LARGEST = {"num_hidden_layers": 2**10, **dict.fromkeys((*SIZES, "max_position_embeddings"), 2**30)}
 
@@ -108,10 +109,6 @@ def _load_whole(
     return model, set(report["missing_keys"])
 
 
-def _from_config(kind: Any, *, config: Any, **options: Any) -> Any:
-    return kind.from_config(config, **options)
-
-
 def _with_attention(make: Callable[..., Any], config: Any) -> Any:
     """Calls `make` with whet's attention, or with the model's own attention if transformers cannot replace it."""
     try:
@@ -137,10 +134,9 @@ class MisfitError(WeightSyncError):
 def fitting(weights: Iterable[tuple[str, torch.Tensor]], model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the weights one by one, after checking each against a rollout's `model`, which may be on meta.
 
-    Raises: MisfitError for a weight that the model lacks or has in another shape, and at the end if some are missing;
-    the errors of `weights`."""
-    own = dict(model.named_parameters())
-    left = dict.fromkeys(own)
+    Raises: MisfitError for a weight that the model lacks or has in another shape, and at the end if some are missing,
+    buffers aside; the errors of `weights`."""
+    own, left = stored_tensors(model), dict(model.named_parameters())
     for name, weight in weights:
         if name not in own or own[name].shape != weight.shape:
             has = f"{name} of {list(own[name].shape)}" if name in own else f"no {name}"
@@ -250,7 +246,7 @@ def outline(
     with reading(path, kind):
         auto: Any = AutoModelForSequenceClassification if is_reward_model else _class_of(encoders)
         options = {"trust_remote_code": trust_remote_code, **OPTIONS}
-        model: PreTrainedModel = _with_attention(partial(_from_config, auto, **options), config)
+        model: PreTrainedModel = _with_attention(partial(auto.from_config, **options), config)
         if is_reward_model:
             _check_causal(model)
     _prepare(model, path)
@@ -271,15 +267,26 @@ def torch_dtype(name: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
+def stored_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a model's files, by name: parameters (tied weights once), then the buffers in files."""
+    return {**dict(model.named_parameters()), **kept_buffers(model)}
+
+
 def kept_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Returns the buffers that a model's files have, by name, such as the biases that balance a router (DeepSeek-V3).
-    They are never trained, and are saved and exported unchanged."""
+    They have no gradient, and keep their dtype."""
     return {
         f"{owner}.{name}": buffer
         for owner, module in model.named_modules()
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
+
+
+def router_biases(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Lists the biases [E] that balance routers, in the order of layers: a router adds its bias to the scores by which
+    it chooses experts. Empty for most models."""
+    return [tensor for name, tensor in stored_tensors(model).items() if name.endswith(ROUTER_BIASES)]
 
 
 def cast_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -314,6 +321,8 @@ def _prepare(model: PreTrainedModel, path: str | Path) -> None:
     check = general.checked_small if model.device.type == "meta" else general.checked
     set_support(model, check(model, path, lacks) if lacks else Support())
     fuse(model)
+    for bias in router_biases(model):  # transformers loads ERNIE's as trained weights
+        bias.requires_grad_(False)
     if not lacks:
         keep_latents(model)
         follow_rows(model)

@@ -84,8 +84,7 @@ class TokenShare:
         heads = dist.get_world_size(self.heads_group)
         if (count := states.shape[1]) < heads:
             states = states.repeat_interleave(heads // count, dim=1)
-        parts = states[0].unflatten(0, (heads, -1))  # [heads, H / heads, T / size, D]
-        return _exchange(parts, self.heads_group).transpose(0, 1).flatten(1, 2)[None]
+        return self.to_tokens(states)  # the same exchange: each part [H / heads, T / size, D] goes to one rank
 
     def own_heads(self, numbers: torch.Tensor) -> torch.Tensor:
         """Selects the heads that this rank computes in attention: [H] -> [H / heads]."""
@@ -147,26 +146,18 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        ctx.rank = dist.get_rank(group)
+        ctx.group = group
         everyone = own.new_empty(dist.get_world_size(group), *own.shape)
         dist.all_gather(list(everyone.unbind()), own.contiguous(), group=group)
         return everyone
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
-        return grad[ctx.rank], None
+        return grad[dist.get_rank(ctx.group)], None
 
 
-class _GatherParts(torch.autograd.Function):
-    """Gathers [...] -> [size, ...]. Sums each rank's gradient over all ranks, because they compute different
-    results."""
-
-    @staticmethod
-    def forward(ctx, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        ctx.group = group
-        everyone = own.new_empty(dist.get_world_size(group), *own.shape)
-        dist.all_gather(list(everyone.unbind()), own.contiguous(), group=group)
-        return everyone
+class _GatherParts(_Gather):
+    """Gathers like `_Gather`. Sums each rank's gradient over all ranks, because they compute different results."""
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]

@@ -19,6 +19,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from whet.errors import ModelError
+from whet.kernels.compact_adamw import own_part
 from whet.models.folder import check_weights, split_adapters, weight_files
 from whet.models.load import (
     TrainedModel,
@@ -73,7 +74,7 @@ def fill(
         missing.remove(HEAD)
         head: Any = body.get_submodule("score")
         _allocate(head, "weight", device)
-        copy_part(head.weight, new_head(head.weight.shape, seed))
+        own_part(head.weight).copy_(part_of(new_head(head.weight.shape, seed), head.weight))
     check_complete(body, path, missing)
     if wrong := [*report.mismatched_keys, *report.conversion_errors.items(), *report.error_msgs]:
         found = f"{len(wrong)} weights cannot be read into {type(body).__name__}, first: {wrong[0]}"
@@ -85,19 +86,16 @@ def fill(
         first, second = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
         _allocate(first, "weight", device)
         _allocate(second, "weight", device)
-        copy_part(first.weight, new_adapter(name, first.weight.shape, seed))
+        own_part(first.weight).copy_(part_of(new_adapter(name, first.weight.shape, seed), first.weight))
     check_finite(body, path)
 
 
-@torch.no_grad()
-def copy_part(weight: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copies `whole` into `weight`; if `weight` is sharded, copies only the local part."""
+def part_of(whole: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of `whole`, sharded like `weight`; `whole` itself if `weight` is not sharded."""
     if not isinstance(weight, DTensor):
-        weight.copy_(whole)
-        return
+        return whole
     shape, start = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    part = whole[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))]
-    weight.to_local().copy_(part)
+    return whole[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))]
 
 
 def _allocate(module: nn.Module, name: str, device: torch.device) -> None:

@@ -34,7 +34,7 @@ from whet.models.encoders.base import keep_prepared
 from whet.models.encoders.load import encoders_of
 from whet.models.folder import split_adapters
 from whet.models.general import LOST
-from whet.models.load import cast_weights, load_policy, outline
+from whet.models.load import cast_weights, load_policy, outline, stored_tensors
 from whet.models.supported import support_of
 from whet.registry import ENGINES, ENVIRONMENTS, ROLLOUT_ENGINES
 from whet.rollout.collect import Collector, Stage
@@ -184,12 +184,11 @@ def load_model(
         allow_pickle=model.allow_pickle,
         trust_remote_code=model.trust_remote_code,
     )
-    module.requires_grad_(False)
+    cast_weights(module.requires_grad_(False), dtype)
     if isinstance(engine, SharesModule):
-        cast_weights(module, dtype)
         engine.attach(module.to(device), version=version, is_own=True)  # type: ignore[arg-type]
     else:
-        engine.load(((name, weight.to(dtype)) for name, weight in module.named_parameters()), version=version)
+        engine.load(iter(stored_tensors(module).items()), version=version)
 
 
 def build_collector(

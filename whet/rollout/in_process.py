@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from whet.errors import EngineError
 from whet.models.encoders.base import Encoders
 from whet.models.encoders.load import encoders_of
-from whet.models.load import cast_weights, fitting
+from whet.models.load import cast_weights, fitting, stored_tensors
 from whet.models.lora import plain_copy
 from whet.models.outputs import ForwardSettings, PromptLogProbs, prompt_log_probs
 from whet.models.supported import support_of
@@ -352,6 +352,6 @@ class InProcessEngine(ABC, Generic[L]):
 
 @torch.no_grad()
 def _fill(module: nn.Module, weights: Weights) -> None:
-    own = dict(module.named_parameters())
+    own = stored_tensors(module)
     for name, weight in fitting(weights, module):
         own[name].copy_(weight)

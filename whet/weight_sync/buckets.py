@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ValidationError
+from torch import nn
 from transformers import PreTrainedModel
 
 from whet.errors import DeadlineError, WeightSyncError
@@ -119,8 +120,8 @@ def receive(
 
 
 def in_dtype(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Converts a weight to the rollout's dtype; integer weights stay as they are."""
-    return weight.to(dtype) if weight.is_floating_point() else weight
+    """Converts a weight to the rollout's dtype; integer weights and buffers stay as they are."""
+    return weight.to(dtype) if weight.is_floating_point() and not isinstance(weight, nn.Buffer) else weight
 
 
 class WeightRange(NamedTuple):

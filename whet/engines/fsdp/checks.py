@@ -41,6 +41,7 @@ def _pipeline(use: EngineUse, key: str, size: int) -> Iterator[ConfigError]:
     reasons = {
         f"model.lora.rank={use.model.lora.rank}": use.model.lora.rank is not None,
         f"{use.key}.packing=false": use.engine.packing is False,
+        f"{use.key}.options.router_bias_rate": use.options["router_bias_rate"] > 0,
         f"the images or videos of {use.media}": bool(use.media),
     }
     for reason in (each for each, holds in reasons.items() if holds):

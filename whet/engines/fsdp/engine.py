@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +36,7 @@ from whet.models.load import body_of, cast_weights, layers
 from whet.models.outputs import layout_of, tokens_of
 from whet.models.packing import Layout
 from whet.models.sequence_parallel import heads_ranks
-from whet.options import Count
+from whet.options import Count, NonNegative
 from whet.registry import register_engine
 
 
@@ -56,6 +57,9 @@ class FSDPEngine(Engine):
     cpu_offload: weights and optimizer stay on the host, and gradients are moved to it.
     stages_per_rank: pipeline stages on each rank; more than one are interleaved: less waiting, more messages.
     compile: compiles the layers: a slower start, faster steps.
+    router_bias_rate: step by which an update moves each expert's bias in the routers of DeepSeek-V3, GLM-4.5 and
+        others: up if fewer tokens than the mean chose the expert, else down. In DeepSeek-V3's pretraining 0.001, and 0
+        at its end.
     """
 
     refuses = staticmethod(checks.refuses)
@@ -71,21 +75,23 @@ class FSDPEngine(Engine):
         cpu_offload: bool = False,
         stages_per_rank: Count = 1,
         compile: bool = False,  # noqa: A002  # the option's name
+        router_bias_rate: NonNegative = 0.0,
     ) -> None:
         self.ranks = arrange(process_group, device.type, mesh)  # type: ignore[arg-type]  # the keys are text
-        super().__init__(role.empty_model(device), role, self.ranks.group, device)
+        super().__init__(role.empty_model(device), role, self.ranks.group, device, router_bias_rate)
         self.rows_group, sizes = self.ranks.rows_group, self.ranks.mesh
         self.row_ranks, self.pipeline_ranks = sizes.row_ranks, sizes.pipeline
         model, optim = self.model, role.optim
         forward = self.forward_settings = replace(self.forward_settings, is_sharded=True)
-        if (context := self.ranks.mesh.context) > 1:
-            heads = heads_ranks(body_of(model).config.get_text_config(), context, self.ranks.mesh.tensor)
+        if (context := sizes.context) > 1:
+            heads = heads_ranks(body_of(model).config.get_text_config(), context, sizes.tensor)
             self.forward_settings = replace(forward, token_share=self.ranks.token_share(heads))
-        if optim is not None and optim.weight_rounding is not None:
+        self._sums_wide = optim is not None and optim.weight_rounding is not None
+        if self._sums_wide:
             cast_weights(model, torch.bfloat16)
         if compile:
             compile_layers(layers(body_of(model)))
-        parts, width = [model], self.ranks.mesh.pipeline
+        parts, width = [model], sizes.pipeline
         own, self._num_stages = range(dist.get_rank(self.ranks.pipeline_group), width * stages_per_rank, width), 1
         if width > 1:
             self._num_stages = width * stages_per_rank
@@ -105,7 +111,6 @@ class FSDPEngine(Engine):
         role.fill(model, HOST if cpu_offload else device)
         self._stays_on_host = cpu_offload
         self.optimizer = optimizer_for(model, optim, role.seed) if optim is not None else None
-        self._sums_wide = optim is not None and optim.weight_rounding is not None
         if self._sums_wide:
             for weight in self._trained():
                 weight.grad_dtype = None  # gradients are summed up in float32, although weights are bfloat16
@@ -144,7 +149,7 @@ class FSDPEngine(Engine):
 
         Raises: EngineError for the state of another model or engine; CheckpointError for one of another optimizer."""
         state = checkpoint.load(path, self._saved(), self._states(), form_of(self.role.optim), self.ranks.group)
-        for optimizer in [] if self.optimizer is None else optimizers_of(self.optimizer):
+        for optimizer in optimizers_of(self.optimizer):
             for weight, kept in optimizer.state.items():
                 if isinstance(optimizer, CompactAdamW):  # keeps its rank's part as plain tensors
                     kept.update({name: own_part(value) for name, value in kept.items()})
@@ -174,7 +179,7 @@ class FSDPEngine(Engine):
         """Returns the optimizer's state of each trained weight."""
         found: dict[str, dict[str, torch.Tensor]] = {}
         names = {id(weight): name for name, weight in self.model.named_parameters()}
-        for optimizer in [] if self.optimizer is None else optimizers_of(self.optimizer):
+        for optimizer in optimizers_of(self.optimizer):
             for group in optimizer.param_groups:
                 found |= {names[id(weight)]: optimizer.state[weight] for weight in group["params"]}
         return found
@@ -262,7 +267,5 @@ def _gathered(weight: Any) -> torch.Tensor:
 
 def _shards(tensor: DTensor) -> int:
     """Returns the number of different shards of a tensor; copies of a shard are not counted."""
-    count = 1
-    for dim, placement in enumerate(tensor.placements):
-        count *= 1 if placement.is_replicate() else tensor.device_mesh.size(dim)
-    return count
+    placed = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return prod(size for placement, size in placed if not placement.is_replicate())

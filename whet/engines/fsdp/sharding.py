@@ -14,13 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
@@ -82,9 +76,7 @@ def shard(
         "mesh": ranks.shard_mesh,
         # Hidden states between layers keep their dtype; autocast converts the inputs of products, as in `single`.
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if is_narrow else None,
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,
+            param_dtype=torch.bfloat16 if is_narrow else None, reduce_dtype=torch.float32, cast_forward_inputs=False
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=devices.count() > 0) if cpu_offload else OffloadPolicy(),
     }

@@ -22,12 +22,14 @@ from whet.errors import ConfigError, describe
 from whet.evaluation.evaluate import open_engine
 from whet.guard import LOCAL, with_deadline
 from whet.models.load import (
+    cast_weights,
     context_length,
     is_classifier,
     load_config,
     load_policy,
     load_tokenizer,
     stop_token_ids,
+    stored_tensors,
     torch_dtype,
 )
 from whet.planning.dtypes import choose
@@ -150,8 +152,8 @@ class _Server:
         trusted = self._settings.trust_remote_code
         with model_folder(str(source), trust_remote_code=trusted) as folder:
             module = load_policy(folder, trust_remote_code=trusted)
-        weights = ((name, weight.detach().to(self._dtype)) for name, weight in module.named_parameters())
-        step = checkpoint.step_of(source)
+        cast_weights(module.requires_grad_(False), self._dtype)
+        weights, step = iter(stored_tensors(module).items()), checkpoint.step_of(source)
         self._engine.call(lambda: self._engine.engine.load(weights, step)).result()
 
 
