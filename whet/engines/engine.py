@@ -78,7 +78,6 @@ class Engine(ABC):
         self._loads = torch.zeros(())  # choices per expert since the last step, of all ranks, [L, E]
         self._probe: tuple[Batch, frozenset[str], float] | None = None  # a row of the last update, for `forward`
         self._bias_rate = bias_rate  # by which a step moves the routers' biases
-        self._moves_biases = bias_rate > 0  # or an earlier part of the run moved them
         if role.optim is None:
             model.requires_grad_(False)
         elif bias_rate:
@@ -251,10 +250,9 @@ class Engine(ABC):
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the full weights under their Hugging Face names: tied weights once, adapters merged. Every rank yields
-        them in the same order. If biases of routers move, buffers follow, in their own dtype."""
-        buffers = kept_buffers(self.model) if self._moves_biases else {}
-        own = ((name, nn.Buffer(buffer)) for name, buffer in buffers.items())
-        return chain(merged_weights(self.model, self._gathered), own)
+        them in the same order. Buffers follow, in their own dtype."""
+        buffers = ((name, nn.Buffer(buffer)) for name, buffer in kept_buffers(self.model).items())
+        return chain(merged_weights(self.model, self._gathered), buffers)
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the adapter's full weights by their names in an adapter folder, on every rank in the same order."""
@@ -384,13 +382,11 @@ class Engine(ABC):
     def _progress(self) -> dict[str, Any]:
         """Returns the numbers of steps taken and skipped, and the form of the optimizer's state."""
         done = {"steps_done": self.steps_done, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
-        moved = {"moves_biases": True} if self._moves_biases else {}
-        return {**done, **moved, "optim": form_of(self.role.optim)}
+        return {**done, "optim": form_of(self.role.optim)}
 
     def _load_progress(self, state: dict[str, Any]) -> None:
         names = ("steps_done", "skipped", "skipped_in_a_row")
         self.steps_done, self.skipped, self.skipped_in_a_row = (operator.index(state[name]) for name in names)
-        self._moves_biases |= state.get("moves_biases", False)
 
     def _require_optimizer(self) -> Optimizer:
         if self.optimizer is None:
