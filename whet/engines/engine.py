@@ -31,7 +31,7 @@ from whet.kernels.compact_adamw import own_part
 from whet.metrics import Metrics
 from whet.models.attention import takes_one_call
 from whet.models.encoders.load import encoders_of
-from whet.models.load import TrainedModel, body_of, kept_buffers, layers, stored_tensors
+from whet.models.load import ROUTER_BIASES, TrainedModel, body_of, kept_buffers, layers, stored_tensors
 from whet.models.lora import adapted_layers, adapter_off, adapter_weights, fingerprint, merged_weights
 from whet.models.outputs import layout_of
 from whet.models.packing import LATER_MEDIA, MEDIA, Layout, same_prompt
@@ -250,9 +250,10 @@ class Engine(ABC):
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the full weights under their Hugging Face names: tied weights once, adapters merged. Every rank yields
-        them in the same order. Buffers follow, in their own dtype."""
-        buffers = ((name, nn.Buffer(buffer)) for name, buffer in kept_buffers(self.model).items())
-        return chain(merged_weights(self.model, self._gathered), buffers)
+        them in the same order. Biases of routers that are buffers follow, in their own dtype."""
+        buffers = ((name, nn.Buffer(each)) for name, each in kept_buffers(self.model).items())
+        biases = ((name, each) for name, each in buffers if name.endswith(ROUTER_BIASES))
+        return chain(merged_weights(self.model, self._gathered), biases)
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the adapter's full weights by their names in an adapter folder, on every rank in the same order."""
