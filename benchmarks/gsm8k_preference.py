@@ -42,7 +42,7 @@ DPO = {
     "reference.mode": "cached",
     "data.train_batch_size": 20,
     "data.max_length": 768,
-    "optim.lr": 1e-5,
+    "optim.lr": 1e-4,
     "optim.weight_decay": 0.0,
     "optim.schedule": "linear",
     "optim.warmup_steps": 5,
