@@ -135,8 +135,11 @@ def test_an_option_changes_nothing_beyond_its_bound(
     name: str, optioned: dict[str, WorkerGroup], model_folder: Path
 ) -> None:
     both, _, bound = ROLES[name]
-    expected = suite.drive(suite.launched({"actor": suite.settings(model_folder, **both)}, 1)["actor"])
-    suite.check_records(expected, suite.drive(optioned[name]), bound, WIDER if bound == NARROW else {})
+    # A ratio at the bound of a clip may fall on its other side by rounding, and muon's roundings are those of bfloat16.
+    objective = suite.OBJECTIVES[3 if name == "muon" else 1]
+    one = suite.launched({"actor": suite.settings(model_folder, **both)}, 1)["actor"]
+    expected, got = (suite.drive(each, objective) for each in (one, optioned[name]))
+    suite.check_records(expected, got, bound, WIDER if bound == NARROW else {})
 
 
 @pytest.mark.slow
