@@ -231,7 +231,7 @@ def check_refusals(engine: ServerEngine, model: PreTrainedModel) -> None:
     with raises(
         EngineError,
         key=f"request {request.uid}",
-        found=re.compile("^has images, "),
+        found=re.compile("^has images"),
         change=re.compile(r"engine\.name to native"),
     ):
         engine.submit(replace(request, media=(Media("image", "d1", None),)))
