@@ -23,7 +23,7 @@ REQUESTS = [Request(str(n), (5, 6, 7, 8 + n), SamplingParams(12), n) for n in ra
 
 
 def gap(folder: Path, sampled: list[Completion]) -> float:
-    """The largest difference of log-probs to those of a model of transformers, in float32."""
+    """Returns the largest difference of log-probs to the model of a folder in transformers, in float32."""
     gaps = []
     for request, done in zip(REQUESTS, sampled, strict=True):
         ids = torch.tensor([[*request.prompt_ids, *done.token_ids]])
