@@ -370,6 +370,14 @@ def drive(
     return Record(metrics, outputs, group.weights()[0])
 
 
+def check_continues(group: WorkerGroup, path: Path, steps: range) -> None:
+    """After a saved state is loaded, the same steps give the same bits."""
+    group.save(str(path))
+    before = drive(group, steps=steps)
+    group.load(str(path))
+    assert drive(group, steps=steps).distance(before) == 0
+
+
 def batch_of(step: int, rows: int, batch_at: BatchAt = ragged_batch) -> Batch:
     """The first rows of a ragged batch, with a column that value models read."""
     batch = batch_at(seed=step)[:rows]

@@ -338,11 +338,7 @@ def test_two_ranks_move_the_biases_of_one(kind: str, folders: Folders, tmp_path:
         assert len(moved) == 2
         for each in moved:
             torch.testing.assert_close(found.weights[each], reference.weights[each], rtol=0, atol=1e-6, msg=name)
-    path = str(tmp_path / "state")
-    groups["fsdp"].save(path)
-    before = suite.drive(groups["fsdp"], steps=range(6, 8))
-    groups["fsdp"].load(path)
-    assert suite.drive(groups["fsdp"], steps=range(6, 8)).distance(before) == 0
+    suite.check_continues(groups["fsdp"], tmp_path / "state", range(6, 8))
     groups["fsdp"].close()
 
 

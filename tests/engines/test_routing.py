@@ -144,9 +144,5 @@ def test_two_ranks_take_the_steps_of_one(model_type: str, tmp_path: Path) -> Non
     groups = suite.launched({name: suite.settings(folder, each) for name, each in kinds.items()}, 2)
     for group in groups.values():
         suite.check_records(reference, suite.drive(group, steps=range(6)))
-    path = str(tmp_path / "state")
-    groups["fsdp"].save(path)
-    before = suite.drive(groups["fsdp"], steps=range(6, 8))
-    groups["fsdp"].load(path)
-    assert suite.drive(groups["fsdp"], steps=range(6, 8)).distance(before) == 0
+    suite.check_continues(groups["fsdp"], tmp_path / "state", range(6, 8))
     groups["fsdp"].close()

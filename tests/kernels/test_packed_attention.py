@@ -165,9 +165,9 @@ class Passing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("keys", "dtypes"), [(64, {F32, BF16}), (65, {F32}), (128, {F32}), (129, set())])
+@pytest.mark.parametrize(("keys", "dtypes"), [(32, {F32, BF16}), (33, {F32}), (64, {F32}), (65, set())])
 def test_longer_rows_are_left_to_matrix_products(keys: int, dtypes: set[torch.dtype]) -> None:
-    where = packed([(keys - 1, 1)], width=130)
+    where = packed([(keys - 1, 1)], width=66)
     for dtype in (F32, BF16):
         query, key, value, _ = tensors(where, **SHAPES["one head"], dtype=dtype)
         assert suits(query, key, value, Scores(0.3, 0, 0.0, None), where.bunches) == (dtype in dtypes)

@@ -31,7 +31,7 @@ from whet.kernels.compact_adamw import own_part
 from whet.metrics import Metrics
 from whet.models.attention import takes_one_call
 from whet.models.encoders.load import encoders_of
-from whet.models.load import ROUTER_BIASES, TrainedModel, body_of, kept_buffers, layers, stored_tensors
+from whet.models.load import TrainedModel, body_of, layers, rollout_tensors, stored_tensors
 from whet.models.lora import adapted_layers, adapter_off, adapter_weights, fingerprint, merged_weights
 from whet.models.outputs import layout_of
 from whet.models.packing import LATER_MEDIA, MEDIA, Layout, same_prompt
@@ -159,7 +159,8 @@ class Engine(ABC):
             self._loads = torch.zeros(())
         rows = columns["response_mask"].any(1).nonzero()[:1, 0].tolist()
         self._probe = batch[rows], objective.needs - {"vocab_log_probs"}, objective.temperature
-        ranks, encoders = self.dp_size * self.row_ranks * self.pipeline_ranks, encoders_of(self.model)
+        ranks = 1 if self.process_group is None else self.process_group.size()
+        encoders = encoders_of(self.model)
         with self._weights_read(), nullcontext() if encoders is None else encoders.timed(metrics, ranks):
             loss = self.schedule(columns, objective, counts, metrics)
         self._loss = loss if self._loss is None else self._loss + loss
@@ -254,8 +255,7 @@ class Engine(ABC):
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the full weights under their Hugging Face names: tied weights once, adapters merged. Every rank yields
         them in the same order. Biases of routers that are buffers follow, in their own dtype."""
-        buffers = ((name, nn.Buffer(each)) for name, each in kept_buffers(self.model).items())
-        biases = ((name, each) for name, each in buffers if name.endswith(ROUTER_BIASES))
+        biases = ((name, each) for name, each in rollout_tensors(self.model).items() if isinstance(each, nn.Buffer))
         return chain(merged_weights(self.model, self._gathered), biases)
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

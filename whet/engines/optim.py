@@ -58,10 +58,17 @@ def adamw(parameters: Sequence[nn.Parameter], settings: OptimConfig, seed: int =
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    own: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
     if settings.state_dtype == "float32" and settings.weight_rounding is None:
-        return torch.optim.AdamW(groups, **own, fused=True)
-    return CompactAdamW(groups, **own, **settings.model_dump(include={"state_dtype", "weight_rounding"}), seed=seed)
+        return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+    return CompactAdamW(
+        groups,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        state_dtype=settings.state_dtype,
+        weight_rounding=settings.weight_rounding,
+        seed=seed,
+    )
 
 
 def inner_matrices(model: nn.Module) -> list[torch.Tensor]:

@@ -105,7 +105,7 @@ class _SiluGate(torch.autograd.Function):
 def silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Computes silu(gate) * up, of equal shapes."""
     if gate.dtype != up.dtype or not _has_kernel(_SILU_GATE, gate, up):
-        return F.silu(gate).mul_(up)
+        return reference_silu_gate(gate, up)
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     _kernel("whet_silu_gate")(*_narrow(gate), *_at(gate, up, out), gate.numel())
@@ -115,11 +115,23 @@ def silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def silu_gate_gradients(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the gradients of gate and up."""
     if not grad.dtype == gate.dtype == up.dtype or not _has_kernel(_SILU_GATE, grad, gate, up):
-        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+        return reference_silu_gate_gradients(grad, gate, up)
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
     _kernel("whet_silu_gate_backward")(*_narrow(gate), *_at(grad, gate, up, grad_gate, grad_up), gate.numel())
     return grad_gate, grad_up
+
+
+def reference_silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Computes `silu_gate` in plain torch."""
+    return F.silu(gate).mul_(up)
+
+
+def reference_silu_gate_gradients(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes `silu_gate_gradients` in plain torch."""
+    return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 
 
 class RMSNorm(nn.Module):

@@ -19,13 +19,6 @@ namespace {
 constexpr int GROUPS = 8;  // of keys: a row has at most GROUPS * WIDTH
 
 inline int64_t whole(int64_t count) { return (count + WIDTH - 1) / WIDTH * WIDTH; }
-inline float load_one(const float* from) { return *from; }
-inline float load_one(const bfloat16* from) {
-  const uint32_t wide = static_cast<uint32_t>(from->bits) << 16;
-  float out;
-  std::memcpy(&out, &wide, sizeof(out));
-  return out;
-}
 
 struct Sizes {
   int64_t heads, kv_heads, dim, value_dim;

@@ -16,8 +16,9 @@ from whet.compiled import library
 from whet.kernels.attention import Mask, Scores, causal
 from whet.kernels.linear import PLAIN
 
-# Most keys of a row, its shared prompt included: from there on matrix products are faster. The kernel takes 128.
-MOST_KEYS = {torch.float32: 128, torch.bfloat16: 64}
+# Most keys of a row, its shared prompt included. Longer rows are left to matrix products, which compute them faster on
+# processors with AVX-512 and AMX (`python -m benchmarks.short_rows`). The kernel takes 128.
+MOST_KEYS = {torch.float32: 64, torch.bfloat16: 32}
 
 
 class BunchOfRows(Mask, Protocol):
@@ -118,7 +119,7 @@ class _ShortAttention(torch.autograd.Function):
         log_sums = query.new_empty(query.shape[:2], dtype=torch.float32)
         ctx.rows, ctx.scores = rows, scores
         ctx.save_for_backward(query, key, value, log_sums)
-        _kernels()[0](*_arguments([query, key, value, out, log_sums], query, value, key, rows, scores))
+        _kernels()[0](*_arguments([query, key, value, out, log_sums], query, key, value, rows, scores))
         return out
 
     @staticmethod
@@ -130,7 +131,7 @@ class _ShortAttention(torch.autograd.Function):
         sums = [torch.zeros_like(each, dtype=torch.float32) for each in (key, value)]
         parts = [each.new_empty(len(rows.prompts), *each.shape[1:]) for each in sums]
         tensors = [grad, query, key, value, log_sums, of_query, *sums, *parts]
-        _kernels()[1](*_arguments(tensors, query, value, key, rows, ctx.scores))
+        _kernels()[1](*_arguments(tensors, query, key, value, rows, ctx.scores))
         of_key, of_value = (
             total.index_add_(0, rows.prompts, part).to(key.dtype) for total, part in zip(sums, parts, strict=True)
         )
@@ -140,8 +141,8 @@ class _ShortAttention(torch.autograd.Function):
 def _arguments(
     tensors: Sequence[torch.Tensor],
     query: torch.Tensor,
-    value: torch.Tensor,
     key: torch.Tensor,
+    value: torch.Tensor,
     rows: ShortRows,
     scores: Scores,
 ) -> list[Any]:

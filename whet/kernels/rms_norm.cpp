@@ -4,38 +4,15 @@
 
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <vector>
 
 #include <omp.h>
 
+#include "vectors.h"
+
 namespace {
 
 constexpr int64_t FEW = 16384;  // numbers that one thread does sooner than two
-
-struct bfloat16 {
-  uint16_t bits;
-};
-
-inline float widen(float x) { return x; }
-inline float widen(bfloat16 x) {
-  const uint32_t wide = static_cast<uint32_t>(x.bits) << 16;
-  float out;
-  std::memcpy(&out, &wide, sizeof(out));
-  return out;
-}
-
-template <class T>
-inline T narrow(float x);
-template <>
-inline float narrow<float>(float x) { return x; }
-template <>
-inline bfloat16 narrow<bfloat16>(float x) {  // to nearest, ties to even; what is not a number stays none
-  uint32_t wide;
-  std::memcpy(&wide, &x, sizeof(wide));
-  const uint32_t rounded = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;
-  return {static_cast<uint16_t>(x == x ? rounded : 0x7fc0)};
-}
 
 // y = x * scale, rounded to X, * weight, where scale = 1 / sqrt(mean(x^2) + eps).
 template <class X, class W, class Y>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Groups of 16 float32 numbers that are computed at once: read and written as float32 or bfloat16, and their exp.
+// Float32 numbers that are read and written as float32 or bfloat16: one, or 16 that are computed at once, with their exp.
 
 #pragma once
 
@@ -16,6 +16,26 @@ using halves = uint16_t __attribute__((vector_size(2 * WIDTH)));
 struct bfloat16 {
   uint16_t bits;
 };
+
+inline float widen(float x) { return x; }
+inline float widen(bfloat16 x) {
+  const uint32_t wide = static_cast<uint32_t>(x.bits) << 16;
+  float out;
+  std::memcpy(&out, &wide, sizeof(out));
+  return out;
+}
+
+template <class T>
+inline T narrow(float x);
+template <>
+inline float narrow<float>(float x) { return x; }
+template <>
+inline bfloat16 narrow<bfloat16>(float x) {  // to nearest, ties to even; what is not a number stays none
+  uint32_t wide;
+  std::memcpy(&wide, &x, sizeof(wide));
+  const uint32_t rounded = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;
+  return {static_cast<uint16_t>(x == x ? rounded : 0x7fc0)};
+}
 
 inline floats load(const float* from) {
   floats out;

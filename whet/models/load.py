@@ -283,6 +283,12 @@ def kept_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def rollout_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the tensors that a rollout gets, by name: parameters, then biases of routers that are buffers."""
+    biases = {name: nn.Buffer(each) for name, each in kept_buffers(model).items() if name.endswith(ROUTER_BIASES)}
+    return {**dict(model.named_parameters()), **biases}
+
+
 def router_biases(model: torch.nn.Module) -> list[torch.Tensor]:
     """Lists the biases [E] that balance routers, in the order of layers: a router adds its bias to the scores by which
     it chooses experts. Empty for most models."""

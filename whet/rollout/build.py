@@ -34,7 +34,7 @@ from whet.models.encoders.base import keep_prepared
 from whet.models.encoders.load import encoders_of
 from whet.models.folder import split_adapters
 from whet.models.general import LOST
-from whet.models.load import cast_weights, load_policy, outline, stored_tensors
+from whet.models.load import cast_weights, load_policy, outline, rollout_tensors
 from whet.models.supported import support_of
 from whet.registry import ENGINES, ENVIRONMENTS, ROLLOUT_ENGINES
 from whet.rollout.collect import Collector, Stage
@@ -188,7 +188,7 @@ def load_model(
     if isinstance(engine, SharesModule):
         engine.attach(module.to(device), version=version, is_own=True)  # type: ignore[arg-type]
     else:
-        engine.load(iter(stored_tensors(module).items()), version=version)
+        engine.load(iter(rollout_tensors(module).items()), version=version)
 
 
 def build_collector(

@@ -28,8 +28,8 @@ from whet.models.load import (
     load_config,
     load_policy,
     load_tokenizer,
+    rollout_tensors,
     stop_token_ids,
-    stored_tensors,
     torch_dtype,
 )
 from whet.planning.dtypes import choose
@@ -153,7 +153,7 @@ class _Server:
         with model_folder(str(source), trust_remote_code=trusted) as folder:
             module = load_policy(folder, trust_remote_code=trusted)
         cast_weights(module.requires_grad_(False), self._dtype)
-        weights, step = iter(stored_tensors(module).items()), checkpoint.step_of(source)
+        weights, step = iter(rollout_tensors(module).items()), checkpoint.step_of(source)
         self._engine.call(lambda: self._engine.engine.load(weights, step)).result()
 
 
