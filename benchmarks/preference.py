@@ -26,9 +26,11 @@ A pair is a problem of the quickstart with its right answer and a wrong one that
 its end; its learning rate (of three) and beta (of three) are the pair by which it ends best with the first seed in
 float32. Then whet trains from the same model, on the same pairs with the same loss, learning rate, beta, AdamW, batch
 and dtype, until it answers as many of the held-out problems right (greedily) as TRL's model did at its end. The clock
-stands still while they are answered, every 10 steps. The bound is half of TRL's time, by the median of the ratios. TRL
-may have reached its final accuracy before its end: the last column compares with that moment. whet may take twice as
-many steps; a ratio is 0 where it does not reach the accuracy.
+stands still while they are answered, every 10 steps. whet computes the reference's log-probs in one pass over all pairs
+before its first step (`reference.mode=cached`), and the clock runs; TRL computes them in every step, its default. The
+bound is half of TRL's time, by the median of the ratios. TRL may have reached its final accuracy before its end: the
+last column compares with that moment. whet may take twice as many steps; a ratio is 0 where it does not reach the
+accuracy.
 """
 log = logging.getLogger(__name__)
 EVALUATE_EVERY = 10  # steps
@@ -44,7 +46,6 @@ class Told:
 
     batch_size: int = 64  # pairs
     max_steps: int = 200
-    precomputes: bool = False  # the log-probs of the reference, before the first step
     betas: tuple[float, float] = (0.9, 0.999)  # of AdamW
     max_length: int = 32
 
@@ -153,8 +154,7 @@ def report(results: Mapping[str, Any]) -> list[str]:
     section = results["preference"]
     told = section["told"]
     lines = [
-        f"{told['max_steps']} steps of {told['batch_size']} pairs, "
-        f"reference {'computed once' if told['precomputes'] else 'in every step'}; "
+        f"{told['max_steps']} steps of {told['batch_size']} pairs; "
         + "; ".join(
             f"{loss} with learning rate {of['lr']:g}, beta {of['beta']:g}" for loss, of in section["chosen"].items()
         )

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -188,3 +191,34 @@ def test_no_file_names_cuda_where_it_means_the_accelerator() -> None:
         if re.search(r"\bcuda\b", path.read_text(encoding="utf-8"))
     }
     assert named <= allowed
+
+
+PAGES = """
+import resource, sys, torch
+from whet import devices
+
+if sys.argv[1] == "kept":
+    devices.keep_freed_memory()
+for turn in range(12):
+    if turn == 6:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(2**18) for _ in range(64)]  # 64 MiB
+    del tensors
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def _pages(*words: str, **variables: str) -> int:
+    """Counts the pages that a process takes from the system for tensors as large as freed ones."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    told = [sys.executable, "-c", PAGES, *words]
+    found = subprocess.run(told, cwd=ROOT, env={**environment, **variables}, capture_output=True, text=True, check=True)
+    return int(found.stdout)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another C library")
+def test_freed_memory_is_kept_for_the_next_step() -> None:
+    fresh = 6 * 64 * 2**20 // resource.getpagesize()
+    assert _pages("kept") < fresh / 20
+    if _pages("plain") > fresh / 2:  # the machine's own settings keep nothing
+        assert _pages("kept", MALLOC_TOP_PAD_="131072") > fresh / 2  # the user's settings stay

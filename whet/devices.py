@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import socket
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from importlib.util import find_spec
@@ -23,6 +25,9 @@ LIBRARY_BYTES, ALLOCATED = 2**30, 1.1
 BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Linux's names of instructions for bfloat16 products; bf16: on Arm
 # Values of ONEDNN_MAX_CPU_ISA, in lower case, with which oneDNN uses none of these instructions.
 WITHOUT_BFLOAT16 = {"sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni"}
+# Options of glibc's `mallopt` by number: bytes from which a block is a mapping of its own, freed bytes that are kept,
+# and bytes by which the heap grows.
+KEPT_BLOCKS = {-3: 2**25, -1: 2**29, -2: 2**26}
 
 _share = 1.0  # the share of the accelerator's memory that this process may use
 
@@ -47,6 +52,17 @@ def bfloat16_instructions() -> list[str]:
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
     has_wide = "bf16" in found or torch.backends.cpu.get_cpu_capability() == "AVX512"
     return sorted(found) if has_wide and limit.lower() not in WITHOUT_BFLOAT16 else []
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc keep blocks that are freed, up to 512 MiB, for later ones. Otherwise each step of a small model
+    returns memory to the system and takes it again, at a page fault per 4 KiB."""
+    if not any(name.startswith("MALLOC_") for name in os.environ) and "malloc" not in os.environ.get(
+        "GLIBC_TUNABLES", ""
+    ):
+        with suppress(AttributeError, OSError):  # another C library
+            for option, size in KEPT_BLOCKS.items():
+                ctypes.CDLL(None).mallopt(option, size)
 
 
 def accelerates_bfloat16() -> bool:

@@ -48,7 +48,6 @@ def arguments(settings: dict[str, Any]) -> Any:
         lr_scheduler_type="constant",
         adam_beta2=settings["betas"][1],
         max_length=settings["max_length"],
-        precompute_ref_log_probs=settings["precomputes"],
         per_device_train_batch_size=settings["batch_size"] * rows,
     )
 

@@ -31,10 +31,10 @@ def main() -> None:
     class Racing(PreferenceRun):
         """The run, which waits for its turn."""
 
-        def fit(self) -> None:
+        def start(self) -> None:
             turns.ready()
             race.start()
-            super().fit()
+            super().start()
 
     def accuracy(run: PreferenceRun) -> float:
         here = run.roles["actor"].here
@@ -65,7 +65,7 @@ def overrides(settings: dict[str, Any]) -> dict[str, Any]:
         "data.max_length": settings["max_length"],
         "loss": settings["loss"],
         "loss_options.beta": settings["beta"],
-        "reference.mode": "cached" if settings["precomputes"] else "frozen",
+        "reference.mode": "cached",
         "optim.lr": settings["lr"],
         "optim.betas": settings["betas"],
         "optim.weight_decay": 0.0,

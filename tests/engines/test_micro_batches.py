@@ -11,6 +11,13 @@ def test_packed_by_hand() -> None:
     assert micro_batches([3, 5, 0, 1, 4, 2], 7, packing=True) == [[1], [4, 0], [5, 3]]
 
 
+def test_rows_that_fit_together_keep_their_order() -> None:
+    assert micro_batches([1, 4, 0, 2], 7, packing=True) == [[0, 1, 3]]
+    # a row without tokens stays with its block; a block of such rows is left out
+    assert micro_batches([1, 0, 0, 0, 4, 2], 7, packing=True, block=2) == [[0, 1, 4, 5]]
+    assert micro_batches([1, 0, 0, 2], 7, packing=True, block=[[0, 3], [1, 2]]) == [[0, 3]]
+
+
 def test_padded_by_hand() -> None:
     # rows times longest: 5x1 | 4x1 (4x2 is 8) | 3x2 | 1x1
     assert micro_batches([3, 5, 1, 4, 2], 7, packing=False) == [[1], [3], [0, 4], [2]]

@@ -130,9 +130,9 @@ def test_shapes_that_are_padded_to_come_again_change_nothing(
     from whet.models import packing
 
     monkeypatch.setattr(attention, "SHORT", short)
-    batch = random_batch(rows=75, prompt=45, response=60)
+    batch = random_batch(rows=90, prompt=45, response=60)
     for column in (batch["input_ids"], batch["attention_mask"]):
-        column[5:, :45] = column[torch.arange(5, 75) % 4, :45]
+        column[5:, :45] = column[torch.arange(5, 90) % 4, :45]
     batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
     where = packing.layout(batch, share_prompts=True)
     assert max(bunch.num_rows for bunch in where.bunches) >= 32 and max(b.prefix_width for b in where.bunches) >= 32

@@ -89,6 +89,7 @@ class LocalWorkers:
         self._spec, self._where = spec, where
         self.by_role: dict[str, Worker] = {}
         self._device = devices.here() if spec is None else spec.set_device()
+        devices.keep_freed_memory()
 
     def serve(self, frames: Sequence[wire.Frame]) -> list[wire.Frame]:
         """Serves one call. Its frames are a pickled (role, method), then the payload.  Returns the frames of the reply:

@@ -300,7 +300,7 @@ class Engine(ABC):
 
     def outputs(self, part: Columns, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:
         """Computes the outputs `needs` of the micro-batch `part`, which is on the host. They are differentiable."""
-        where = layout_of(part, self.forward_settings)
+        where = layout_of(part, self.forward_settings, needs)
         with span("forward"):
             return self._outputs(where.to(self.device), needs, temperature)
 

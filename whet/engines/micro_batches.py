@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 
 def micro_batches(
@@ -22,19 +23,20 @@ def micro_batches(
     without tokens is left out. If packed rows share prompts, `prompts` has the number and length of each row's prompt:
     rows of one prompt stay neighbours, and the prompt costs once. With `first_fit` a block goes into any micro-batch
     that it fits into, preferably one with its prompt; this needs fewer micro-batches."""
-    shared = prompts if prompts is not None else [(row, 0) for row in range(len(lengths))]
-    counted = [row for row, length in enumerate(lengths) if length]
-    if counted and packing and block == 1 and _tokens(counted, lengths, shared, set()) <= max_tokens:
-        return [counted]
-    return _by_length(lengths, max_tokens, shared, packing, block, first_fit)
+    shared, every = prompts if prompts is not None else [(row, 0) for row in range(len(lengths))], range(len(lengths))
+    blocks = [[*every[at : at + block]] for at in every[::block]] if isinstance(block, int) else block
+    blocks = [rows for rows in blocks if any(lengths[row] for row in rows)]
+    if (whole := [*chain(*blocks)]) and packing and _tokens(whole, lengths, shared, set()) <= max_tokens:
+        return [whole]
+    return _by_length(blocks, lengths, max_tokens, shared, packing, first_fit)
 
 
 def _by_length(
+    blocks: list[list[int]],
     lengths: Sequence[int],
     max_tokens: int,
     shared: Sequence[tuple[int, int]],
     packing: bool,
-    block: int | list[list[int]],
     first_fit: bool,
 ) -> list[list[int]]:
     """Sorts blocks of rows, longest first, and adds each block to the last micro-batch if it fits, or to a new one."""
@@ -46,10 +48,7 @@ def _by_length(
         prompt = shared[rows[0]][0]
         return -longest_with[prompt], prompt, -max(lengths[row] for row in rows)
 
-    every = range(len(lengths))
-    blocks = [[*every[at : at + block]] for at in every[::block]] if isinstance(block, int) else block
-    blocks = sorted((rows for rows in blocks if any(lengths[row] for row in rows)), key=by_length)
-
+    blocks = sorted(blocks, key=by_length)
     if packing and first_fit:
         return _filled(blocks, lengths, max_tokens, shared)
     batches: list[list[int]] = []

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -72,17 +72,20 @@ def model_outputs(
     `sum_pi_squared` and `vocab_log_probs`. It is a ValueModel for `values`. A RewardModel gives `scores`, one a row at
     its last sampled token, or `values`, before each token.  Raises: EngineError naming an output that the model
     lacks."""
-    where = layout_of(batch, settings)
+    where = layout_of(batch, settings, needs)
     return outputs_of(model, where.to(next(model.parameters()).device), needs, settings, temperature)
 
 
-def layout_of(batch: Mapping[str, Any], settings: ForwardSettings) -> Layout:
-    """Builds the layout of a batch on its device, for passes with these settings.  Raises: DataError."""
+def layout_of(batch: Mapping[str, Any], settings: ForwardSettings, needs: Collection[str] = ()) -> Layout:
+    """Builds the layout of a batch on its device, for passes with these settings that compute the outputs `needs`.
+
+    Raises: DataError."""
     packing, share = settings.packing, settings.token_share
     ring = share.ring if share is not None and share.rings > 1 else None
     has_runs = settings.both_ways and any(map(len, chain(*(batch.get(name, ()) for name in (MEDIA, LATER_MEDIA)))))
     in_stretches = packing and settings.in_stretches and not has_runs
-    where = layout(batch, packing and settings.share_prompts, in_stretches, settings.tile, ring)
+    ends = not SCORE_OUTPUTS.isdisjoint(needs)  # a reward model reads the state of a row's last token
+    where = layout(batch, packing and settings.share_prompts, in_stretches, settings.tile, ring, ends)
     return with_routed(where, batch[ROUTED]) if settings.replays and ROUTED in batch else where
 
 

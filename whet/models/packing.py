@@ -177,25 +177,31 @@ class Layout(Grid):
 
 
 def layout(
-    batch: Columns, share_prompts: bool = False, in_stretches: bool = False, tile: int = 0, ring: Ring | None = None
+    batch: Columns,
+    share_prompts: bool = False,
+    in_stretches: bool = False,
+    tile: int = 0,
+    ring: Ring | None = None,
+    ends: bool = False,
 ) -> Layout:
     """Builds the layout of a batch with `input_ids`, `attention_mask`, `position_ids` [B, L] and `response_mask` [B,
     R], on their device: usually the host, before the batch is copied to another device.
 
-    With `share_prompts` a prompt is computed once for all its rows, since later tokens do not change it. `in_stretches`
+    The last sampled token of a row and all later ones are left out, as nothing reads their states, unless `ends`. With
+    `share_prompts` a prompt is computed once for all its rows, since later tokens do not change it. `in_stretches`
     is for attention in one call over all rows, `tile` tokens at once, without bunches. With `ring`, the queries are the
     tokens of a row of ranks (`_in_ring`).  Raises: DataError for a sampled token without a token before it."""
     response_mask = batch["response_mask"].bool()
     prompt_width = batch["input_ids"].shape[1] - response_mask.shape[1]
     kept = response_mask.any(1).nonzero()[:, 0]
     row_at = torch.arange(len(kept), device=kept.device)
-    real = batch["attention_mask"].bool()[kept]
-    first, own = _first_rows(batch, kept) if share_prompts else row_at, real.clone()
-    own[first != row_at, :prompt_width] = False
+    first = _first_rows(batch, kept) if share_prompts else row_at
+    present, real, own = _tokens_of(batch, kept, first, ends or LATER_MEDIA in batch)
 
     by_length = own.sum(1).argsort(descending=True, stable=True)
     has_prompt = (first == row_at)[by_length].tolist()
-    kept, real, own, first = kept[by_length], real[by_length], own[by_length], by_length.argsort()[first[by_length]]
+    kept, present, real, own = (each[by_length] for each in (kept, present, real, own))
+    first = by_length.argsort()[first[by_length]]
     input_ids, response_mask = batch["input_ids"][kept], response_mask[kept]
     lengths, prefix_lengths = own.sum(1), (real & ~own).sum(1)
     index = torch.full(real.shape, -1, device=real.device)  # index of each real token among the T
@@ -205,11 +211,10 @@ def layout(
     in_order[real.nonzero()[:, 0], order[real]] = index[real]
 
     rows, columns = response_mask.nonzero(as_tuple=True)
-    chosen_at = order[rows, prompt_width + columns]
-    if bool(((chosen_at == 0) | ~real[rows, prompt_width + columns]).any()):
+    chosen_at = (real.cumsum(1) - real.long())[rows, prompt_width + columns]
+    if bool(((chosen_at == 0) | ~present[rows, prompt_width + columns]).any()):
         raise DataError("sampled token", "has none before it, or is padding", "a prompt of at least one token")
-    width = int(lengths.max()) if len(lengths) else 0
-    within = own.cumsum(1)[own] - 1
+    width, within = int(lengths.max()) if len(lengths) else 0, own.cumsum(1)[own] - 1
     positions, slots, ring_order = batch["position_ids"][kept], row_at.repeat_interleave(lengths) * width + within, None
     pieces = [lengths, prefix_lengths, within, in_order]
     if ring is not None:
@@ -231,6 +236,23 @@ def layout(
         stretches=Stretches.of(pieces[0], pieces[1], pieces[3], tile) if in_stretches and len(pieces[0]) else None,
         ring_order=ring_order,
     )
+
+
+def _tokens_of(
+    batch: Mapping[str, Any], kept: torch.Tensor, first: torch.Tensor, ends: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Finds the tokens of the rows `kept` that are present, that the model reads, and that it reads in this row and not
+    in the `first` row with its prompt. Without `ends` it leaves out tokens without a later sampled token, except in
+    rows that would have no own token.   3 x [rows, L]"""
+    sampled = batch["response_mask"].bool()[kept]
+    present, later = batch["attention_mask"].bool()[kept], sampled.flip(1).cumsum(1).flip(1) > sampled.long()
+    own, width = present.clone(), present.shape[1] - sampled.shape[1]
+    own[first != torch.arange(len(kept), device=kept.device), :width] = False
+    if ends:
+        return present, present, own
+    unread = own & ~torch.nn.functional.pad(later, (width, 0), value=True)
+    unread &= (own & ~unread).any(1, keepdim=True)
+    return present, present & ~unread, own & ~unread
 
 
 def _before(in_order: torch.Tensor) -> torch.Tensor:

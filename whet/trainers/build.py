@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -125,21 +124,8 @@ def _train(config: TrainConfig, data: Rows, val_data: Rows, *, dry_run: bool, re
         if dry_run:
             show_batch(config, run.tokenizer, run.rollouts.prompts, run.total_steps, list(run.roles))
         else:
-            with _frozen_objects():
-                run.train(loop)
+            run.train(loop)
     return run
-
-
-@contextmanager
-def _frozen_objects() -> Iterator[None]:
-    """Hides the existing objects from the garbage collector. Otherwise it searches the objects of torch and
-    transformers again and again, which takes a tenth of a small model's step."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def build(

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -22,10 +24,14 @@ BatchRows = Sequence[tuple[int, Comparison, int | None]]  # of `whet.trainers.pr
 
 
 class ReferenceCache:
-    """Log-probs of responses, a tensor [R] for each, and digests of the inputs that they were computed from."""
+    """Log-probs of responses, one response behind the other in `values` [sum of `lengths`], and digests of the inputs
+    that they were computed from."""
 
-    def __init__(self, inputs: Mapping[str, str], log_probs: Mapping[Key, Tensor]) -> None:
-        self.inputs, self._log_probs = inputs, log_probs
+    def __init__(self, inputs: Mapping[str, str], keys: Sequence[Key], lengths: Sequence[int], values: Tensor) -> None:
+        self.inputs, self._values = inputs, values
+        if len(values) != sum(lengths):
+            raise ValueError(f"{len(values)} log-probs of responses with {sum(lengths)} tokens")
+        self._places = dict(zip(keys, zip(accumulate(lengths, initial=0), lengths, strict=False), strict=True))
 
     @classmethod
     def load(cls, path: Path, inputs: Mapping[str, str], rows: BatchRows) -> ReferenceCache:
@@ -33,46 +39,49 @@ class ReferenceCache:
         try:
             saved = serialization.load(path)
             found = {str(name): str(digest) for name, digest in saved["inputs"].items()}
-            parts = saved["log_probs"].split(saved["lengths"])
             keys = [(str(digest), int(number)) for digest, number in saved["keys"]]
-            log_probs = dict(zip(keys, parts, strict=True))
+            cache = cls(found, keys, [*map(operator.index, saved["lengths"])], saved["log_probs"])
         except (*serialization.MALFORMED, OSError) as error:
             raise StorageError(str(path), f"cannot be read ({error!r})", "a file of this run", "delete it") from error
         for name, digest in inputs.items():
             if found.get(name) != digest:
                 raise StorageError(str(path), f"was computed from another {name} ({found.get(name)})", digest, CHANGE)
-        if missing := {(each.digest, number) for _, each, number in rows if number is not None} - log_probs.keys():
+        if missing := {(each.digest, number) for _, each, number in rows if number is not None} - cache._places.keys():
             raise StorageError(str(path), f"lacks {len(missing)} responses that this run reads", "", CHANGE)
-        log.info("the reference's log-probs of %d responses come from %s", len(keys), path)
-        return cls(found, log_probs)
+        log.info("the reference's log-probs of %d responses come from %s", len(cache._places), path)
+        return cache
 
     @classmethod
     def make(
         cls, path: Path, inputs: Mapping[str, str], batches: Iterable[BatchRows], forward: Callable[[BatchRows], Tensor]
     ) -> ReferenceCache:
         """Computes the log-probs of the rows of all `batches` with `forward` ([B, R]), and writes the file."""
-        log_probs: dict[Key, Tensor] = {}
+        keys, lengths, values = list[Key](), list[int](), [torch.zeros(0)]
         for rows in batches:
-            for (_, example, number), row in zip(rows, forward(rows), strict=True):
-                if number is None:
-                    continue
-                log_probs[example.digest, number] = row[: len(example.responses[number][0])].float().clone()
-        values = torch.cat([*log_probs.values(), torch.zeros(0)])
-        lengths = [len(each) for each in log_probs.values()]
+            found, sizes = forward(rows), [_length(example, number) for _, example, number in rows]
+            values.append(found[torch.arange(found.shape[1]) < torch.tensor(sizes)[:, None]].float())
+            keys += [(example.digest, number) for _, example, number in rows if number is not None]
+            lengths += [size for size, (_, _, number) in zip(sizes, rows, strict=True) if number is not None]
+        cache = cls(inputs, keys, lengths, torch.cat(values))
         path.parent.mkdir(parents=True, exist_ok=True)
-        keys = [list(each) for each in log_probs]
-        serialization.save(path, {"inputs": dict(inputs), "keys": keys, "lengths": lengths, "log_probs": values})
-        log.info("wrote the reference's log-probs of %d responses to %s", len(keys), path)
-        return cls(inputs, log_probs)
+        named = {"inputs": dict(inputs), "keys": [*map(list, keys)], "lengths": lengths, "log_probs": cache._values}
+        serialization.save(path, named)
+        log.info("wrote the reference's log-probs of %d responses to %s", len(cache._places), path)
+        return cache
 
     def column(self, rows: BatchRows, width: int) -> Tensor:
         """Returns the log-probs of these rows, padded to `width`; 0 in empty rows.   [B, R]"""
-        found = torch.zeros(len(rows), width)
-        for row, (_, example, number) in zip(found, rows, strict=True):
-            if number is not None:
-                values = self._log_probs[example.digest, number]
-                row[: len(values)] = values
+        places = [(0, 0) if number is None else self._places[each.digest, number] for _, each, number in rows]
+        starts, lengths = torch.tensor(places).view(-1, 2, 1).unbind(1)
+        at, found = torch.arange(width), torch.zeros(len(rows), width)
+        is_real = at < lengths
+        found[is_real] = self._values[(starts + at)[is_real]]
         return found
+
+
+def _length(example: Comparison, number: int | None) -> int:
+    """Counts the tokens of a response; 0 for an empty row."""
+    return 0 if number is None else len(example.responses[number][0])
 
 
 def digest_of_all(examples: Sequence[Comparison]) -> str:

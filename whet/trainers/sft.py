@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -268,19 +269,24 @@ def padded(
 ) -> dict[str, Tensor]:
     """Returns the columns of prompts and responses. Prompts are padded on the left, responses on the right. `positions`
     are rotary positions of rows that need them."""
-    lengths = torch.tensor([[len(prompt), len(ids)] for prompt, (ids, _) in rows])
+    lengths = _integers([[len(prompt), len(ids)] for prompt, (ids, _) in rows])
     left, right = lengths.amax(0).tolist()
     places = torch.arange(left + right)
     is_real = (places >= left - lengths[:, :1]) & (places < left + lengths[:, 1:])
     attention_mask = is_real.long()
-    tokens = torch.tensor([token for prompt, (ids, _) in rows for token in (*prompt, *ids)])
-    trained = torch.tensor([flag for _, (_, mask) in rows for flag in mask], dtype=torch.int64)
+    tokens = _integers([token for prompt, (ids, _) in rows for token in (*prompt, *ids)])
+    trained = _integers([flag for _, (_, mask) in rows for flag in mask])
     return {
         "input_ids": torch.full(is_real.shape, pad_token_id).masked_scatter(is_real, tokens),
         "attention_mask": attention_mask,
         "position_ids": position_ids(attention_mask, positions if any(p is not None for p in positions) else None),
         "response_mask": torch.zeros(len(rows), right, dtype=torch.int64).masked_scatter(is_real[:, left:], trained),
     }
+
+
+def _integers(numbers: Sequence[Any]) -> Tensor:
+    """A tensor of int64. (`torch.tensor` reads a list three times slower than numpy does.)"""
+    return torch.from_numpy(np.array(numbers, dtype=np.int64))
 
 
 def weights_of(examples: Sequence[SupervisedExample]) -> dict[str, Tensor]:

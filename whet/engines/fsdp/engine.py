@@ -194,7 +194,7 @@ class FSDPEngine(Engine):
             return super().schedule(columns, objective, counts, metrics)
         passes, total = self.passes(columns, objective.block), torch.zeros((), device=self.device)
         parts = [rows_of(columns, rows) for rows in passes]
-        layouts = [layout_of(part, self.forward_settings).to(self.device) for part in parts]
+        layouts = [layout_of(part, self.forward_settings, objective.needs).to(self.device) for part in parts]
         tokens = max(tokens_of(where, self.forward_settings) for where in layouts)
 
         def run(index: int, number: int, hidden: torch.Tensor | None) -> torch.Tensor:

@@ -160,7 +160,7 @@ class MegatronEngine(Engine):
         if not passes:
             return total
         parts = [rows_of(columns, rows) for rows in passes]
-        layouts = [layout_of(part, self.forward_settings).to(self.device) for part in parts]
+        layouts = [layout_of(part, self.forward_settings, objective.needs).to(self.device) for part in parts]
         width = max(map(self._width, layouts))
 
         def loss_of(number: int, packed: Packed, hidden: torch.Tensor) -> tuple[Any, ...]:

@@ -261,7 +261,8 @@ class Outline:
         return Counter({**found, "weights in bfloat16": self.copy_bytes})
 
     def _run(self, rows: Sequence[RowLength], needs: frozenset[str], accumulates: bool) -> Counter[str]:
-        where = layout(columns(rows), self.role.forward.packing and self.role.forward.share_prompts)
+        share, ends = self.role.forward.packing and self.role.forward.share_prompts, self.role.is_reward_model
+        where = layout(columns(rows), share, ends=ends)
         shapes = {weight.shape for weight in self.model.parameters()}
         vocabulary = self.config.vocab_size
 
