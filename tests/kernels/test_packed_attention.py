@@ -25,7 +25,7 @@ def packed(
     """A batch with rows of (prompt, response) tokens. Rows with the same number in `prompts` have the same prompt."""
     rows = [_row(*each, width, number) for each, number in zip(lengths, prompts or range(len(lengths)), strict=True)]
     columns = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    return layout(columns, share, ends=True)
+    return layout(columns, share)
 
 
 def _row(prompt: int, response: int, width: int, seed: int) -> Mapping[str, torch.Tensor]:

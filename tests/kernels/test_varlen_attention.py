@@ -41,7 +41,7 @@ def answers() -> dict[str, torch.Tensor]:
 
 
 def test_stretches_by_hand() -> None:
-    where = layout(answers(), share_prompts=True, in_stretches=True, ends=True)
+    where = layout(answers(), share_prompts=True, in_stretches=True)
     # T: 5 6 11 12 13 | 7 41 42 | 31 32 | 21: the longest first, the shared prompt once
     assert where.input_ids.tolist() == [5, 6, 11, 12, 13, 7, 41, 42, 31, 32, 21]
     found = where.stretches
@@ -56,14 +56,14 @@ def test_stretches_by_hand() -> None:
 
 
 def test_rows_without_a_shared_prompt_are_their_own_keys() -> None:
-    found = layout(answers(), in_stretches=True, ends=True).stretches
+    found = layout(answers(), in_stretches=True).stretches
     assert found is not None and found.source is None and torch.equal(found.queries, found.keys)
 
 
 def test_gradients_of_a_shared_prompt_are_summed_in_float32() -> None:
     from whet.kernels.varlen_attention import _to_tokens
 
-    found = layout(answers(), share_prompts=True, in_stretches=True, ends=True).stretches
+    found = layout(answers(), share_prompts=True, in_stretches=True).stretches
     assert found is not None
     grad = torch.arange(1.0, 16.0)[:, None, None].bfloat16()
     # token 0 is key 0, 8 and 12, token 1 is key 1, 9 and 13
@@ -88,7 +88,7 @@ def test_one_call_gives_what_bunches_give(model: PreTrainedModel, share_prompts:
 
 def test_sinks_and_their_gradient() -> None:
     """Against each row's attention written out, with one more key of which each head has the score, and no value."""
-    where = layout(answers(), share_prompts=True, in_stretches=True, ends=True)
+    where = layout(answers(), share_prompts=True, in_stretches=True)
     found = where.stretches
     assert found is not None and found.source is not None
     draw = torch.Generator().manual_seed(0)

@@ -134,7 +134,7 @@ def test_shapes_that_are_padded_to_come_again_change_nothing(
     for column in (batch["input_ids"], batch["attention_mask"]):
         column[5:, :45] = column[torch.arange(5, 90) % 4, :45]
     batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    where = packing.layout(batch, share_prompts=True)
+    where = packing.layout(batch, share_prompts=True, ends=False)
     assert max(bunch.num_rows for bunch in where.bunches) >= 32 and max(b.prefix_width for b in where.bunches) >= 32
     assert where.bunches[0].width >= 32
     expected = plain_log_probs(model_folder, batch, 1.0)[0]

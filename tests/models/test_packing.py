@@ -27,7 +27,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def test_every_real_token_is_read_once_and_rows_without_samples_not_at_all() -> None:
-    where = layout(batch(), ends=True)
+    where = layout(batch())
     assert where.input_ids.tolist() == [11, 12, 13, 14, 15, 31, 32]
     assert where.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1]
     assert (where.num_rows, where.width, where.shape) == (2, 5, (3, 3))
@@ -35,7 +35,7 @@ def test_every_real_token_is_read_once_and_rows_without_samples_not_at_all() -> 
 
 
 def test_a_sampled_token_belongs_to_the_state_one_token_earlier() -> None:
-    where = layout(batch(), ends=True)
+    where = layout(batch())
     # 13 was chosen after 12 (flat token 1), 15 after the tool's 14 (token 3), 32 after 31 (token 5)
     assert where.targets.tolist() == [13, 15, 32]
     assert where.states.tolist() == [1, 3, 5]
@@ -44,19 +44,19 @@ def test_a_sampled_token_belongs_to_the_state_one_token_earlier() -> None:
 
 def test_tokens_whose_states_nothing_reads_are_left_out() -> None:
     """The last sampled token of a row and its later tokens are left out, if the row has other tokens of its own."""
-    where = layout({**batch(), "response_mask": torch.tensor([[1, 0, 0], [1, 0, 0], [1, 0, 0]])})
+    where = layout({**batch(), "response_mask": torch.tensor([[1, 0, 0], [1, 0, 0], [1, 0, 0]])}, ends=False)
     assert where.input_ids.tolist() == [11, 12, 21, 22, 31]  # no tool text 14, and no 15 after it
     assert where.targets.tolist() == [13, 23, 32] and where.states.tolist() == [1, 3, 4]
-    shared = layout(answers_to_one_prompt(), share_prompts=True)
+    shared = layout(answers_to_one_prompt(), share_prompts=True, ends=False)
     assert shared.input_ids.tolist() == [11, 12, 21, 4, 6, 7, 9] and shared.before.tolist() == [-1, 0, -1, 2, 1, 4, 1]
     assert shared.targets.tolist() == [1, 4, 5, 6, 7, 8, 9, 10] and shared.states.tolist() == [1, 2, 3, 1, 4, 5, 1, 6]
     ones = {**answers_to_one_prompt(), "response_mask": torch.tensor([[1, 0, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0]])}
-    one = layout(ones, share_prompts=True)  # row 2 has 6 alone, after a prompt of row 0
+    one = layout(ones, share_prompts=True, ends=False)  # row 2 has 6 alone, after a prompt of row 0
     assert one.input_ids.tolist() == [6, 7, 8, 11, 12] and one.states.tolist() == [4, 4]
 
 
 def test_pad_and_unpad_are_inverse_and_so_are_their_gradients() -> None:
-    where = layout(batch(), ends=True)
+    where = layout(batch())
     flat = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
     assert torch.equal(where.unpad(where.pad(flat)), flat)
     assert torch.autograd.gradcheck(lambda x: where.pad(x).square(), flat)
@@ -91,7 +91,7 @@ def test_rows_of_similar_length_are_bunched_the_longest_first(monkeypatch: pytes
     monkeypatch.setattr("whet.models.packing.FEW_PAIRS", 0)
 
     def bunches() -> list[tuple[int, int, int, int]]:
-        where = layout(rows, ends=True)
+        where = layout(rows)
         assert where.input_ids[:10].tolist() == list(range(10, 20)) and where.input_ids[-3:].tolist() == [0, 1, 2]
         grids = [bunch.pad(where.input_ids) for bunch in where.bunches]
         back = [bunch.unpad(grid) for bunch, grid in zip(where.bunches, grids, strict=True)]
@@ -120,7 +120,7 @@ def test_a_shared_prompt_is_read_once_by_its_first_row(monkeypatch: pytest.Monke
     monkeypatch.setattr("whet.models.packing.FEW_PAIRS", 0)
     rows = answers_to_one_prompt()
     assert same_prompt(rows).tolist() == [0, 1, 0, 0]
-    where = layout(rows, share_prompts=True, ends=True)
+    where = layout(rows, share_prompts=True)
     # by their own tokens: row 0 (3, with the prompt), row 1 (3), row 2 (3), row 3 (2)
     assert where.input_ids.tolist() == [11, 12, 1, 21, 4, 5, 6, 7, 8, 9, 10]
     assert where.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 2, 3, 4, 2, 3]
@@ -137,7 +137,7 @@ def test_a_shared_prompt_is_read_once_by_its_first_row(monkeypatch: pytest.Monke
 
 
 def test_gradients_of_queries_and_keys() -> None:
-    where = layout(answers_to_one_prompt(), share_prompts=True, ends=True)
+    where = layout(answers_to_one_prompt(), share_prompts=True)
     flat = torch.randn(11, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(
         lambda x: tuple(grid.square() for grid in SpreadTokens.apply(x, where.bunches, False)), flat
@@ -163,7 +163,7 @@ def test_a_prompt_with_other_media_is_another_prompt() -> None:
     a, b, c = (Media("image", name, source=None) for name in "abc")
     seen = np.array([(a,), (), (b,), (a,)], dtype=object)
     assert same_prompt({**rows, MEDIA: seen}).tolist() == [0, 1, 2, 0]
-    shared, apart = (layout({**rows, **more}, share_prompts=True, ends=True) for more in ({}, {MEDIA: seen}))
+    shared, apart = (layout({**rows, **more}, share_prompts=True) for more in ({}, {MEDIA: seen}))
     assert len(apart.input_ids) == len(shared.input_ids) + 2  # the prompt of row 2 is read once more
     assert sorted(each.digest for each in apart.media) == ["a", "b"]
     later = np.array([(), (c,), (), (c, b)], dtype=object)
@@ -171,4 +171,4 @@ def test_a_prompt_with_other_media_is_another_prompt() -> None:
     assert sorted(each.digest for each in both) == ["a", "b", "b", "c", "c"]
     left_out = {**rows, "response_mask": rows["response_mask"].clone()}
     left_out["response_mask"][0] = 0  # rows that are not read leave the others their own media
-    assert len(layout({**left_out, MEDIA: seen}, share_prompts=True, ends=True).input_ids) == len(apart.input_ids) - 1
+    assert len(layout({**left_out, MEDIA: seen}, share_prompts=True).input_ids) == len(apart.input_ids) - 1

@@ -76,15 +76,14 @@ def model_outputs(
     return outputs_of(model, where.to(next(model.parameters()).device), needs, settings, temperature)
 
 
-def layout_of(batch: Mapping[str, Any], settings: ForwardSettings, needs: Collection[str] = ()) -> Layout:
-    """Builds the layout of a batch on its device, for passes with these settings that compute the outputs `needs`.
-
-    Raises: DataError."""
+def layout_of(batch: Mapping[str, Any], settings: ForwardSettings, needs: Collection[str] | None = None) -> Layout:
+    """Builds the layout of a batch on its device, for passes with these settings that compute the outputs `needs` (by
+    default any outputs).  Raises: DataError."""
     packing, share = settings.packing, settings.token_share
     ring = share.ring if share is not None and share.rings > 1 else None
     has_runs = settings.both_ways and any(map(len, chain(*(batch.get(name, ()) for name in (MEDIA, LATER_MEDIA)))))
     in_stretches = packing and settings.in_stretches and not has_runs
-    ends = not SCORE_OUTPUTS.isdisjoint(needs)  # a reward model reads the state of a row's last token
+    ends = needs is None or not SCORE_OUTPUTS.isdisjoint(needs)  # a reward model reads the state of a row's last token
     where = layout(batch, packing and settings.share_prompts, in_stretches, settings.tile, ring, ends)
     return with_routed(where, batch[ROUTED]) if settings.replays and ROUTED in batch else where
 

@@ -182,13 +182,13 @@ def layout(
     in_stretches: bool = False,
     tile: int = 0,
     ring: Ring | None = None,
-    ends: bool = False,
+    ends: bool = True,
 ) -> Layout:
     """Builds the layout of a batch with `input_ids`, `attention_mask`, `position_ids` [B, L] and `response_mask` [B,
     R], on their device: usually the host, before the batch is copied to another device.
 
-    The last sampled token of a row and all later ones are left out, as nothing reads their states, unless `ends`. With
-    `share_prompts` a prompt is computed once for all its rows, since later tokens do not change it. `in_stretches`
+    Without `ends` a row's last sampled token and all later ones are left out: only reward models read their states.
+    With `share_prompts` a prompt is computed once for all its rows, since later tokens do not change it. `in_stretches`
     is for attention in one call over all rows, `tile` tokens at once, without bunches. With `ring`, the queries are the
     tokens of a row of ranks (`_in_ring`).  Raises: DataError for a sampled token without a token before it."""
     response_mask = batch["response_mask"].bool()

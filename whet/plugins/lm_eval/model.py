@@ -171,7 +171,7 @@ class WhetLM(TemplateLM):
         scored = torch.tensor([[0] * (width - 1 - size) + [1] * size for size in sizes])
         positions = position_ids(real).clamp(max=self.max_length - 1)
         batch = {"input_ids": ids, "attention_mask": real, "position_ids": positions, "response_mask": scored}
-        where = layout(batch).to(self.policy.device)
+        where = layout(batch, ends=False).to(self.policy.device)
         settings = ForwardSettings(packing=support_of(self.policy).is_own)
         hidden = hidden_states(self.policy, where, settings)[where.states]
         head = self.policy.get_output_embeddings()
