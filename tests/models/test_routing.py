@@ -156,7 +156,7 @@ def test_the_rollout_tells_the_experts_of_each_token(mixture: Path, model: PreTr
         torch.testing.assert_close(got, batch["rollout_log_probs"], atol=2e-5, rtol=0)
     with recording(model) as own:
         model_outputs(model, plain, needs, SETTINGS)
-    where = layout_of(batch.columns(), SETTINGS)
+    where = layout_of(batch.columns(), SETTINGS, needs)
     assert where.routed is not None
     for layer, chosen in enumerate(own):
         theirs = where.routed[:, layer]
