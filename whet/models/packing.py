@@ -244,13 +244,13 @@ def _tokens_of(
     """Finds the tokens of the rows `kept` that are present, that the model reads, and that it reads in this row and not
     in the `first` row with its prompt. Without `ends` it leaves out tokens without a later sampled token, except in
     rows that would have no own token.   3 x [rows, L]"""
-    sampled = batch["response_mask"].bool()[kept]
-    present, later = batch["attention_mask"].bool()[kept], sampled.flip(1).cumsum(1).flip(1) > sampled.long()
+    sampled, present = batch["response_mask"].bool()[kept], batch["attention_mask"].bool()[kept]
     own, width = present.clone(), present.shape[1] - sampled.shape[1]
     own[first != torch.arange(len(kept), device=kept.device), :width] = False
     if ends:
         return present, present, own
-    unread = own & ~torch.nn.functional.pad(later, (width, 0), value=True)
+    has_later = sampled.flip(1).cumsum(1).flip(1) > sampled.long()
+    unread = own & ~torch.nn.functional.pad(has_later, (width, 0), value=True)
     unread &= (own & ~unread).any(1, keepdim=True)
     return present, present & ~unread, own & ~unread
 

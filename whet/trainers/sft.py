@@ -285,7 +285,7 @@ def padded(
 
 
 def _integers(numbers: Sequence[Any]) -> Tensor:
-    """A tensor of int64. (`torch.tensor` reads a list three times slower than numpy does.)"""
+    """Makes a tensor of int64 through numpy, which reads lists faster than torch."""
     return torch.from_numpy(np.array(numbers, dtype=np.int64))
 
 

@@ -42,3 +42,9 @@ def engine(model: PreTrainedModel, start: servers.Start) -> VLLMEngine:
     """A server that samples from `model`."""
     made: VLLMEngine = start(Path(model.config._name_or_path))
     return made
+
+
+@pytest.fixture
+def first_weights(engine: VLLMEngine, model: PreTrainedModel) -> None:
+    """Gives the server the model's own weights, with nothing under way."""
+    servers.reset(engine, model)

@@ -22,13 +22,7 @@ from whet.errors import EngineError
 from whet.plugins.inference.vllm.engine import VLLMEngine
 from whet.rollout.protocol import SamplingParams
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(autouse=True)
-def first_weights(engine: VLLMEngine, model: PreTrainedModel) -> None:
-    """Every test begins with the model's own weights, and with nothing under way."""
-    servers.reset(engine, model)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("first_weights")]
 
 
 @pytest.mark.parametrize("check", servers.CHECKS, ids=lambda check: check.__name__)

@@ -18,13 +18,7 @@ import server_conformance as servers
 from whet.models.load import load_tokenizer
 from whet.plugins.inference.vllm.engine import VLLMEngine
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(autouse=True)
-def first_weights(engine: VLLMEngine, model: PreTrainedModel) -> None:
-    """Every test begins with the model's own weights, and with nothing under way."""
-    servers.reset(engine, model)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("first_weights")]
 
 
 @pytest.mark.parametrize("params", suite.SAMPLING, ids=str)
