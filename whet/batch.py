@@ -127,11 +127,9 @@ class Batch:
             name: column if isinstance(column, torch.Tensor) else rules.object_array(name, column)
             for name, column in columns.items()
         }
-        rows = rules.check_columns(
-            {name: column for name, column in added.items() if isinstance(column, torch.Tensor)},
-            {name: column for name, column in added.items() if isinstance(column, np.ndarray)},
-            len(self) if self.keys() or len(self) else None,
-        )
+        tensors = rules.tensors_of(added)
+        objects: Any = {name: column for name, column in added.items() if name not in tensors}
+        rows = rules.check_columns(tensors, objects, len(self) if self.keys() or len(self) else None)
         kept = {name: column for name, column in self.columns().items() if name not in added}
         return self._assemble({**kept, **added}, self.meta_info, rows)
 

@@ -76,6 +76,11 @@ def object_array(name: str, values: ObjectArray | Sequence[Any]) -> ObjectArray:
     return array
 
 
+def tensors_of(columns: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Selects the columns that are tensors."""
+    return {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
+
+
 def row_numbers(index: RowIndex, rows: int) -> slice | npt.NDArray[np.int64]:
     """Converts `index` to a slice with step > 0, which tensors support, or to valid row numbers.
 

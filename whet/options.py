@@ -89,6 +89,11 @@ def fits(value: object, annotation: object) -> bool:
     return not isinstance(kind, type) or isinstance(value, kind)
 
 
+def as_list(value: Any) -> list[Any]:
+    """Returns the items of a list or tuple; any other value is the only item."""
+    return [*value] if isinstance(value, list | tuple) else [value]
+
+
 def is_number(value: object) -> TypeGuard[int | float]:
     """Tells whether a value is a number, finite or not; True and False do not count."""
     return isinstance(value, int | float) and not isinstance(value, bool)

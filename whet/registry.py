@@ -33,6 +33,7 @@ from whet.targets import GAMES as GAMES, load_target as load_target
 
 log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
+Options = Mapping[str, Any]  # of a function, or keyword arguments of its decorator, by name
 PACKAGE = Path(__file__).parent
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 REQUIRED = inspect.Parameter.empty  # the default of an option that has none
@@ -73,12 +74,12 @@ class Entry:
     name: str
     target: str  # "package.module:function" or "path/file.py:function"
     parameters: tuple[str, ...]  # positional parameters, under the function's own names
-    options: Mapping[str, Any]  # defaults by name; REQUIRED for an option without one
+    options: Options  # defaults by name; REQUIRED for an option without one
     doc: str
-    marks: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of its decorator, for callers
+    marks: Options = field(default_factory=dict)  # keyword arguments of its decorator, for callers
     alias_of: str | None = None
     accepts_any_option: bool = False
-    takes: Mapping[str, Any] = field(default_factory=dict)  # annotation by option, Any if unknown
+    takes: Options = field(default_factory=dict)  # annotation by option, Any if unknown
     function: Callable[..., Any] | None = field(default=None, compare=False)
 
     @property
@@ -107,11 +108,11 @@ class Entry:
         if "rows_checked_by" in self.marks:
             self.marked("rows_checked_by")(*row)
 
-    def make(self, supplied: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    def make(self, supplied: Options, options: Options) -> Any:
         """Calls the function with `options`, and with the values of `supplied` for its parameters before `*`."""
         return self.load()(*(supplied[name] for name in self.parameters), **options)
 
-    def resolve_options(self, given: Mapping[str, Any], where: str) -> Resolved:
+    def resolve_options(self, given: Options, where: str) -> Resolved:
         """Completes `given` options with defaults, but not options in `SUPPLIED`, which the caller passes. `where` is
         the config key for errors.  Raises: ConfigError."""
         given = dict(given)
@@ -135,7 +136,7 @@ class Entry:
         self.check(given, f"{where}.")
         return Resolved(options)
 
-    def check(self, given: Mapping[str, Any], prefix: str) -> None:
+    def check(self, given: Options, prefix: str) -> None:
         """Checks the values of options against their annotations. Of the two options in the mark `ordered`, the first
         must be less than the second. `prefix` comes before the name in errors.  Raises: ConfigError."""
         for name, value in given.items():
@@ -174,7 +175,7 @@ class Registry:
         self._live: dict[str, Entry] = {}
 
     def register(
-        self, name: str, *, aliases: Mapping[str, Mapping[str, Any]] | Sequence[str] = (), **marks: Any
+        self, name: str, *, aliases: Mapping[str, Options] | Sequence[str] = (), **marks: Any
     ) -> Callable[[F], F]:
         """Registers a function under a name (a decorator). `aliases` are more names; as a mapping, it gives each alias
         its own option defaults. `marks` are facts about the function for its callers (`aggregation=...`).
@@ -246,7 +247,7 @@ class Registry:
         """Targets by name, from the entry points of installed packages: group `whet.environment`, `whet.reward`, ..."""
         return entry_points().get(f"whet.{self.decorator.removeprefix('register_')}", {})
 
-    def entry_of(self, function: Callable[..., Any], name: str, marks: Mapping[str, Any]) -> Entry:
+    def entry_of(self, function: Callable[..., Any], name: str, marks: Options) -> Entry:
         """Builds the entry of a function object from its signature. The mark `shares` is the target of a class whose
         options are added (its module is fast to import).  Raises: RegistryError for an unknown parameter."""
         if self.supplied is None:
@@ -268,7 +269,7 @@ class Registry:
 
 
 def entry_of(
-    function: Callable[..., Any], kind: str, name: str, marks: Mapping[str, Any], *, has_foreign_form: bool = True
+    function: Callable[..., Any], kind: str, name: str, marks: Options, *, has_foreign_form: bool = True
 ) -> Entry:
     """Builds the entry of a function object from its signature. `has_foreign_form` accepts verl's form."""
     signature = list(inspect.signature(function).parameters.values())
@@ -303,7 +304,7 @@ def trainer_of(command: str) -> Entry:
     return entry if entry.name in TRAINERS.shipped else replace(entry, name=f"{whole}{colon}{name}")
 
 
-def _alias_entries(entry: Entry, aliases: Mapping[str, Mapping[str, Any]] | Sequence[str]) -> list[Entry]:
+def _alias_entries(entry: Entry, aliases: Mapping[str, Options] | Sequence[str]) -> list[Entry]:
     presets = aliases if isinstance(aliases, Mapping) else {alias: {} for alias in aliases}
     return [
         replace(entry, name=alias, alias_of=entry.name, options={**entry.options, **preset})

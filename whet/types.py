@@ -52,6 +52,11 @@ class Media:
     tokens: MediaTokens | None = field(default=None, compare=False)  # None until a model's encoder has measured it
     origin: str = field(default="", compare=False)  # the row of a data set, for errors: "row 17"
 
+    @property
+    def sources(self) -> tuple[Any, ...]:
+        """The sources of all its frames, or its one source."""
+        return self.source if isinstance(self.source, tuple) else (self.source,)
+
 
 @dataclass(frozen=True)
 class Message:
@@ -60,6 +65,16 @@ class Message:
     role: str
     content: str | list[dict[str, Any]]
     fields: Mapping[str, Any] = field(default_factory=dict)  # more fields for the template: name, tool_calls, ...
+
+    @property
+    def is_text(self) -> bool:
+        """Tells whether the content is text, not a list of parts."""
+        return isinstance(self.content, str)
+
+    @property
+    def parts(self) -> list[dict[str, Any]]:
+        """The content as a list of parts. Text is one part."""
+        return [{"type": "text", "text": self.content}] if isinstance(self.content, str) else self.content or []
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the message as a dict for `tokenizer.apply_chat_template`."""

@@ -84,7 +84,7 @@ def test_an_adaptive_sampler_observes_each_group_once(tokenizer: PreTrainedToken
         synchronous = Rollouts(loader, plain, of.scorer, tokenizer, n=2, params=of.params)
         for step in (1, 2, 3, 4):
             engine.version = step - 1
-            alone += synchronous.take(2, step=step).groups
+            alone += synchronous.start(2, step=step).result().groups
         assert trained == alone
         assert loader.sampler.state() == saved["sampler"]
 

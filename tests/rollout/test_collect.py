@@ -398,7 +398,7 @@ def test_two_turns_through_the_whole_loop(
         }
     )
     run = build(config, build_scorer(config.reward, lambda solution_str: float(len(solution_str) % 3)), additions)
-    groups = run.rollouts.take(8, step=1).groups
+    groups = run.rollouts.start(8, step=1).result().groups
     batch = to_batch(groups, pad_token_id=run.pad_token_id)
     mask = batch["response_mask"]
     assert set(batch["turn_ids"].unique().tolist()) == {-1, 0, 1}

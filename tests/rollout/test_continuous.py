@@ -387,7 +387,7 @@ def test_without_staleness_the_groups_are_those_of_the_synchronous_rollouts(
         synchronous = Rollouts(
             loader, plain, of.scorer, tokenizer, n=2, params=of.params, group_filter=Filter(dynamic_sampling, {})
         )
-        assert got == [synchronous.take(2, step=step).groups for step in (1, 2, 3)]
+        assert got == [synchronous.start(2, step=step).result().groups for step in (1, 2, 3)]
 
 
 def test_long_responses_are_trained_on_as_often_as_in_a_synchronous_run(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -680,13 +680,13 @@ def test_a_run_without_staleness_begins_with_the_prompts_of_an_asynchronous_one(
     with closing(synchronous()) as of:
         of.load_state(state)
         of.on_weights(1)
-        assert uids(of.take(2, step=2).groups) == ["0:2", "0:3"]
+        assert uids(of.start(2, step=2).result().groups) == ["0:2", "0:3"]
         of.on_weights(2)
         state = json.loads(json.dumps(of.state()))
     assert state["first"] == ["0:4", "0:5", "1:0", "1:1"] and "stream" not in state
     with closing(synchronous()) as of:
         of.load_state(state)
-        found = [uid for step in (3, 4, 5) for uid in uids(of.take(2, step=step).groups)]
+        found = [uid for step in (3, 4, 5) for uid in uids(of.start(2, step=step).result().groups)]
         assert found == ["0:4", "0:5", "1:0", "1:1", "1:2", "1:3"]
         assert of.prompts is not None and "first" not in of.prompts.state()
 

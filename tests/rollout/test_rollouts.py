@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups handed out by `take`: complete, scored, filtered, whatever the responses are."""
+"""Groups handed out by `start`: complete, scored, filtered, whatever the responses are."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ def rewards(groups: list[Group]) -> list[list[float | None]]:
 
 def test_n_groups_in_the_order_of_the_data(tokenizer: PreTrainedTokenizerBase) -> None:
     of = rollouts(tokenizer, "0", "1", "2", "3")
-    taken = of.take(2, step=1)
+    taken = of.start(2, step=1).result()
     assert [group.prompt.uid for group in taken.groups] == ["0:0", "0:1"]
     assert rewards(taken.groups) == [[0.0, 1.0], [2.0, 3.0]]
     assert [[answer.accuracy for answer in group.trajectories] for group in taken.groups] == [[0.0, 1.0], [1.0, 1.0]]
     assert taken.groups[1].trajectories[0].parts == {"style": 1.0}
     assert taken.metrics.reduce() == {}
     assert taken.metrics.timings().keys() == {"time/rollout", "time/reward"}
-    assert [group.prompt.uid for group in of.take(5, step=2).groups] == ["0:2", "0:3", "0:4", "0:5", "1:0"]
+    assert [group.prompt.uid for group in of.start(5, step=2).result().groups] == ["0:2", "0:3", "0:4", "0:5", "1:0"]
 
 
 class Staggered(Scripted):
@@ -132,7 +132,7 @@ def test_a_response_is_scored_while_others_are_sampled(
     prompts = [text_prompt(tokenizer, f"{index}+0=", index) for index in range(3)]
     loader = PromptLoader(prompts, seed=0, shuffle=False)
     of = Rollouts(loader, collector, pool, tokenizer, n=2, params=SamplingParams(8))
-    taken = of.take(3, step=1)
+    taken = of.start(3, step=1).result()
     of.close()
     assert rewards(taken.groups) == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]  # in the order of the rows
     scored = [answer for group in taken.groups for answer in group.trajectories]
@@ -153,7 +153,7 @@ def test_groups_that_differ_are_kept_and_only_what_is_missing_is_asked_again(
 ) -> None:
     # groups: 0 0 | 0 1 | 0 0, two are missing: 1 1 | 0 1, one is missing: 1 0
     of = rollouts(tokenizer, *"00 01 00 11 01 10".replace(" ", ""), group_filter=DYNAMIC)
-    taken = of.take(3, step=1)
+    taken = of.start(3, step=1).result()
     assert rewards(taken.groups) == [[0.0, 1.0], [0.0, 1.0], [1.0, 0.0]]
     assert asked(of) == ["0+0=", "1+0=", "2+0=", "3+0=", "4+0=", "5+0="]
     assert filtered(taken) == {"filter/dropped_groups": 3.0, "filter/kept_fraction": 0.5}
@@ -162,7 +162,7 @@ def test_groups_that_differ_are_kept_and_only_what_is_missing_is_asked_again(
 def test_refills_are_bounded_and_what_there_is_is_trained_on(tokenizer: PreTrainedTokenizerBase) -> None:
     # one group of the first two differs, and then none of four: 1 + 3 rounds
     of = rollouts(tokenizer, *"01 00 00 00 00".replace(" ", ""), group_filter=DYNAMIC)
-    taken = of.take(2, step=1)
+    taken = of.start(2, step=1).result()
     assert rewards(taken.groups) == [[0.0, 1.0]]
     assert len(asked(of)) == 2 + 3
     assert filtered(taken) == {"filter/dropped_groups": 4.0, "filter/kept_fraction": 0.2}
@@ -174,7 +174,7 @@ def test_where_everything_is_dropped_the_run_goes_on_without_training_and_says_s
 ) -> None:
     # two steps of three rounds that drop all, one that keeps its group, one more that drops all
     of = rollouts(tokenizer, *"1" * 12, "0", *"1" * 9, group_filter=Filter(dynamic_sampling, {}, max_refills=2))
-    taken = of.take(2, step=1)
+    taken = of.start(2, step=1).result()
     assert [group.prompt.uid for group in taken.groups] == ["0:0", "0:1"] and taken.is_dropped
     assert filtered(taken) == {"filter/dropped_groups": 6.0, "filter/kept_fraction": 0.0}
     batch = with_scores(to_batch(taken.groups, pad_token_id=0), taken.groups, is_dropped=taken.is_dropped)
@@ -185,11 +185,11 @@ def test_where_everything_is_dropped_the_run_goes_on_without_training_and_says_s
 def test_failures_are_counted_and_no_part_of_what_a_filter_sees(tokenizer: PreTrainedTokenizerBase) -> None:
     # 7 fails: with it 0 7 is one answer, which cannot differ, and 7 7 is none
     of = rollouts(tokenizer, *"07 77 01 01".replace(" ", ""), group_filter=DYNAMIC)
-    taken = of.take(2, step=1)
+    taken = of.start(2, step=1).result()
     assert rewards(taken.groups) == [[0.0, 1.0], [0.0, 1.0]]
     assert taken.metrics.reduce()["failures/reward"] == 3.0
 
-    unfiltered = rollouts(tokenizer, "0", "7").take(1, step=1)
+    unfiltered = rollouts(tokenizer, "0", "7").start(1, step=1).result()
     [[fine, failed]] = [group.trajectories for group in unfiltered.groups]
     assert fine.failure is None and failed.reward is None and failed.accuracy is None
     assert failed.failure is not None and failed.failure.message.startswith("ValueError: no sevens")
@@ -207,7 +207,7 @@ class GivesUp(Scripted):
 
 
 def test_what_an_engine_gave_up_is_counted(tokenizer: PreTrainedTokenizerBase) -> None:
-    taken = rollouts(tokenizer, engine=GivesUp(tokenizer, "2")).take(2, step=1)
+    taken = rollouts(tokenizer, engine=GivesUp(tokenizer, "2")).start(2, step=1).result()
     failures = [each.failure for group in taken.groups for each in group.trajectories]
     assert failures == [None, Failure("engine", "out of blocks"), None, None]
     assert rewards(taken.groups) == [[2.0, None], [2.0, 2.0]] and taken.metrics.reduce()["failures/engine"] == 1.0
@@ -218,7 +218,7 @@ def test_what_failed_in_its_environment_is_not_judged(tokenizer: PreTrainedToken
     path.write_text("class Broken:\n    def __init__(self, prompt): raise OSError('no room')\n")
     seen: list[str] = []
     of = rollouts(tokenizer, "1", function=lambda solution_str: seen.append(solution_str), environment=f"{path}:Broken")
-    taken = of.take(2, step=1)
+    taken = of.start(2, step=1).result()
     assert seen == [] and taken.metrics.reduce() == {"failures/environment": 4.0}
     found = re.compile(" 0:0:0 in the environment: OSError: no room")
     with raises(EngineError, key="all 4 trajectories", found=found):
@@ -239,7 +239,7 @@ def test_a_function_reads_the_whole_trajectory_of_an_environment(
         function=lambda trajectory: (seen.append(trajectory), sum(trajectory["turn_rewards"]))[1],
         environment=f"{path}:Paying",
     )
-    [group] = of.take(1, step=1).groups
+    [group] = of.start(1, step=1).result().groups
     assert [each.score for each in group.trajectories] == [2.0 * 2, 2.0 * 3]  # the environment's, and the function's
     said = {"role": "assistant", "content": "12"}
     assert seen[0] == {"messages": [said], "turn_rewards": [2.0], "fields": {"won": 2.0}, "limit": None}
@@ -248,13 +248,13 @@ def test_a_function_reads_the_whole_trajectory_of_an_environment(
 
 def test_a_filter_by_reward_and_by_a_part(tokenizer: PreTrainedTokenizerBase) -> None:
     by_reward = rollouts(tokenizer, *"11 35".replace(" ", ""), group_filter=Filter(dynamic_sampling, {}, "reward"))
-    assert rewards(by_reward.take(1, step=1).groups) == [[3.0, 5.0]]
+    assert rewards(by_reward.start(1, step=1).result().groups) == [[3.0, 5.0]]
     by_part = rollouts(tokenizer, *"35 23".replace(" ", ""), group_filter=Filter(dynamic_sampling, {}, "style"))
-    assert rewards(by_part.take(1, step=1).groups) == [[2.0, 3.0]]
+    assert rewards(by_part.start(1, step=1).result().groups) == [[2.0, 3.0]]
     absent = rollouts(tokenizer, "2", "8", group_filter=Filter(dynamic_sampling, {}, "style"))
     expected = re.compile(" 0:0:1: accuracy, reward$")
     with raises(DataError, key="algorithm.filter.metric", found="style", expected=expected):
-        absent.take(1, step=1)
+        absent.start(1, step=1).result()
 
 
 def test_the_reward_is_given_the_whole_answer_and_its_ids(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -265,7 +265,7 @@ def test_the_reward_is_given_the_whole_answer_and_its_ids(tokenizer: PreTrainedT
         return [0.5, 0.0, 2.0][: len(solution_str) + 1]
 
     of = rollouts(tokenizer, "12", "34", function=look)
-    [group] = of.take(1, step=1).groups
+    [group] = of.start(1, step=1).result().groups
     assert seen == [("test", "12", "4", "0+0="), ("test", "34", "4", "0+0=")]
     assert [answer.token_rewards for answer in group.trajectories] == [(0.5, 0.0, 2.0)] * 2
     assert [answer.reward for answer in group.trajectories] == [2.5, 2.5]
@@ -277,19 +277,21 @@ def test_the_messages_of_a_prompt_reach_a_reward_function_of_trl(tokenizer: PreT
         assert completions == [[{"role": "assistant", "content": text}] for text in ("4", "34")]
         return [float(each[0]["content"] == truth) for each, truth in zip(completions, answer, strict=True)]
 
-    [group] = rollouts(tokenizer, "4", "34", function=first).take(1, step=1).groups
+    [group] = rollouts(tokenizer, "4", "34", function=first).start(1, step=1).result().groups
     assert [each.reward for each in group.trajectories] == [1.0, 0.0]
 
 
 def test_what_is_left_is_taken_after_a_restart_with_the_same_draws(tokenizer: PreTrainedTokenizerBase) -> None:
     straight, stopped, resumed = (rollouts(tokenizer, "0", "1") for _ in range(3))
-    straight.take(4, step=1)
-    first = stopped.take(4, step=1).groups
+    straight.start(4, step=1).result()
+    first = stopped.start(4, step=1).result().groups
     resumed.load_state(stopped.state())  # before the step was trained: its groups come again
-    assert [group.prompt.uid for group in resumed.take(4, step=1).groups] == [group.prompt.uid for group in first]
+    assert [group.prompt.uid for group in resumed.start(4, step=1).result().groups] == [
+        group.prompt.uid for group in first
+    ]
     stopped.on_weights(1)
     resumed.load_state(stopped.state())
-    expected, got = straight.take(4, step=2).groups, resumed.take(4, step=2).groups
+    expected, got = straight.start(4, step=2).result().groups, resumed.start(4, step=2).result().groups
     assert (
         [group.prompt.uid for group in got] == [group.prompt.uid for group in expected] == ["0:4", "0:5", "1:0", "1:1"]
     )
@@ -304,7 +306,7 @@ def test_without_a_scorer_an_answer_is_worth_what_its_environment_paid(
     path.write_text(PAYING)
     of = rollouts(tokenizer, "5", "12", environment=f"{path}:Paying")
     of.scorer, of.correct_threshold = None, 2.0
-    [group] = of.take(1, step=1).groups
+    [group] = of.start(1, step=1).result().groups
     assert [(answer.reward, answer.score, answer.accuracy) for answer in group.trajectories] == [
         (0.0, 1.0, 0.0),
         (0.0, 2.0, 1.0),
@@ -320,7 +322,7 @@ def test_without_a_source_prompts_are_given(tokenizer: PreTrainedTokenizerBase) 
     assert of.sample([], 2, SamplingParams(8), step=0, metrics=metrics) == []
     assert of.state() == {}
     with raises(DataError, key="source of prompts", found=None):
-        of.take(1, step=1)
+        of.start(1, step=1).result()
 
 
 def test_lengths_come_in_stages() -> None:

@@ -115,7 +115,7 @@ def _steps(plan: Plan) -> list[tuple[list[Group], int]]:
     )
     steps = []
     for step in range(1, plan.steps + 1):
-        taken = rollouts.take(plan.batch_size, step=step)
+        taken = rollouts.start(plan.batch_size, step=step).result()
         steps.append((taken.groups, engine.weights))
         engine.weights = trained_weights(engine.weights, [] if taken.is_dropped else taken.groups)
         engine.version = step

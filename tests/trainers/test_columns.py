@@ -164,7 +164,7 @@ def run(train_config: MakeConfig, additions: Rows, functions: str) -> Iterator[R
 
 def test_providers_say_what_the_roles_compute(run: Run) -> None:
     metrics = Metrics()
-    groups = run.rollouts.take(4, step=1).groups
+    groups = run.rollouts.start(4, step=1).result().groups
     before = to_batch(groups, pad_token_id=run.pad_token_id)
     in_every_batch = {column.name for column in COLUMNS.values() if column.is_in_every_batch}
     assert set(before.tensors()) >= in_every_batch - {"token_level_rewards", "reward_parts"}
@@ -194,7 +194,7 @@ def test_providers_say_what_the_roles_compute(run: Run) -> None:
 
 
 def test_a_column_that_is_there_is_not_asked_for(run: Run) -> None:
-    groups = run.rollouts.take(1, step=1).groups
+    groups = run.rollouts.start(1, step=1).result().groups
     batch = to_batch(groups, pad_token_id=run.pad_token_id)
     mine = {name: torch.full(batch["responses"].shape, 3.0) for name in ("entropy", "sum_pi_squared", "old_log_probs")}
     added = run.columns.add(
@@ -219,7 +219,7 @@ def test_numbers_of_the_reward_become_columns(train_config: MakeConfig, addition
         }
     )
     run = build(config, build_scorer(config.reward, style), additions)
-    groups = run.rollouts.take(4, step=1).groups
+    groups = run.rollouts.start(4, step=1).result().groups
     batch = to_batch(groups, pad_token_id=run.pad_token_id, columns=config.reward.columns)
     batch = estimate_advantages(run, run.shaper.rewards(batch, Metrics()), Metrics())
     assert batch["style"].unique().numel() > 1

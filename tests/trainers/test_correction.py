@@ -85,7 +85,7 @@ def test_what_is_rejected_is_not_trained_on(train_config: MakeConfig, additions:
         }
     )
     run = build(config, build_scorer(config.reward, length), additions)
-    groups = run.rollouts.take(4, step=1).groups
+    groups = run.rollouts.start(4, step=1).result().groups
     batch = to_batch(groups, pad_token_id=run.pad_token_id)
     apart = torch.zeros(batch["responses"].shape)
     apart[3] = 1.0  # u - o of one row
@@ -170,7 +170,7 @@ def test_advantages_are_whitened_over_the_tokens_that_remain(train_config: MakeC
 def test_answers_that_were_cut_off(mode: str, train_config: MakeConfig, additions: Rows) -> None:
     config = train_config({"algorithm.truncated": mode, "data.max_response_length": 3})
     run = build(config, build_scorer(config.reward, length), additions)
-    batch = to_batch(run.rollouts.take(4, step=1).groups, pad_token_id=run.pad_token_id)
+    batch = to_batch(run.rollouts.start(4, step=1).result().groups, pad_token_id=run.pad_token_id)
     cut = batch["truncated"]
     assert cut.any() and not cut.all()
     metrics = Metrics()

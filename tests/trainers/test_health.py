@@ -326,7 +326,7 @@ def test_the_rows_that_caused_a_jump_are_named(
     """One answer is paid a thousand times more than all others: without a baseline it moves the policy alone."""
     config = train_config({"algorithm.adv_estimator": "reinforce_plus_plus", "actor.optim.lr": 1e-2})
     run = build(config, build_scorer(config.reward, sevens), additions)
-    groups = run.rollouts.take(4, step=1).groups
+    groups = run.rollouts.start(4, step=1).result().groups
 
     answers = groups[2].trajectories
     odd = replace(answers[1], reward=1000.0)

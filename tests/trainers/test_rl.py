@@ -179,7 +179,7 @@ def test_the_adaptive_controller_is_fed_every_step(train_config: MakeConfig, add
 def test_long_answers_pay_on_their_last_sampled_token(train_config: MakeConfig, additions: Rows) -> None:
     config = train_config({"algorithm.overlong.penalty": 1.0, "algorithm.overlong.buffer_length": 4})
     run = build(config, build_scorer(config.reward, lambda solution_str: 0.0), additions)
-    before = to_batch(run.rollouts.take(4, step=1).groups, pad_token_id=run.pad_token_id)
+    before = to_batch(run.rollouts.start(4, step=1).result().groups, pad_token_id=run.pad_token_id)
     before["response_mask"][0] = 0  # one that failed
     metrics = Metrics()
     rewards = run.shaper.rewards(before, metrics)["token_level_rewards"]
@@ -198,7 +198,7 @@ def test_long_answers_pay_on_their_last_sampled_token(train_config: MakeConfig, 
 def test_mini_batches_are_whole_prompts_in_a_new_order_every_epoch(train_config: MakeConfig, additions: Rows) -> None:
     config = train_config({"actor.mini_batch_size": 2, "actor.epochs": 3, "data.train_batch_size": 6})
     run = build(config, build_scorer(config.reward, length), additions)
-    batch = to_batch(run.rollouts.take(6, step=1).groups, pad_token_id=run.pad_token_id)
+    batch = to_batch(run.rollouts.start(6, step=1).result().groups, pad_token_id=run.pad_token_id)
     batch = batch.with_columns(row=torch.arange(len(batch)))
     parts = list(mini_batches(run, batch, config.actor, step=1))
     assert [len(part) for part in parts] == [8] * 9
@@ -324,7 +324,7 @@ def test_failed_answers_teach_nothing(train_config: MakeConfig, additions: Rows,
 
     config = train_config({"trainer.total_steps": 1})
     run = build(config, build_scorer(config.reward, picky), additions)
-    taken = run.rollouts.take(4, step=1)
+    taken = run.rollouts.start(4, step=1).result()
     without = [
         replace(group, trajectories=tuple(a for a in group.trajectories if a.failure is None)) for group in taken.groups
     ]
@@ -390,7 +390,7 @@ def test_what_a_function_of_trl_logs_is_in_the_metrics_and_in_the_rollouts(
 def test_a_trajectory_in_several_rows_counts_once(train_config: MakeConfig, additions: Rows) -> None:
     config = train_config({"trainer.total_steps": 1})
     run = build(config, build_scorer(config.reward, length), additions)
-    [group] = run.rollouts.take(1, step=1).groups
+    [group] = run.rollouts.start(1, step=1).result().groups
     first, second, third, _ = group.trajectories
     # the context of another turn is not the first one continued: the answer was rewritten to the prompt's last token
     last = second.prompt.token_ids[-1]
@@ -710,7 +710,7 @@ def test_rollouts_in_another_dtype_follow_the_weights(train_config: MakeConfig, 
     run = build(config, build_scorer(config.reward, length), additions)
     gaps = []
     for step in (1, 2):
-        batch = to_batch(run.rollouts.take(4, step=step).groups, pad_token_id=run.pad_token_id)
+        batch = to_batch(run.rollouts.start(4, step=step).result().groups, pad_token_id=run.pad_token_id)
         mask = batch["response_mask"] == 1
         assert batch["policy_version"][mask].unique().tolist() == [step - 1]
         log_probs = run.roles["actor"].forward(batch, ("log_probs",))["log_probs"]

@@ -46,7 +46,7 @@ def teaching(run: Run) -> tuple[TeacherConfig, PromptFormat]:
 
 def built(config: TrainConfig, rows: Rows) -> tuple[Run, list[Group], Batch]:
     run = build(config, build_scorer(config.reward, length), rows)
-    groups = run.rollouts.take(4, step=1).groups
+    groups = run.rollouts.start(4, step=1).result().groups
     return run, groups, to_batch(groups, pad_token_id=run.pad_token_id)
 
 

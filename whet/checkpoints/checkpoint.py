@@ -36,6 +36,7 @@ from whet.errors import CheckpointError, StorageError, WhetError
 from whet.models.encoders.load import encoders_of
 from whet.models.folder import split_adapters
 from whet.models.load import stop_token_ids
+from whet.options import is_number
 from whet.serialization import fits
 
 log = logging.getLogger(__name__)
@@ -177,7 +178,7 @@ def best(checkpoints: Path) -> Path | None:
 def score_of(folder: Path) -> float | None:
     """Returns the validation score of a checkpoint (higher is better); None without validation."""
     score = saved(folder).get("score") if (folder / MANIFEST).exists() else None
-    return score if isinstance(score, float | int) and math.isfinite(score) else None
+    return score if is_number(score) and math.isfinite(score) else None
 
 
 def metric_of(folder: Path) -> str | None:

@@ -250,8 +250,8 @@ class EngineUse:
         prefix = place.key.removesuffix("engine")
         role, optim = prefix.removesuffix(".") or "actor", (place.parent.get("optim"), f"{prefix}optim")
         processes = cluster.processes_of(role), cluster.processes_key(role)
-        rollout = config["rollout"].engine.options if role == "actor" and isinstance(config, TrainConfig) else {}
-        invariant = rollout.get("batch_invariant") is True
+        rollout = config.get("rollout") if role == "actor" else None
+        invariant = rollout is not None and rollout.engine.options.get("batch_invariant") is True
         return cls(place.key, engine, options, config["model"], *optim, *processes, invariant, media)
 
     def refused(self) -> Iterable[ConfigError]:

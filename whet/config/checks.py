@@ -31,6 +31,7 @@ from whet.config.managers import LIMIT_NAMES
 from whet.config.section import Choice, SectionPlace, choices, entry_at
 from whet.config.sources import check_files, missing_file, shares_at
 from whet.errors import ConfigError, pip_install
+from whet.options import as_list
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES, REJECTIONS, REWARDS, TRACKERS, WEIGHTS
 
 NARROW: dict[str, Callable[[float], bool]] = {  # values with which the most likely token is always sampled
@@ -65,7 +66,7 @@ def problems(config: schema.Section, given: Collection[str] = ()) -> list[Config
 def check_context(config: schema.WholeConfig, max_position_embeddings: int) -> None:
     """Checks that prompt and response fit into the context length of the model.  Raises: ConfigError."""
     most = f"at most {max_position_embeddings}, the positions of the model"
-    if isinstance(config, schema.ExamplesConfig):
+    if config.rollout is None:
         if (length := config.data.max_length) > max_position_embeddings:
             raise ConfigError("data.max_length", length, most, f"lower it to {max_position_embeddings}")
         return
@@ -79,11 +80,7 @@ def check_context(config: schema.WholeConfig, max_position_embeddings: int) -> N
 
 def check_data(config: schema.WholeConfig, *, validation: bool) -> None:
     """Checks only the keys that `whet data` reads: data files, data options and the model.  Raises: ConfigError."""
-    if isinstance(config, schema.GenerateConfig):
-        key, entries = config.source_key, config.sources
-    else:
-        name = "val_files" if validation or isinstance(config, schema.EvalConfig) else "train_files"
-        key, entries = f"data.{name}", config.data[name]
+    key, entries = _read(config)[-1 if validation else 0]
     check_files(key, entries, config.data, required=True)
     of_model, of_data = (
         _model(config.model, SectionPlace("model", config)),
@@ -145,15 +142,16 @@ def _pixels(data: schema.MediaRowsConfig, at: SectionPlace) -> Iterator[ConfigEr
 
 
 def _files(data: schema.RowsConfig, at: SectionPlace) -> Iterator[ConfigError]:
-    whole, required = at.whole, "data" not in at.given
-    if isinstance(whole, schema.GenerateConfig):
-        read = [(whole.source_key, whole.sources, required)]
-    elif isinstance(whole, schema.EvalConfig):
-        read = [("data.val_files", data.val_files, required)]
-    else:
-        read = [("data.train_files", data.train_files, required), ("data.val_files", data.val_files, False)]
-    for key, entries, is_required in read:
-        yield from _errors(check_files, key, entries, data, required=is_required)
+    for number, (key, entries) in enumerate(_read(at.whole)):
+        yield from _errors(check_files, key, entries, data, required=number == 0 and "data" not in at.given)
+
+
+def _read(config: schema.Section) -> list[tuple[str, Any]]:
+    """The keys of data that a command reads, the one that it needs first, with their values."""
+    if isinstance(config, schema.GenerateConfig):
+        return [(config.source_key, config.sources)]
+    keys = ("val_files",) if isinstance(config, schema.EvalConfig) else ("train_files", "val_files")
+    return [(f"data.{name}", config["data"][name]) for name in keys]
 
 
 def _trainer(trainer: schema.TrainerConfig, at: SectionPlace) -> Iterator[ConfigError]:
@@ -199,14 +197,13 @@ def _reward(reward: schema.RewardConfig, at: SectionPlace) -> Iterator[ConfigErr
         yield ConfigError("reward.manager", reward.manager, expected, f"{change} to do without")
     if unknown := sorted({*reward.limits} - {*LIMIT_NAMES}):
         yield ConfigError("reward.limits", unknown[0], f"one of {', '.join(LIMIT_NAMES)}", "correct the name")
-    pools = at.whole.cluster.placement.items() if isinstance(at.whole, schema.TrainConfig) else ()
-    for name, pool in pools:
+    for name, pool in trained.cluster.placement.items() if trained is not None else ():
         if "reward" in pool.roles and pool.processes > 1 and reward.limits:
             key, expected = f"cluster.placement.{name}.processes", "1 with reward.limits, which count in one process"
             yield ConfigError(key, pool.processes, expected, "lower it, or unset reward.limits")
     if "reward" in at.given:
         return
-    functions = [reward.function] if isinstance(reward.function, str) else reward.function or []
+    functions = as_list(reward.function or [])
     has_model = trained is not None and trained.reward_model.source is not None
     if not reward.names_function and not has_model and at.whole["environment"].name == "single_turn":
         yield ConfigError("reward.function", None, f"{', '.join(REWARDS.names())}, or your own path/file.py:function")

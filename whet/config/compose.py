@@ -24,6 +24,7 @@ from whet.config.section import Section, Values, is_free, is_known, is_section, 
 from whet.errors import ConfigError, did_you_mean
 from whet.limits import bounded, cause
 from whet.manifests import absent, missing_plugin, recipes
+from whet.options import as_list
 from whet.registry import PARTS
 
 if TYPE_CHECKING:
@@ -392,7 +393,7 @@ def _check(node: yaml.Node, name: str, sizes: dict[int, float], depth: int = 1) 
         return sizes[id(node)]
     sizes[id(node)] = math.inf
     values = node.value if isinstance(node, yaml.SequenceNode | yaml.MappingNode) else []
-    parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+    parts = [part for value in values for part in as_list(value)]
     place = f"{name}:{node.start_mark.line + 1}"
     if depth > MAX_DEPTH:
         raise _too_deep(place)

@@ -16,6 +16,7 @@ from typing import Any
 
 from whet.config.compose import flatten
 from whet.config.section import Section
+from whet.options import as_list
 from whet.registry import PACKAGE
 from whet.types import Example, Prompt
 
@@ -29,7 +30,7 @@ def digests(
     import; and of a reward function passed as an object, if its source is known."""
     found = {f"data.{name}_files, rows": _of_rows(rows) for name, rows in (("train", train), ("val", val)) if rows}
     for key, value in (("command", command), *flatten(config.model_dump(mode="json"))):
-        for target in value if isinstance(value, list) else [value]:
+        for target in as_list(value):
             if isinstance(target, str) and (file := _file_of(target)) is not None:
                 found[f"{key}, code in {file.name}"] = digest_of(file.read_bytes())
                 for name, each in _imported(file).items():

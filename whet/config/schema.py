@@ -413,6 +413,8 @@ class ExamplesConfig(Section):
     cluster: ClusterConfig = ClusterConfig()
     extra: Values = key({}, "settings of your own code; whet does not read them")
 
+    rollout: ClassVar[None] = None  # nothing is sampled
+
     @property
     def rows_an_example(self) -> int:
         """The number of batch rows that an example has."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from whet.errors import ConfigError, did_you_mean
+from whet.options import is_number
 
 if TYPE_CHECKING:
     from whet.config.schema import DataConfig, ExamplesDataConfig
@@ -119,7 +120,7 @@ def _read_source(key: str, entry: Mapping[str, Any], data: DataConfig | Examples
     path, weight = entry.get("path"), entry.get("weight")
     if not isinstance(path, str):
         raise ConfigError(key, dict(entry), "an entry with path: FILE, FOLDER, HUB or FUNCTION", "add it")
-    if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0):
+    if weight is not None and not (is_number(weight) and weight > 0):
         raise ConfigError(f"{key}: weight of {path}", weight, "a number > 0", "correct it")
     for name in ("filter", "options"):
         if not isinstance(entry.get(name, {}), Mapping):

@@ -182,8 +182,7 @@ def plain_text(
     placeholder tokens, between the tokens that the template puts around them."""
     left, texts = iter(media), list[str]()
     for message in messages:
-        parts = [{"text": message.content}] if isinstance(message.content, str) else message.content
-        for part in parts:
+        for part in message.parts:
             if part.get("type") not in KINDS:
                 texts.append(written(str(part.get("text") or "")))
                 continue
@@ -319,7 +318,7 @@ def _told(messages: Sequence[Message], options: Options, template: str) -> Seque
         fields["tools"] = json.dumps([tool.get("function", tool) for tool in options["tools"]], ensure_ascii=False)
     elif DESCRIBED not in options:
         return messages
-    has_system = bool(messages) and messages[0].role == "system" and isinstance(messages[0].content, str)
+    has_system = bool(messages) and messages[0].role == "system" and messages[0].is_text
     own, rest = (str(messages[0].content), messages[1:]) if has_system else ("", messages)
     text = "\n\n".join(part for part in (own, str(options.get(DESCRIBED, ""))) if part)
     return [Message("system", text, fields), *rest]

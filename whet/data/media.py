@@ -30,6 +30,7 @@ from whet.data.pixels import (
     video_pixels,
 )
 from whet.errors import DataError, StorageError
+from whet.options import as_list, is_number
 from whet.types import Media
 
 Kind = Literal["image", "video", "audio"]
@@ -143,7 +144,7 @@ class MediaReader:
         for name, number in given.items():
             if name in UNREAD:
                 raise DataError(name, number, f"one of {', '.join(OWN_LIMITS)}", "remove it: whet ignores it")
-            if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
+            if not (is_number(number) and number > 0):
                 raise DataError(name, number, "a number above 0")
         if not given:
             return self
@@ -292,7 +293,7 @@ def video(value: Any) -> Media:
 def _unmeasured(kind: Kind, value: Any) -> Media:
     reader = MediaReader(MediaLimits(), None)
     source = reader._source(kind, value)
-    own = source if isinstance(source, tuple) else (source,)
+    own = as_list(source)
     digests = "".join(reader._digest(kind, each) for each in own)
     return Media(kind, digests if len(own) == 1 else hashlib.sha256(digests.encode()).hexdigest(), source)
 
@@ -305,10 +306,8 @@ def has_pixels(media: Media) -> bool:
 def images(media: Media) -> list[Image.Image]:
     """Decodes a media to RGB: one image, or the chosen frames of a video.  Raises: DataError."""
     try:
-        if isinstance(media.source, tuple):
-            return [_decoded(frame) for frame in media.source]
-        if media.kind == "image":
-            return [_decoded(media.source)]
+        if has_pixels(media):
+            return [_decoded(each) for each in media.sources]
         with opened(media.source) as file:
             return video_pixels(file, media.frames)
     except DataError as error:

@@ -77,13 +77,12 @@ def place(
 
 def has_parts(messages: Sequence[Message]) -> bool:
     """Tells whether messages have images or videos as content parts."""
-    contents = [message.content for message in messages if isinstance(message.content, list)]
-    return any(part.get("type") in OBJECTS for parts in contents for part in parts)
+    return any(part.get("type") in OBJECTS for message in messages for part in message.parts)
 
 
 def has_tag(messages: Sequence[Message], kinds: Sequence[Kind]) -> bool:
     """Tells whether the text of a message has a tag such as <image>."""
-    return any(isinstance(each.content, str) and re.search(_tag(kinds), each.content) for each in messages)
+    return any(each.is_text and re.search(_tag(kinds), str(each.content)) for each in messages)
 
 
 def _tag(kinds: Sequence[Kind]) -> str:
@@ -92,12 +91,8 @@ def _tag(kinds: Sequence[Kind]) -> str:
 
 def _parts(message: Message, number: int, kinds: Sequence[Kind]) -> Iterator[dict[str, Any]]:
     """Yields the content parts of a message. The `value` of a media part is its object, or None if it has none."""
-    if isinstance(message.content, str):
-        yield from _split({"type": "text", "text": message.content}, kinds) if message.role != "assistant" else ()
-        return
-    parts = message.content or []
     has_objects = has_parts([message])
-    for part in parts:
+    for part in message.parts:
         form = str(part.get("type"))
         if OBJECTS.get(form) in kinds:
             names = (form, OBJECTS[form], "url", "path", "bytes")

@@ -16,7 +16,7 @@ from itertools import chain
 from statistics import fmean
 from typing import Any
 
-from whet.config.preference import PreferenceDataConfig, ResponsesDataConfig
+from whet.config.preference import ResponsesDataConfig
 from whet.data.chat import as_text, encode_rendered, encode_texts, roles
 from whet.data.prompts import PromptFormat, Row, at_row, find_field, from_row, read_messages
 from whet.data.supervised import SupervisedExample, common_prefix, encode_conversation, encode_response
@@ -130,7 +130,7 @@ def build_comparisons(
     with data.overlong=drop also those over data.max_length. If the first row has a list of `labels`, a reward model
     gets `StepExample`s.  Raises: DataError for a row of another form, for a row that is too long if
     data.overlong=error, and if no row is left."""
-    of_steps = isinstance(data, PreferenceDataConfig) and bool(rows) and isinstance(rows[0].get("labels"), list)
+    of_steps = "margin_key" in data and bool(rows) and isinstance(rows[0].get("labels"), list)
     made: list[Comparison | StepExample] = []
     num_equal = num_long = 0
     for index, row in zip(range(len(rows)) if numbers is None else numbers, rows, strict=True):
@@ -197,7 +197,7 @@ def _steps(row: Row, prompt_format: PromptFormat, data: ResponsesDataConfig) -> 
 
 def _comparison(index: int, row: Row, prompt_format: PromptFormat, data: ResponsesDataConfig) -> Comparison:
     responses, scores = _responses(row, data)
-    margin = _margin(row, data.margin_key) if isinstance(data, PreferenceDataConfig) else None
+    margin = _margin(row, data["margin_key"]) if "margin_key" in data else None
     name = _first(row, [each for each in (data.prompt_key, *PROMPTS) if each not in dict(responses)])
     prompt = None if name is None else _prompt(row, name, prompt_format)
     answers = [_answer(row, *each, prompt_format) for each in responses]

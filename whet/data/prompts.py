@@ -22,6 +22,7 @@ from whet.data.placeholders import FIELDS, Value, check_ids, expanded, has, plac
 from whet.data.written import as_written, row_tools, unwritten, warn_once
 from whet.errors import ConfigError, DataError
 from whet.limits import bounded, cause
+from whet.options import as_list
 from whet.types import Media, Message, Prompt
 
 if TYPE_CHECKING:
@@ -104,12 +105,12 @@ class PromptFormat:
             warn_once("rows have a field `tools`, which the model is not shown: data.apply_chat_template is false")
         if self._template is not None:
             last = messages[-1]
-            if not isinstance(last.content, str):
+            if not last.is_text:
                 found = f"gets a prompt of type {type(last.content).__name__}"
                 raise DataError("data.format_prompt", found, "text", "exclude such rows (data.filter)")
             text = self._template.render({**row, "content": last.content})
             messages[-1] = Message(last.role, text, last.fields)
-        if not self.apply_chat_template and (len(messages) > 1 or not isinstance(messages[0].content, str)):
+        if not self.apply_chat_template and (len(messages) > 1 or not messages[0].is_text):
             found = f"is a list of messages (roles {roles(messages)}), and data.apply_chat_template is false"
             raise DataError("prompt", found, "a text", "correct the row, or set data.apply_chat_template=true")
         return self.with_system_prompt(messages)
@@ -132,9 +133,9 @@ class PromptFormat:
             if has(row, name):
                 raise DataError(f"field {name!r}", "it holds images, videos or audio", expected, change)
         for number, message in enumerate(messages):
-            parts = message.content if isinstance(message.content, list) else []
-            if kinds := [part["type"] for part in parts if any(kind in str(part.get("type")) for kind in KINDS)]:
-                raise DataError(f"message {number}", f"has a part of type {kinds[0]!r}", expected, change)
+            for form in [str(part.get("type")) for part in message.parts]:
+                if any(kind in form for kind in KINDS):
+                    raise DataError(f"message {number}", f"has a part of type {form!r}", expected, change)
 
     def place(self, row: Row, messages: Sequence[Message]) -> tuple[tuple[Message, ...], list[Value]]:
         """Replaces tags in a row's messages by content parts. Returns the messages, and the row's media in order.
@@ -249,7 +250,7 @@ def build_prompts(
     `extra_info` of a prompt has the other fields of the row, updated with the row's `extra_info`. Raises: DataError for
     a missing field, for a row without a ground truth if others have one, and for a prompt that is too long if
     data.overlong_prompts=error."""
-    prompts, used = [], {*_all(data.prompt_key), *_all(data.answer_key or ())}
+    prompts, used = [], {*as_list(data.prompt_key), *as_list(data.answer_key or ())}
     for index, row, messages, token_ids, media in _encoded(rows, prompt_format, data.prompt_key, numbers):
         with at_row(index):
             prompt = Prompt(
@@ -324,14 +325,14 @@ def find_field(row: Row, names: Names, option: str, common: Sequence[str] = ()) 
     """Returns the first of `names` that is a field of the row.
 
     Raises: DataError with the fields of the row, and with `option`, the config key of the field's name."""
-    for name in _all(names):
+    for name in as_list(names):
         if row.get(name) is not None:
             return name
-    near = [key for name in _all(names) for key in difflib.get_close_matches(name, list(row), n=1)]
+    near = [key for name in as_list(names) for key in difflib.get_close_matches(name, list(row), n=1)]
     known = [key for key in (*near, *common) if row.get(key) is not None]
     nearest = f" (perhaps {option}={known[0]})" if known else ""
     found = f"is {'null' if name in row else 'missing'}, and the row has {', '.join(row)}"
-    raise DataError(f"field {' or '.join(_all(names))!r}", found, "", f"set {option}{nearest}")
+    raise DataError(f"field {' or '.join(as_list(names))!r}", found, "", f"set {option}{nearest}")
 
 
 def _encoded(
@@ -392,10 +393,6 @@ def ground_truth(row: Row, answer_key: Names | None) -> Any:
     if isinstance(reward_model, Mapping) and reward_model.get("ground_truth") is not None:
         return reward_model["ground_truth"]
     return row.get("answer")
-
-
-def _all(names: Names) -> Sequence[str]:
-    return [names] if isinstance(names, str) else names
 
 
 def _extra_info(row: Row, used: set[str]) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def _examples(row: Row, prompt_format: PromptFormat, data: SupervisedDataConfig)
     del prompt_format.lost[before:]  # text that is left out of an earlier turn is in the example of that turn
     made = list[SupervisedExample]()
     for number in turns:
-        parts = [part for each in messages[: number + 1] if isinstance(each.content, list) for part in each.content]
+        parts = [part for each in messages[: number + 1] for part in each.parts]
         own = media[: sum(part.get("type") in KINDS for part in parts)]
         made.append(encode_conversation(messages[: number + 1], prompt_format, own, only_last=True))
     del prompt_format.lost[before + 1 :]  # keeps one of each row

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from whet.data.chat import TOOLS, read_arguments, render_chat, template_text
 from whet.errors import DataError
+from whet.options import as_list
 from whet.types import Message
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def row_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
             found = json.loads(found or "[]")
     if not found:
         return None
-    listed = found if isinstance(found, list) else [found]
+    listed = as_list(found)
     named = [each.get("function") or each for each in listed if isinstance(each, Mapping)]
     if len(named) < len(listed) or not all(isinstance(each, Mapping) and each.get("name") for each in named):
         warn_once(

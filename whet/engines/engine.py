@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from whet import devices
 from whet.batch import Batch, blocks_of
+from whet.column_rules import tensors_of
 from whet.config.algorithm_checks import EngineUse, other_kernels
 from whet.devices import HOST
 from whet.engines.micro_batches import micro_batches
@@ -306,8 +307,7 @@ class Engine(ABC):
 
     def to_device(self, part: Columns) -> Columns:
         """Copies a micro-batch's tensors to the device, asynchronously."""
-        tensors = {name: each for name, each in part.items() if isinstance(each, torch.Tensor)}
-        return {**part, **{name: devices.moved(each, self.device) for name, each in tensors.items()}}
+        return {**part, **{name: devices.moved(each, self.device) for name, each in tensors_of(part).items()}}
 
     @abstractmethod
     def _outputs(self, where: Layout, needs: frozenset[str], temperature: float) -> dict[str, torch.Tensor]:

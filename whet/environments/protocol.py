@@ -117,22 +117,23 @@ class SingleTurn:
         return ENDS
 
 
+def _are(values: object, kind: type) -> bool:
+    return isinstance(values, tuple | list) and all(isinstance(each, kind) for each in values)
+
+
 def read_observation(raw: object) -> Observation:
     """Checks an observation and converts its values to plain types.  Raises: EnvError."""
     if not isinstance(raw, Observation):
         raise EnvError("Observation", f"the environment returned {_show(raw)}", "an Observation")
-    if not isinstance(raw.messages, tuple | list):
-        raise _wrong("messages", raw.messages, "a tuple of Message")
+    for name, kind in (("messages", Message), ("media", Media), ("tasks", Task)):
+        if not _are(getattr(raw, name), kind):
+            raise _wrong(name, getattr(raw, name), f"a tuple of {kind.__name__}")
     for index, message in enumerate(raw.messages):
-        if not isinstance(message, Message) or not isinstance(message.role, str):
-            raise _wrong(f"messages[{index}]", message, "a Message with a role")
-        at, parts = f"messages[{index}]", message.content
-        is_list = isinstance(parts, list) and all(isinstance(each, dict) for each in parts)
-        if not isinstance(parts, str) and not is_list:
-            raise _wrong(f"{at}.content", parts, "text or a list of parts (dicts)")
-        _check_names(f"{at}.fields", message.fields)
-    if not isinstance(raw.media, tuple | list) or not all(isinstance(each, Media) for each in raw.media):
-        raise _wrong("media", raw.media, "a tuple of Media")
+        if not isinstance(message.role, str):
+            raise _wrong(f"messages[{index}].role", message.role, "text")
+        if not message.is_text and not _are(message.content, dict):
+            raise _wrong(f"messages[{index}].content", message.content, "text or a list of parts (dicts)")
+        _check_names(f"messages[{index}].fields", message.fields)
     _check_names("fields", raw.fields)
     if raw.context not in ("append", "replace"):
         raise _wrong("context", raw.context, "append or replace")
@@ -143,8 +144,6 @@ def read_observation(raw: object) -> Observation:
     if not isinstance(raw.player, str):
         raise _wrong("player", raw.player, "text")
     _check_names("rewards", raw.rewards)
-    if not isinstance(raw.tasks, tuple | list) or not all(isinstance(each, Task) for each in raw.tasks):
-        raise _wrong("tasks", raw.tasks, "a tuple of Task")
     if raw.tasks and (raw.messages or raw.done or raw.truncated):
         raise _wrong("tasks", raw.tasks, "no tasks together with messages, done or truncated")
     is_plain = type(raw.done) is type(raw.truncated) is type(raw.is_trained) is bool and not raw.rewards

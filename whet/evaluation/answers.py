@@ -92,8 +92,7 @@ def readable(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> Reco
 
 def _shown(media: Media) -> Record:
     """Makes the record of a media: kind, digest, and path (for frames, their paths); None for bytes in memory."""
-    sources = media.source if isinstance(media.source, tuple) else (media.source,)
-    paths = [each if isinstance(each, str) else None for each in sources]
+    paths = [each if isinstance(each, str) else None for each in media.sources]
     source = paths if isinstance(media.source, tuple) else paths[0]
     return {"kind": media.kind, "digest": media.digest, "source": source}
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from whet.column_rules import tensors_of
 from whet.devices import HOST, moved
 from whet.errors import EngineError
 from whet.types import Likeliest, SamplingParams
@@ -222,9 +223,7 @@ class SamplingState:
 
     def rows(self, index: torch.Tensor | slice) -> SamplingState:
         """Selects the values of some requests."""
-        columns: dict[str, Any] = {
-            name: each[index] for name, each in vars(self).items() if isinstance(each, torch.Tensor)
-        }
+        columns: dict[str, Any] = {name: each[index] for name, each in tensors_of(vars(self)).items()}
         constraints = None if self.constraints is None else self.constraints.rows(index)
         return replace(self, **columns, constraints=constraints)
 

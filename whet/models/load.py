@@ -39,6 +39,7 @@ from whet.models.latent import keep_latents
 from whet.models.linear_attention import follow_rows
 from whet.models.lora import HEAD, merge_adapter
 from whet.models.supported import Support, lack_of, set_support
+from whet.options import as_list
 
 log = logging.getLogger(__name__)
 OPTIONS = {"dtype": torch.float32, "experts_implementation": experts.NAME}
@@ -413,8 +414,8 @@ def _check_sizes(path: str, values: dict[str, Any]) -> None:
     for name, value in values.items():
         if isinstance(value, dict):
             _check_sizes(path, value)
-        for size in (value if isinstance(value, list) else [value]) if name in LARGEST and value is not None else []:
-            if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= LARGEST[name]:
+        for size in as_list(value) if name in LARGEST and value is not None else []:
+            if type(size) is not int or not 1 <= size <= LARGEST[name]:
                 expected = f"a whole number from 1 to {LARGEST[name]:,} in its config.json"
                 raise ModelError(f"{path}: {name}", size, expected, "correct it, or fetch the folder again")
 
@@ -442,7 +443,7 @@ def load_generation_config(path: str | Path) -> GenerationConfig | None:
                 raise
             return None
         eos = config.eos_token_id
-        if not all(isinstance(end, int | None) for end in (eos if isinstance(eos, list) else [eos])):
+        if not all(isinstance(end, int | None) for end in as_list(eos)):
             change = "correct the file, or fetch the folder again"
             raise ModelError(f"{path}: generation_config.json: eos_token_id", eos, "whole numbers", change)
     return config
@@ -457,7 +458,7 @@ def stop_token_ids(
     generation = load_generation_config(path)
     if generation is not None:
         eos = generation.eos_token_id
-        found.update(eos if isinstance(eos, list) else [eos])
+        found.update(as_list(eos))
     return tuple(sorted(token for token in found if token is not None))
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from whet.config.schema import DomainConfig, EvalConfig, ModelConfig, RewardConfig, TrainConfig
 from whet.domains import OTHERS, Domains
 from whet.errors import ConfigError, DataError, WhetError, describe
+from whet.options import as_list
 from whet.processes.background import Background
 from whet.processes.user_code import pickle_code
 from whet.registry import REWARDS, Entry
@@ -323,8 +324,7 @@ def checked(
         if (domain := prompt.domain) not in entries:
             own = config.domains.get(domain)
             named = own.function if own is not None else config.function or []
-            names = [named] if isinstance(named, str) else named
-            entries[domain] = [REWARDS[name] for name in names if name and ":" not in name]
+            entries[domain] = [REWARDS[name] for name in as_list(named) if name and ":" not in name]
         for entry in entries[domain]:
             try:
                 entry.check_row(prompt.ground_truth, prompt.extra_info, prompt.data_source)
@@ -352,7 +352,7 @@ def build_scorer(
 ) -> Scorer:
     """Builds the pool of one score function, or the pools of several functions, weighted or by domain. A manager class
     (as in verl) gets the tokenizer of `model`.  Raises: RewardError, RegistryError."""
-    names = [config.function] if isinstance(config.function, str) else list(config.function or [])
+    names = as_list(config.function or [])
     if function is None and not names and not config.domains:
         known = ", ".join(REWARDS.names())
         raise ConfigError("reward.function", None, f"one of {known}, or file.py:function", "set it")

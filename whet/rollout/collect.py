@@ -205,6 +205,4 @@ class TemplateCodec:
 
 def _as_text(message: Message) -> Message:
     """Replaces each image of the message by `[image]`, for text models whose tools return images."""
-    parts = [message.content] if isinstance(message.content, str) else message.content
-    told = [part if isinstance(part, str) else str(part.get("text", f"[{part['type']}]")) for part in parts]
-    return replace(message, content="".join(told))
+    return replace(message, content="".join(str(part.get("text", f"[{part['type']}]")) for part in message.parts))

@@ -415,8 +415,7 @@ class Episode:
 
 def _text(message: Message) -> str:
     """The text of a message, without images and videos."""
-    content = message.content
-    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
+    return "".join(str(part.get("text", "")) for part in message.parts)
 
 
 def joined(first: Completion, rest: Completion) -> Completion:

@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Taken:
-    """The result of `Rollouts.take`: groups and their metrics."""
+    """The groups of a step and their metrics."""
 
     groups: list[Group]
     metrics: Metrics
@@ -83,7 +83,7 @@ class Asked:
 class Rollouts:
     """Samples, scores and filters groups for the loop.
 
-    Produces: `take(n)`, n groups in the order of their admission; fewer if the filter drops too many within its limit
+    Produces: `start(n)`, n groups in the order of their admission; fewer if the filter drops too many within its limit
     of refills. If it drops all, the dropped groups are returned, not trained on, so that the run continues. With
     `max_staleness` above 0, groups are sampled ahead, by a driver in a thread. Consumes: prompts, an engine through the
     collector, a scorer.  Waits: on each of them, within their deadlines. Without a scorer the score is the
@@ -106,7 +106,7 @@ class Rollouts:
         length_stages: Mapping[int, int] | None = None,
         sampling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`batch_size` is the number of groups of each step with `max_staleness`. Without it `take` sets the number."""
+        """`batch_size` is the number of groups of each step with `max_staleness`; without it `start` sets it."""
         self.length_stages = dict(length_stages or {})
         self.collector, self.driver, self.scorer, self.tokenizer = collector, collector.driver, scorer, tokenizer
         self.n, self.params, self.correct_threshold = n, params, correct_threshold
@@ -134,12 +134,9 @@ class Rollouts:
         )
         self._training = Asked(self.flow)
 
-    def take(self, n: int, *, step: int) -> Taken:
-        """Returns `n` groups to train on. `step` is in the keys of their random draws."""
-        return self.start(n, step=step).result()
-
     def start(self, n: int, *, step: int) -> SampledTrajectories[Taken]:
-        """Starts `take`: returns once all trajectories are sampled and, if there is a filter, scored."""
+        """Returns `n` groups to train on, once all trajectories are sampled and, if there is a filter, scored. `step`
+        is in the keys of their random draws."""
         if self.prompts.source is None:
             raise DataError("source of prompts", None, "prompts to sample", "pass prompts to Rollouts, or call sample")
         metrics, flow = Metrics(), self.flow
@@ -302,7 +299,7 @@ class Rollouts:
             self.driver.does = before
 
     def _taken(self, found: HandOut, metrics: Metrics) -> Taken:
-        """Makes the result of `take` and measures its groups: dropped groups if the filter kept none."""
+        """Makes the result of `start` and measures its groups: dropped groups if the filter kept none."""
         count_failures((*found.kept, *found.dropped), metrics, self.spent)
         if self.flow.is_ahead:
             measure_staleness(found, metrics)

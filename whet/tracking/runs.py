@@ -21,6 +21,7 @@ import yaml
 from whet import files
 from whet.config.commands import likely_command
 from whet.errors import DataError
+from whet.options import is_number
 from whet.tracking.tracker import METRIC_FILES, read_records, with_nan
 
 STATE, CONFIG, INPUTS, LOCK = "run.json", "config.yaml", "inputs.json", ".lock"
@@ -73,7 +74,7 @@ class RunFolder:
 
     def curve(self, metric: str) -> tuple[list[float], list[float]]:
         """Returns the steps that have a metric, and its values. Steps with NaN are left out."""
-        points = [(r["step"], x) for r in self.records if isinstance(x := r.get(metric), int | float) and x == x]
+        points = [(r["step"], x) for r in self.records if is_number(x := r.get(metric)) and x == x]
         return [step for step, _ in points], [value for _, value in points]
 
     @property

@@ -18,6 +18,7 @@ from whet.algorithms.preference_losses import pairs_of
 from whet.algorithms.statistics import log_ratio, masked_mean, row_sums
 from whet.algorithms.value_loss import bradley_terry, step_cross_entropy
 from whet.batch import Batch
+from whet.column_rules import tensors_of
 from whet.columns import POLICY_OUTPUTS, VALUE_OUTPUTS
 from whet.config.algorithm_checks import aggregation
 from whet.config.preference import PreferenceConfig
@@ -212,7 +213,7 @@ class PolicyObjective(LossObjective):
 
     def _supplied(self, columns: Columns) -> dict[str, Any]:
         """Returns the keyword arguments that loss functions with verl's signature expect."""
-        tensors = {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
+        tensors = tensors_of(columns)
         return {
             "config": self.supplied,
             "loss_agg_mode": self.aggregation,

@@ -129,7 +129,7 @@ def test_the_hints_are_the_replies_of_the_server(
     config = load_config(TrainConfig, "run.yaml", changes).config
     run = build(config, build_scorer(config.reward))
     try:
-        groups = run.rollouts.take(2, step=1).groups
+        groups = run.rollouts.start(2, step=1).result().groups
         chat = chat_of(run.tokenizer, config.data, config.environment)
         hints = hints_of(run.sources(groups, 1), config.teacher, chat)
     finally:

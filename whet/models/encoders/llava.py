@@ -15,6 +15,7 @@ from transformers.image_processing_utils import select_best_resolution
 from whet.data.media import images
 from whet.models.encoders.base import EncoderOutput, Features, Hidden, PixelLimits, Prepared, Size
 from whet.models.encoders.images import ImageEncoder
+from whet.options import as_list
 from whet.registry import register_encoder
 from whet.types import Media, MediaTokens
 
@@ -82,8 +83,7 @@ class LlavaVision(ImageEncoder):
         """Computes features in one pass of the tower over all tiles and frames, with the model's own functions."""
         tiles = [next(value for name, value in each.items() if "pixel_values" in name) for each in prepared]
         states = body.vision_tower(torch.cat(tiles), output_hidden_states=True, return_dict=True).hidden_states
-        layers = self.config.vision_feature_layer
-        chosen = torch.cat([states[each] for each in ([layers] if isinstance(layers, int) else layers)], -1)
+        chosen = torch.cat([states[each] for each in as_list(self.config.vision_feature_layer)], -1)
         if self.config.vision_feature_select_strategy == "default":
             chosen = chosen[:, 1:]
         found, newline = list[Hidden](), body.image_newline

@@ -16,6 +16,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import get_resize_
 from whet.data.media import images
 from whet.models.encoders.base import EncoderOutput, Features, Hidden, PixelLimits, Prepared, Size
 from whet.models.encoders.images import ImageEncoder
+from whet.options import as_list
 from whet.registry import register_encoder
 from whet.types import Media, MediaTokens
 
@@ -30,8 +31,7 @@ class TiledVision(ImageEncoder):
     @property
     def patches_per_token(self) -> float:
         """The number of patches of a tile, divided by the number of its tokens."""
-        patch = self.config.vision_config.patch_size
-        across = self.side // (patch if isinstance(patch, int) else patch[0])
+        across: int = self.side // as_list(self.config.vision_config.patch_size)[0]
         return across**2 / self.per_tile
 
     @property

@@ -342,8 +342,7 @@ def _plain(value: object) -> object:
 
 def _size(media: Media) -> int:
     """Returns the size of a media in bytes: of its file, or of all frames of a video."""
-    sources = media.source if isinstance(media.source, tuple) else (media.source,)
-    return sum(len(each) if isinstance(each, bytes) else Path(each).stat().st_size for each in sources)
+    return sum(len(each) if isinstance(each, bytes) else Path(each).stat().st_size for each in media.sources)
 
 
 async def _load(make: Make, plan: Plan) -> Found:

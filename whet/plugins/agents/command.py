@@ -132,8 +132,7 @@ def _tell(folder: Path, messages: Sequence[Message], media: Sequence[Media], bef
     """Prints the texts of messages. Writes their pictures to the folder as PNG files, and prints the paths."""
     left = list(media)
     for message in messages:
-        parts = message.content if isinstance(message.content, list) else [{"type": "text", "text": message.content}]
-        for part in parts:
+        for part in message.parts:
             if part.get("type") == "text":
                 if part["text"]:
                     typer.echo(f"{before}{part['text']}")

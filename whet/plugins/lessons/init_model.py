@@ -44,6 +44,7 @@ from whet.models.load import without_weight_bars
 
 logger = logging.getLogger(__name__)
 
+Fields = dict[str, Any]  # of a model's config
 VisionArch = Literal["qwen2_vl", "qwen2.5_vl", "qwen3_vl", "smolvlm"]
 MERGE, TIMES = 2, 2  # patches on a side of a token; frames of a time
 LARGEST = 256  # tokens of an image or a frame
@@ -205,7 +206,7 @@ def _num_rows(num_tokens: int, vocab_size: int | None) -> int:
     return vocab_size
 
 
-def _options(shape: ModelSize, num_rows: int, options: dict[str, Any]) -> dict[str, Any]:
+def _options(shape: ModelSize, num_rows: int, options: Fields) -> Fields:
     num_heads = shape.hidden_size // shape.head_dim
     return {
         "vocab_size": num_rows,
@@ -221,10 +222,10 @@ def _options(shape: ModelSize, num_rows: int, options: dict[str, Any]) -> dict[s
     }
 
 
-def _random_model(arch: TextArch, shape: ModelSize, options: dict[str, Any]) -> PreTrainedModel:
+def _random_model(arch: TextArch, shape: ModelSize, options: Fields) -> PreTrainedModel:
     rope = options["rope_parameters"]
-    head: dict[str, Any] = {"head_dim": shape.head_dim}
-    no_bos: dict[str, Any] = {"bos_token_id": None}
+    head: Fields = {"head_dim": shape.head_dim}
+    no_bos: Fields = {"bos_token_id": None}
     gemma = {
         **head,
         **no_bos,
@@ -237,7 +238,7 @@ def _random_model(arch: TextArch, shape: ModelSize, options: dict[str, Any]) -> 
     latent = {**no_bos, **rank, **sizes, "num_key_value_heads": heads, "first_k_dense_replace": 1, "n_group": 2}
     latent |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "topk_group": 1, "n_shared_experts": 1}
     latent["moe_intermediate_size"] = 3 * shape.hidden_size // 4
-    linear: dict[str, Any] = {
+    linear: Fields = {
         **head,
         "linear_num_key_heads": heads // 2,
         "linear_num_value_heads": heads,
@@ -248,7 +249,7 @@ def _random_model(arch: TextArch, shape: ModelSize, options: dict[str, Any]) -> 
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * shape.hidden_size // 4}
     two_ropes = {"full_attention": rope, "sliding_attention": {**rope, "rope_theta": 10_000.0}}
     # The special features of each architecture are kept: windows, caps, norms, fused and partly rotated projections.
-    kinds: dict[TextArch, tuple[str, dict[str, Any]]] = {
+    kinds: dict[TextArch, tuple[str, Fields]] = {
         "qwen2.5": ("qwen2", {}),
         "qwen3": ("qwen3", head),
         "qwen3_moe": ("qwen3_moe", {**head, **experts, "norm_topk_prob": True}),
@@ -329,7 +330,7 @@ def with_media(template: str, arch: VisionArch) -> str:
 
 
 def vision_model(
-    arch: VisionArch, text: dict[str, Any], tokenizer: PreTrainedTokenizerBase, head_dim: int, patch_size: int
+    arch: VisionArch, text: Fields, tokenizer: PreTrainedTokenizerBase, head_dim: int, patch_size: int
 ) -> PreTrainedModel:
     """Returns a vision model with random weights. Its tower has the text model's depth and heads, and 3/4 its width."""
     hidden, layers, heads = text["hidden_size"], text["num_hidden_layers"], text["num_attention_heads"]
@@ -346,7 +347,7 @@ def vision_model(
     gated = {"hidden_size": width, "intermediate_size": 2 * width, "out_hidden_size": hidden}
     window = {"window_size": 4 * patch_size * MERGE, "fullatt_block_indexes": [layers - 1], "tokens_per_second": 2}
     deep = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
-    classes: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    classes: dict[str, tuple[Any, Any, Fields]] = {
         "qwen2_vl": (
             Qwen2VLForConditionalGeneration,
             Qwen2VLConfig,
@@ -363,7 +364,7 @@ def vision_model(
     return cast(PreTrainedModel, model(made))
 
 
-def _smolvlm(text: dict[str, Any], tokenizer: PreTrainedTokenizerBase, width: int, patch_size: int) -> PreTrainedModel:
+def _smolvlm(text: Fields, tokenizer: PreTrainedTokenizerBase, width: int, patch_size: int) -> PreTrainedModel:
     tower = {
         "hidden_size": width,
         "intermediate_size": 2 * width,
@@ -389,7 +390,7 @@ def save_processor(out: Path, arch: VisionArch, patch_size: int) -> None:
         (out / "processor_config.json").write_text(json.dumps(tokens, indent=2) + "\n")
         return
     token = (patch_size * MERGE) ** 2
-    sizes: dict[str, Any] = {"patch_size": patch_size, "merge_size": MERGE, "temporal_patch_size": TIMES}
+    sizes: Fields = {"patch_size": patch_size, "merge_size": MERGE, "temporal_patch_size": TIMES}
     size = {"shortest_edge": token, "longest_edge": LARGEST * token}
     processor = Qwen2VLImageProcessorPil(**sizes, size=size)
     processor.save_pretrained(out)

@@ -17,6 +17,7 @@ from whet.config.load import load_config, value_lines
 from whet.config.schema import TrainConfig
 from whet.config.section import Section, Values, field_at, is_free, is_known, leaf_fields
 from whet.errors import ConfigError
+from whet.options import as_list
 from whet.plugins.migration import convert_units
 from whet.plugins.migration.convert_units import Key, place
 from whet.plugins.migration.foreign import UNSET, KeyRow, tables, trainer_of
@@ -266,8 +267,7 @@ class Conversion:
     def _unmet(self, row: KeyRow) -> str | None:
         for key, wanted in row.when.items():
             value = self.value(key)
-            allowed = wanted if isinstance(wanted, list) else [wanted]
-            met = bool(value) if wanted == "set" else not value if wanted == "unset" else value in allowed
+            met = bool(value) if wanted == "set" else not value if wanted == "unset" else value in as_list(wanted)
             if not met:
                 return f"{key} is {value if value is not None else 'not set'}"
         return None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from whet.config.schema import TrainConfig
 from whet.config.section import leaf_fields
 from whet.errors import ConfigError
+from whet.options import as_list
 from whet.plugins.migration.foreign import KeyRow
 from whet.plugins.migration.foreign_python import calculated
 
@@ -101,7 +102,7 @@ def ratio(of: Conversion, key: Key) -> Unit:
 
 def one_word(of: Conversion, key: Key) -> Unit:
     """Translates a value, or the only item of a list, by the row's `values`."""
-    [word] = key.value if isinstance(key.value, list) else [key.value]
+    [word] = as_list(key.value)
     yield key.ours[0], key.row.values[word]
 
 
@@ -253,7 +254,7 @@ def function_path(of: Conversion, key: Key) -> Unit:
 
 def functions(of: Conversion, key: Key) -> Unit:
     """Keeps functions of the script, written PATH:NAME; for other functions the report asks the user to set the key."""
-    names = [key.value] if isinstance(key.value, str) else [str(each) for each in key.value]
+    names = [str(each) for each in as_list(key.value)]
     if others := [name for name in names if ":" not in name]:
         of.result.check.append(f"{key.name}={', '.join(others)}: set {key.ours[0]} ({key.row.remark})")
     yield key.ours[0], [name for name in names if ":" in name]
@@ -262,7 +263,7 @@ def functions(of: Conversion, key: Key) -> Unit:
 def roll_environment(of: Conversion, key: Key) -> Unit:
     """Converts ROLL's environment of the first training tag; the report asks the user to set the options."""
     tags = of.given.get("train_env_manager.tags") or [""]
-    used = list(dict.fromkeys(tags if isinstance(tags, list) else [tags]))
+    used = list(dict.fromkeys(as_list(tags)))
     below = f"{key.name}.{used[0]}."
     of_tag = {name.removeprefix(below): each for name, each in key.value.items() if name.startswith(below)}
     name = key.row.values.get(of_tag.get("env_type"))
@@ -329,7 +330,7 @@ def trl_weight(of: Conversion, key: Key) -> Unit:
 
 def trl_rewards(of: Conversion, key: Key) -> Unit:
     """Converts reward functions of trl.rewards, or MODULE.NAME. TRL's length penalty becomes `algorithm.overlong`."""
-    names = [key.value] if isinstance(key.value, str) else [str(each) for each in key.value]
+    names = [str(each) for each in as_list(key.value)]
     weights, kept = of.result.values.get("reward.weights") or [1.0] * len(names), dict[str, Any]()
     for name, weight in zip(names, weights, strict=False):
         made, _, options = name.partition("(")

@@ -16,6 +16,7 @@ import yaml
 
 from whet.config.section import Section, is_known
 from whet.errors import ConfigError
+from whet.options import as_list
 from whet.registry import register_part
 
 TABLES = sorted(Path(__file__).parent.glob("foreign_keys*.yaml"))
@@ -92,7 +93,7 @@ def tables() -> tuple[Table, ...]:
 
 def _row(row: Mapping[str, Any]) -> KeyRow:
     lists = {name: row.get(name, []) for name in ("theirs", "ours")}
-    return KeyRow(**{**row, **{name: tuple([keys] if isinstance(keys, str) else keys) for name, keys in lists.items()}})
+    return KeyRow(**{**row, **{name: tuple(as_list(keys)) for name, keys in lists.items()}})
 
 
 def trainer_of(system: str, program: str, keys: Mapping[str, object]) -> tuple[str, bool]:

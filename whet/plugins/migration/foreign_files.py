@@ -22,6 +22,7 @@ from whet.config.compose import MAX_BYTES, check_document, flatten
 from whet.config.section import Values
 from whet.errors import ConfigError
 from whet.limits import bounded, cause
+from whet.options import as_list
 from whet.plugins.migration.foreign import tables
 from whet.plugins.migration.foreign_python import Budget, TooMuch, arguments_of_calls, attributes_of_configs
 from whet.plugins.migration.foreign_shell import Launch, Shell, Undecided, is_argument, start_of
@@ -185,7 +186,7 @@ def _of_yaml(file: Path, depth: int = 0) -> Written:
     if not isinstance(found, dict):
         raise ValueError(f"a {type(found).__name__} instead of keys with values")
     values, unread, entries = Values(), list[str](), found.get("defaults") or []
-    for entry in entries if isinstance(entries, list) else [entries]:
+    for entry in as_list(entries):
         below, note = _default(entry, file.parent, depth)
         values |= below
         unread += note
@@ -366,6 +367,6 @@ def _arguments(words: Iterable[str], system: str) -> Written:
             written.values[name.lstrip("+~")], flag = scalar(value), ""
         elif flag and not re.match(r"-[a-zA-Z]", word):
             before = written.values.get(flag, True)
-            listed = before if isinstance(before, list) else [] if before is True else [before]
+            listed = [] if before is True else as_list(before)
             written.values[flag] = [*listed, scalar(word.rstrip(","))] if listed else scalar(word.rstrip(","))
     return written

@@ -15,7 +15,7 @@ import torch
 
 from whet import column_rules as rules, keyed, serialization
 from whet.batch import Batch
-from whet.column_rules import Names, ObjectArray, RowIndex
+from whet.column_rules import Names, ObjectArray, RowIndex, tensors_of
 from whet.errors import DataError
 from whet.serialization import pack_tensor, unpack_tensor
 
@@ -100,8 +100,8 @@ class DataProto(Batch):
         auto_padding: bool = False,
     ) -> Self:
         """Makes a batch from one dict that has both tensor and object columns."""
-        tensors = {name: column for name, column in data.items() if isinstance(column, torch.Tensor)}
-        objects = {name: column for name, column in data.items() if not isinstance(column, torch.Tensor)}
+        tensors = tensors_of(data)
+        objects: Any = {name: column for name, column in data.items() if name not in tensors}
         return cls.from_dict(tensors, objects, meta_info, auto_padding=auto_padding)
 
     @classmethod
@@ -115,7 +115,7 @@ class DataProto(Batch):
         from tensordict import NonTensorData, NonTensorStack
 
         values = dict(tensor_dict.items())
-        columns = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        columns = tensors_of(values)
         objects = {name: value.tolist() for name, value in values.items() if isinstance(value, NonTensorStack)}
         of_batch = {name: value.data for name, value in values.items() if isinstance(value, NonTensorData)}
         if other := sorted(values.keys() - {*columns, *objects, *of_batch}):

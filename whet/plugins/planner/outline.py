@@ -32,6 +32,7 @@ from whet.models.outputs import ForwardSettings, outputs_of
 from whet.models.packing import Layout, layout
 from whet.models.positions import position_ids
 from whet.models.supported import support_of
+from whet.options import as_list
 from whet.plugins.planner.first import COMPILED, PLAIN, Kept, is_compiled
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in configs of models
@@ -331,7 +332,7 @@ def _as_if_on_cpu(model: nn.Module, mode: FakeTensorMode) -> None:
 def inner_size(model: Any) -> int:
     """Returns the inner size of a layer's MLP; the largest if layers differ."""
     size = model.to_dict().get("intermediate_size") or 4 * model.hidden_size
-    return int(max(size) if isinstance(size, list) else size)
+    return int(max(as_list(size)))
 
 
 def tokens_of(rows: Sequence[RowLength], forward: ForwardSettings) -> int:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 
 from whet.config.cluster import PoolConfig
-from whet.config.schema import RunConfig, TrainConfig
+from whet.config.schema import RunConfig
 from whet.engines.mesh import FORMER
 from whet.errors import ConfigError
 from whet.plugins.planner.first import bytes_of, changed, host_bytes, mesh_of, section_of
@@ -142,7 +142,7 @@ def _pools(config: RunConfig, gpus: int, devices: int) -> dict[str, PoolConfig] 
             continue
         here, rest = divmod(pool.processes * pool.num_devices * gpus, config.cluster.devices)
         each = min(1, pool.devices)
-        if isinstance(config, TrainConfig) and pool.roles == ["rollout"] and each == 1:
+        if config.rollout is not None and pool.roles == ["rollout"] and each == 1:
             each, is_asked = devices, True
         if rest or not here or here % max(1, each):
             return None

@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import Any, Literal
 
 from whet.errors import ConfigError
-from whet.options import Number, Share
+from whet.options import Number, Share, is_number
 from whet.plugins.scores.short_answers import extract_answer
 from whet.registry import register_reward
 from whet.rewards.gsm8k import last_number
@@ -210,7 +210,7 @@ def _box(found: object) -> Box | None:
         return None
     corners, score = found.get("bbox_2d", found.get("bbox")), found.get("score", 1.0)
     numbers = [*corners, score] if isinstance(corners, list | tuple) else []
-    if len(numbers) != 5 or not all(isinstance(each, int | float) and abs(each) < 1e9 for each in numbers):
+    if len(numbers) != 5 or not all(is_number(each) and abs(each) < 1e9 for each in numbers):
         return None
     return str(found.get("label", "")).strip().casefold(), corners, score
 

@@ -15,6 +15,7 @@ import numpy as np
 from whet.errors import DataError, WhetError, WorkerError
 from whet.guard import RefusedError
 from whet.keyed import key
+from whet.options import as_list
 from whet.plugins.serving.app import ServeSettings
 from whet.plugins.serving.bodies import ApiError, BodyReader, Raw
 from whet.plugins.serving.engine_thread import EngineThread
@@ -96,7 +97,7 @@ class Sampling:
             raise DataError("prompt", "has an image or audio", "text, which this server samples from")
         prompt = [token for chunk in chunks for token in chunk["tokens"]]
         if (stop := given.pop("stop", None)) is not None:
-            words, reader = [stop] if isinstance(stop, str) else list(stop), replace(reader, stop_ids=())
+            words, reader = as_list(stop), replace(reader, stop_ids=())
             given["stop"] = [each for each in words if isinstance(each, str)]
             given["stop_token_ids"] = [each for each in words if not isinstance(each, str)]
         room, most = max(1, self._models.context - len(prompt)), given.get("max_tokens")
