@@ -342,10 +342,15 @@ def test_a_cached_reference_has_all_responses(
     frozen = {"loss": "plackett_luce", "trainer.total_steps": 1, "trainer.run_dir": str(tmp_path / "frozen")}
     check_same(train_preference(preference_config(**frozen), data=lists), cached)
     saved = serialization.load(tmp_path / "kept")
-    parts = zip(saved["keys"], saved["lengths"], saved["log_probs"].split(saved["lengths"]), strict=True)
+    keys = [[digest, int(number)] for digest, number in map(str.split, saved.pop("rows").splitlines())]
+    lengths = saved["lengths"].tolist()
+    earlier = {**saved, "keys": keys, "lengths": lengths}  # as earlier versions wrote it
+    serialization.save(tmp_path / "kept", earlier)
+    check_same(cached, go("plackett_luce", "of an earlier version"))
+    parts = zip(keys, lengths, saved["log_probs"].split(lengths), strict=True)
     left = [(where, length, values) for where, length, values in parts if where[1] != 1]
-    saved |= {"keys": [each[0] for each in left], "lengths": [each[1] for each in left]}
-    serialization.save(tmp_path / "kept", {**saved, "log_probs": torch.cat([each[2] for each in left])})
+    earlier |= {"keys": [each[0] for each in left], "lengths": [each[1] for each in left]}
+    serialization.save(tmp_path / "kept", {**earlier, "log_probs": torch.cat([each[2] for each in left])})
     with raises(StorageError, str(tmp_path / "kept"), found=re.compile(rf"\b{len(lists)}\b")):
         go("plackett_luce", "again")
 

@@ -67,11 +67,8 @@ def place(
     for kind in kinds:
         if num_tags[kind] != num_given[kind]:
             places = f"(the tag <{kind}>, or a part of type {kind!r} without an object)"
-            key, expected = (
-                f"number of {FIELDS[kind][0]}",
-                f"{num_tags[kind]}, the places for them in its text {places}",
-            )
-            raise DataError(key, num_given[kind], expected, f"correct the {owner}")
+            expected = f"{num_tags[kind]}, the places for them in its text {places}"
+            raise DataError(f"number of {FIELDS[kind][0]}", num_given[kind], expected, f"correct the {owner}")
     return tuple(placed), found
 
 

@@ -20,6 +20,16 @@ constexpr int GROUPS = 8;  // of keys: a row has at most GROUPS * WIDTH
 
 inline int64_t whole(int64_t count) { return (count + WIDTH - 1) / WIDTH * WIDTH; }
 
+template <class T>
+inline void widen(const T* from, int64_t dim, float* to) {
+  for (int64_t d = 0; d < dim; d += WIDTH) store(to + d, load_up_to(from + d, dim - d));
+}
+
+template <class T>
+inline void narrow(const float* from, int64_t dim, T* to) {
+  for (int64_t d = 0; d < dim; d += WIDTH) store_up_to(to + d, load(from + d), dim - d);
+}
+
 struct Sizes {
   int64_t heads, kv_heads, dim, value_dim;
   float scale;
@@ -32,37 +42,42 @@ struct Rows {
   const int64_t* prompts;  // the tokens of shared prompts, row after row
 };
 
-// One key head of a row in float32: keys and values by token, and by dimension with the tokens in groups.
+// One key head of a row in float32: keys and values by token, and by dimension with the tokens in groups. Only the
+// gradients read values by dimension.
 struct Row {
   int64_t shared, own, count, stride;  // keys of the shared prompt, own tokens, all keys, and these in whole groups
   std::vector<float> keys, values, key_columns, value_columns;
 
   template <class T>
   static void read(const T* from, const Rows& rows, int64_t row, int64_t heads, int64_t head, int64_t dim,
-                   int64_t stride, std::vector<float>& by_token, std::vector<float>& by_dimension) {
+                   std::vector<float>& by_token) {
     const int64_t shared = rows.shared[row + 1] - rows.shared[row], own = rows.own[row + 1] - rows.own[row];
     const int64_t width = whole(dim);
-    by_token.assign((shared + own) * width, 0.0f);
-    by_dimension.assign(dim * stride, 0.0f);
+    by_token.resize((shared + own) * width);
     for (int64_t j = 0; j < shared + own; ++j) {
       const int64_t token = j < shared ? rows.prompts[rows.shared[row] + j] : rows.own[row] + j - shared;
-      const T* at = from + (token * heads + head) * dim;
-      for (int64_t d = 0; d < dim; d += WIDTH) {
-        const int64_t some = std::min(WIDTH, dim - d);
-        store(&by_token[j * width + d], some == WIDTH ? load(at + d) : load_some(at + d, some));
-      }
-      for (int64_t d = 0; d < dim; ++d) by_dimension[d * stride + j] = by_token[j * width + d];
+      widen(from + (token * heads + head) * dim, dim, &by_token[j * width]);
     }
   }
 
+  void turn(const std::vector<float>& by_token, int64_t dim, std::vector<float>& by_dimension) const {
+    const int64_t width = whole(dim);
+    by_dimension.assign(dim * stride, 0.0f);
+    for (int64_t d = 0; d < dim; ++d)
+      for (int64_t j = 0; j < count; ++j) by_dimension[d * stride + j] = by_token[j * width + d];
+  }
+
   template <class T>
-  void read(const T* key, const T* value, const Rows& rows, int64_t row, int64_t head, const Sizes& sizes) {
+  void read(const T* key, const T* value, const Rows& rows, int64_t row, int64_t head, const Sizes& sizes,
+            bool for_gradients) {
     shared = rows.shared[row + 1] - rows.shared[row];
     own = rows.own[row + 1] - rows.own[row];
     count = shared + own;
     stride = whole(count);
-    read(key, rows, row, sizes.kv_heads, head, sizes.dim, stride, keys, key_columns);
-    read(value, rows, row, sizes.kv_heads, head, sizes.value_dim, stride, values, value_columns);
+    read(key, rows, row, sizes.kv_heads, head, sizes.dim, keys);
+    read(value, rows, row, sizes.kv_heads, head, sizes.value_dim, values);
+    turn(keys, sizes.dim, key_columns);
+    if (for_gradients) turn(values, sizes.value_dim, value_columns);
   }
 
   // 1 for the keys that the row's query with this number reads, as a mask for the group of keys `group`.
@@ -75,13 +90,21 @@ struct Row {
   }
 };
 
-// out[j] = sum over d of x[d] columns[d][j], for `groups` groups of j.
-inline void times(const float* x, const float* columns, int64_t dim, int64_t stride, int64_t groups, floats* out) {
-  for (int64_t group = 0; group < groups; ++group) out[group] = floats{};
+// out[j] = sum over d of x[d] columns[d][j], for groups of j whose number is known to the compiler: the sums stay in
+// registers.
+template <int64_t groups>
+inline void times_groups(const float* x, const float* columns, int64_t dim, int64_t stride, floats* out) {
+  floats sums[groups] = {};
   for (int64_t d = 0; d < dim; ++d) {
     const floats factor = floats{} + x[d];
-    for (int64_t group = 0; group < groups; ++group) out[group] += factor * load(columns + d * stride + group * WIDTH);
+    for (int64_t group = 0; group < groups; ++group) sums[group] += factor * load(columns + d * stride + group * WIDTH);
   }
+  for (int64_t group = 0; group < groups; ++group) out[group] = sums[group];
+}
+
+inline void times(const float* x, const float* columns, int64_t dim, int64_t stride, int64_t groups, floats* out) {
+  for (; groups > 2; groups -= 2, columns += 2 * WIDTH, out += 2) times_groups<2>(x, columns, dim, stride, out);
+  groups == 2 ? times_groups<2>(x, columns, dim, stride, out) : times_groups<1>(x, columns, dim, stride, out);
 }
 
 // out[d] += sum over j of x[j] rows[j][d].
@@ -101,31 +124,20 @@ inline void add_product(const float* x, const float* y, int64_t count, int64_t w
   }
 }
 
-template <class T>
-inline void widen(const T* from, int64_t dim, float* to) {
-  for (int64_t d = 0; d < dim; d += WIDTH)
-    store(to + d, dim - d >= WIDTH ? load(from + d) : load_some(from + d, dim - d));
+// The halves of x are joined until one number is left.
+template <class Join>
+inline float joined(const floats& x, const Join& join) {
+  float left[WIDTH];
+  store(left, x);
+  for (int64_t half = WIDTH / 2; half > 0; half /= 2)
+    for (int64_t i = 0; i < half; ++i) left[i] = join(left[i], left[i + half]);
+  return left[0];
 }
-
-template <class T>
-inline void narrow(const float* from, int64_t dim, T* to) {
-  for (int64_t d = 0; d < dim; d += WIDTH) {
-    if (dim - d >= WIDTH)
-      store(to + d, load(from + d));
-    else
-      store_some(to + d, load(from + d), dim - d);
-  }
-}
-
 inline float greatest(const floats& x) {
-  float most = x[0];
-  for (int64_t i = 1; i < WIDTH; ++i) most = std::max(most, x[i]);
-  return most;
+  return joined(x, [](float one, float other) { return one > other ? one : other; });
 }
 inline float sum_of(const floats& x) {
-  float sum = 0;
-  for (int64_t i = 0; i < WIDTH; ++i) sum += x[i];
-  return sum;
+  return joined(x, [](float one, float other) { return one + other; });
 }
 
 template <class T>
@@ -142,7 +154,7 @@ void forward(const T* query, const T* key, const T* value, T* out, float* log_su
     for (int64_t task = 0; task < count * sizes.kv_heads; ++task) {
       const int64_t number = task / sizes.kv_heads, kv_head = task % sizes.kv_heads;
       if (rows.own[number + 1] == rows.own[number]) continue;
-      row.read(key, value, rows, number, kv_head, sizes);
+      row.read(key, value, rows, number, kv_head, sizes, false);
       for (int64_t i = 0; i < row.own; ++i) {
         const int64_t visible = row.shared + i + 1, groups = whole(visible) / WIDTH;
         for (int64_t head = kv_head * per_key; head < (kv_head + 1) * per_key; ++head) {
@@ -190,7 +202,7 @@ void backward(const T* grad, const T* query, const T* key, const T* value, const
     for (int64_t task = 0; task < count * sizes.kv_heads; ++task) {
       const int64_t number = task / sizes.kv_heads, kv_head = task % sizes.kv_heads;
       if (rows.own[number + 1] == rows.own[number]) continue;
-      row.read(key, value, rows, number, kv_head, sizes);
+      row.read(key, value, rows, number, kv_head, sizes, true);
       of_keys.assign(row.count * width, 0.0f);
       of_values.assign(row.count * value_width, 0.0f);
       for (int64_t i = 0; i < row.own; ++i) {

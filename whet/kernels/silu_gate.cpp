@@ -11,13 +11,6 @@ namespace {
 constexpr int64_t CHUNK = 4096;  // numbers that a thread takes at a time
 constexpr int64_t FEW = 16384;   // numbers that one thread does sooner than two
 
-inline floats rounded_to(const float*, floats x) { return x; }
-inline floats rounded_to(const bfloat16*, floats x) {
-  bfloat16 narrow[WIDTH];
-  store(narrow, x);
-  return load(narrow);
-}
-
 inline floats sigmoid(floats x) { return 1.0f / (1.0f + exponential(-x)); }
 
 // Calls compute(at) for every whole group of numbers, and compute_rest(at, count) for the numbers after the last one.
@@ -33,24 +26,24 @@ inline void for_groups(int64_t count, const Group& compute, const Rest& compute_
 }
 
 template <class T>
-inline floats gated(const T* as, floats gate, floats up) {
-  return rounded_to(as, gate * sigmoid(gate)) * up;
+inline floats gated(floats gate, floats up) {
+  return rounded<T>(gate * sigmoid(gate)) * up;
 }
 
 template <class T>
 void forward(const T* gate, const T* up, T* out, int64_t count) {
   for_groups(
-      count, [&](int64_t at) { store(out + at, gated(gate, load(gate + at), load(up + at))); },
+      count, [&](int64_t at) { store(out + at, gated<T>(load(gate + at), load(up + at))); },
       [&](int64_t at, int64_t rest) {
-        store_some(out + at, gated(gate, load_some(gate + at, rest), load_some(up + at, rest)), rest);
+        store_some(out + at, gated<T>(load_some(gate + at, rest), load_some(up + at, rest)), rest);
       });
 }
 
 // With s = sigmoid(gate): d gate = grad up s (1 + gate (1 - s)), d up = silu(gate) grad.
 template <class T>
-inline floats of_gate(const T* as, floats grad, floats gate, floats up) {
+inline floats of_gate(floats grad, floats gate, floats up) {
   const floats s = sigmoid(gate);
-  return rounded_to(as, grad * up) * s * (1.0f + gate * (1.0f - s));
+  return rounded<T>(grad * up) * s * (1.0f + gate * (1.0f - s));
 }
 
 template <class T>
@@ -59,13 +52,13 @@ void backward(const T* grad, const T* gate, const T* up, T* grad_gate, T* grad_u
       count,
       [&](int64_t at) {
         const floats own = load(grad + at), g = load(gate + at);
-        store(grad_gate + at, of_gate(gate, own, g, load(up + at)));
-        store(grad_up + at, gated(gate, g, own));
+        store(grad_gate + at, of_gate<T>(own, g, load(up + at)));
+        store(grad_up + at, gated<T>(g, own));
       },
       [&](int64_t at, int64_t rest) {
         const floats own = load_some(grad + at, rest), g = load_some(gate + at, rest);
-        store_some(grad_gate + at, of_gate(gate, own, g, load_some(up + at, rest)), rest);
-        store_some(grad_up + at, gated(gate, g, own), rest);
+        store_some(grad_gate + at, of_gate<T>(own, g, load_some(up + at, rest)), rest);
+        store_some(grad_up + at, gated<T>(g, own), rest);
       });
 }
 

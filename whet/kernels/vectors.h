@@ -48,12 +48,21 @@ inline floats load(const bfloat16* from) {
   return reinterpret_cast<floats>(__builtin_convertvector(bits, words) << 16);
 }
 
-inline void store(float* to, floats x) { std::memcpy(to, &x, sizeof(x)); }
-inline void store(bfloat16* to, floats x) {  // to nearest, ties to even; what is not a number stays none
+// Rounded to the numbers of a type, to nearest, ties to even; what is not a number stays none.
+template <class T>
+inline floats rounded(floats x);
+template <>
+inline floats rounded<float>(floats x) { return x; }
+template <>
+inline floats rounded<bfloat16>(floats x) {
   const words wide = reinterpret_cast<words>(x), even = (wide >> 16) & 1;
-  const words rounded = ((wide + 0x7fff + even) >> 16) & 0xffff;
-  const words bits = x == x ? rounded : words{} + 0x7fc0;
-  const halves narrow = __builtin_convertvector(bits, halves);
+  const words bits = x == x ? (wide + 0x7fff + even) & ~0xffff : words{} + 0x7fc00000;
+  return reinterpret_cast<floats>(bits);
+}
+
+inline void store(float* to, floats x) { std::memcpy(to, &x, sizeof(x)); }
+inline void store(bfloat16* to, floats x) {
+  const halves narrow = __builtin_convertvector(reinterpret_cast<words>(rounded<bfloat16>(x)) >> 16, halves);
   std::memcpy(to, &narrow, sizeof(narrow));
 }
 
@@ -69,6 +78,16 @@ inline void store_some(T* to, floats x, int64_t count) {
   T whole[WIDTH];
   store(whole, x);
   std::memcpy(to, whole, count * sizeof(T));
+}
+
+// A whole group, or the numbers before an end that is `left` away.
+template <class T>
+inline floats load_up_to(const T* from, int64_t left) {
+  return left >= WIDTH ? load(from) : load_some(from, left);
+}
+template <class T>
+inline void store_up_to(T* to, floats x, int64_t left) {
+  left >= WIDTH ? store(to, x) : store_some(to, x, left);
 }
 
 // exp(x) as 2^n exp(r), |r| <= ln(2) / 2, with exp(r) by its Taylor polynomial: within 2 units in the last place.

@@ -39,8 +39,9 @@ class ReferenceCache:
         try:
             saved = serialization.load(path)
             found = {str(name): str(digest) for name, digest in saved["inputs"].items()}
-            keys = [(str(digest), int(number)) for digest, number in saved["keys"]]
-            cache = cls(found, keys, [*map(operator.index, saved["lengths"])], saved["log_probs"])
+            pairs = map(str.split, saved["rows"].splitlines()) if "rows" in saved else saved["keys"]
+            keys, lengths = [(str(one), int(other)) for one, other in pairs], torch.as_tensor(saved["lengths"])
+            cache = cls(found, keys, [*map(operator.index, lengths.tolist())], saved["log_probs"])
         except (*serialization.MALFORMED, OSError) as error:
             raise StorageError(str(path), f"cannot be read ({error!r})", "a file of this run", "delete it") from error
         for name, digest in inputs.items():
@@ -64,8 +65,8 @@ class ReferenceCache:
             lengths += [size for size, (_, _, number) in zip(sizes, rows, strict=True) if number is not None]
         cache = cls(inputs, keys, lengths, torch.cat(values))
         path.parent.mkdir(parents=True, exist_ok=True)
-        named = {"inputs": dict(inputs), "keys": [*map(list, keys)], "lengths": lengths, "log_probs": cache._values}
-        serialization.save(path, named)
+        written = {"rows": "\n".join(f"{digest} {number}" for digest, number in keys), "lengths": torch.tensor(lengths)}
+        serialization.save(path, {"inputs": dict(inputs), **written, "log_probs": cache._values})
         log.info("wrote the reference's log-probs of %d responses to %s", len(cache._places), path)
         return cache
 

@@ -31,8 +31,7 @@ class TiledVision(ImageEncoder):
     @property
     def patches_per_token(self) -> float:
         """The number of patches of a tile, divided by the number of its tokens."""
-        across: int = self.side // as_list(self.config.vision_config.patch_size)[0]
-        return across**2 / self.per_tile
+        return int(self.side // as_list(self.config.vision_config.patch_size)[0]) ** 2 / self.per_tile
 
     @property
     def forbidden(self) -> tuple[int, ...]:
