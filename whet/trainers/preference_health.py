@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from statistics import fmean, stdev
+from statistics import fmean
+
+import numpy as np
 
 Numbers = tuple[float, ...]  # of a warning; empty: no warning
 History = Sequence[Mapping[str, float]]  # records of a run's steps
@@ -33,7 +35,7 @@ def accuracy(history: History) -> Numbers:
     """Returns the accuracies where the better response is the longer one, and elsewhere."""
     rows = _recent(history, "accuracy_longer", "accuracy_shorter", most=4 * RECENT)
     gaps = [longer - shorter for longer, shorter in rows]
-    return _means(rows) if abs(fmean(gaps)) > max(GAP, ERRORS * stdev(gaps) / len(gaps) ** 0.5) else ()
+    return _means(rows) if abs(fmean(gaps)) > max(GAP, ERRORS * np.std(gaps, ddof=1) / len(gaps) ** 0.5) else ()
 
 
 def margin(history: History) -> Numbers:
