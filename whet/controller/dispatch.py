@@ -111,11 +111,10 @@ def plan_call(
     return CallPlan(by_rank, lambda results: [results[rank] for rank in ranks])
 
 
-def whole_call(mode: Dispatch, arguments: Arguments, caller: str, block: int | str) -> CallPlan | None:
+def whole_call(mode: Dispatch, arguments: Arguments, caller: str) -> CallPlan | None:
     """Plans a call on a single rank, without splitting or gathering. Returns None if `plan_call` must plan it."""
     sizes = {len(each) for each in (*arguments.args, *arguments.kwargs.values()) if isinstance(each, (Batch, list))}
-    in_blocks = isinstance(block, str) or (block > 0 and not any(size % block for size in sizes))
-    if mode is not Dispatch.DP_COMPUTE or len(sizes) != 1 or not in_blocks:
+    if mode is not Dispatch.DP_COMPUTE or len(sizes) != 1:
         return None
     return CallPlan({0: arguments}, lambda results: _one_result_per_row(results[0], range(*sizes), caller))
 

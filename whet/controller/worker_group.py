@@ -134,7 +134,7 @@ class WorkerGroup:
             raise WorkerError(caller, "not registered", registered, did_you_mean(method, self._methods))
         mode, arguments = self._methods[method], Arguments(args, kwargs)
         block = block or next((each.block for each in args if isinstance(each, Objective)), 1)
-        plan = whole_call(mode, arguments, caller, block) if self.world_size == 1 else None
+        plan = whole_call(mode, arguments, caller) if self.world_size == block == 1 else None
         return self._send(method, plan or plan_call(mode, self._layouts, arguments, caller, block))
 
     def start_on(self, rank: int, method: str, *args: Any) -> PendingCall:

@@ -135,8 +135,7 @@ class Rollouts:
         self._training = Asked(self.flow)
 
     def start(self, n: int, *, step: int) -> SampledTrajectories[Taken]:
-        """Returns `n` groups to train on, once all trajectories are sampled and, if there is a filter, scored. `step`
-        is in the keys of their random draws."""
+        """Samples `n` groups for `step`; returns once they are sampled and, if there is a filter, scored."""
         if self.prompts.source is None:
             raise DataError("source of prompts", None, "prompts to sample", "pass prompts to Rollouts, or call sample")
         metrics, flow = Metrics(), self.flow
