@@ -228,7 +228,7 @@ def _join_rows(parts: Sequence[tuple[Any, Sequence[int]]], caller: str) -> Any:
 
 def _one_result_per_row(result: Any, shard: Sequence[int], caller: str) -> Any:
     """Returns the result.  Raises: WorkerError unless each of its columns has one row for each row of the shard."""
-    for each in result if isinstance(result, tuple) else (result,):
+    for each in result if isinstance(result, tuple) else [result]:
         columns = each if isinstance(each, dict) else {"rows": each} if isinstance(each, (Batch, list)) else {}
         sizes = {name: len(column) for name, column in columns.items()}
         if any(size != len(shard) for size in sizes.values()):

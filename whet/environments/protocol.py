@@ -125,13 +125,13 @@ def read_observation(raw: object) -> Observation:
     """Checks an observation and converts its values to plain types.  Raises: EnvError."""
     if not isinstance(raw, Observation):
         raise EnvError("Observation", f"the environment returned {_show(raw)}", "an Observation")
-    for name, kind in (("messages", Message), ("media", Media), ("tasks", Task)):
+    for name, kind, each in (("messages", object, "Message"), ("media", Media, "Media"), ("tasks", Task, "Task")):
         if not _are(getattr(raw, name), kind):
-            raise _wrong(name, getattr(raw, name), f"a tuple of {kind.__name__}")
+            raise _wrong(name, getattr(raw, name), f"a tuple of {each}")
     for index, message in enumerate(raw.messages):
-        if not isinstance(message.role, str):
-            raise _wrong(f"messages[{index}].role", message.role, "text")
-        if not message.is_text and not _are(message.content, dict):
+        if not isinstance(message, Message) or not isinstance(message.role, str):
+            raise _wrong(f"messages[{index}]", message, "a Message with a role")
+        if not message.is_text and (isinstance(message.content, tuple) or not _are(message.content, dict)):
             raise _wrong(f"messages[{index}].content", message.content, "text or a list of parts (dicts)")
         _check_names(f"messages[{index}].fields", message.fields)
     _check_names("fields", raw.fields)
