@@ -66,7 +66,7 @@ def problems(config: schema.Section, given: Collection[str] = ()) -> list[Config
 def check_context(config: schema.WholeConfig, max_position_embeddings: int) -> None:
     """Checks that prompt and response fit into the context length of the model.  Raises: ConfigError."""
     most = f"at most {max_position_embeddings}, the positions of the model"
-    if config.rollout is None:
+    if isinstance(config, schema.ExamplesConfig):
         if (length := config.data.max_length) > max_position_embeddings:
             raise ConfigError("data.max_length", length, most, f"lower it to {max_position_embeddings}")
         return

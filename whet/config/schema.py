@@ -373,6 +373,7 @@ class TrainConfig(Section):
     extra: Values = key({}, "settings of your own code; whet does not read them")
 
     command: ClassVar[str] = "train"
+    trains_on: ClassVar[Literal["prompts"]] = "prompts"
 
 
 class ExamplesDataConfig(MediaRowsConfig):
@@ -413,7 +414,7 @@ class ExamplesConfig(Section):
     cluster: ClusterConfig = ClusterConfig()
     extra: Values = key({}, "settings of your own code; whet does not read them")
 
-    rollout: ClassVar[None] = None  # nothing is sampled
+    trains_on: ClassVar[Literal["examples"]] = "examples"
 
     @property
     def rows_an_example(self) -> int:

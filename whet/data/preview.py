@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet import files
-from whet.config.schema import GenerateConfig, RunConfig, WholeConfig
+from whet.config.schema import ExamplesConfig, GenerateConfig, RunConfig, WholeConfig
 from whet.data.load import TRAIN, VAL, EntryCounts, Loaded, load_items
 from whet.data.loader import OrderLoader, run_steps
 from whet.data.media import images
@@ -72,7 +72,7 @@ def preview(
 ) -> Preview:
     """Reads the data of a config and chooses rows: the first ones; the row with number `index`; or with `drawn` the
     first ones in the order of the run."""
-    is_supervised = config.rollout is None
+    is_supervised = isinstance(config, ExamplesConfig)
     trains, data, with_answers = "trainer" in config, config.data, True
     key = TRAIN if trains and not validation else VAL
     where, seed = {} if trains and validation else data.filter, (config["trainer"] if trains else config)["seed"]
@@ -168,7 +168,7 @@ def histogram(lengths: Sequence[int], bins: int = 10) -> list[tuple[int, int, in
 
 def _drawn(config: RunConfig, loaded: Loaded[Any], seed: int, count: int) -> list[tuple[int, Item]]:
     """Returns the first `count` items in the order of the run, with their numbers."""
-    if config.rollout is None:
+    if isinstance(config, ExamplesConfig):
         order = order_of(loaded, seed=seed, shuffle=config.data.shuffle)
         numbered = _numbered(loaded.items)
         return OrderLoader(numbered, seed=seed, shuffle=config.data.shuffle, order=order).take(count)

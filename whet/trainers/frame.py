@@ -256,7 +256,7 @@ class Frame:
     def _weights(self) -> dict[str, str | None]:
         """The model that the run started from, and the dtype of the weights in validation."""
         config, model = self.config, self.config.model
-        dtype = (config.rollout.dtype or model.dtype) if config.rollout is not None else "float32"
+        dtype = (config.rollout.dtype or model.dtype) if config.trains_on == "prompts" else "float32"
         return {"start": None if model.lora.path else str(self._model_path), "dtype": dtype}
 
     def save(self) -> Path:

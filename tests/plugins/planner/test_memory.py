@@ -59,6 +59,19 @@ def test_a_mini_batch_is_whole_prompts_of_one_process(train_config: MakeConfig) 
     assert [(row.prompt, row.prompt_tokens, row.response_tokens) for row in rows] == [(1, 16, 6)] * 4
 
 
+@pytest.mark.filterwarnings("error")
+def test_examples_may_have_a_section_rollout(model_folder: Path) -> None:
+    """A trainer of one's own may sample beside its examples; its rows are planned as those of any other."""
+
+    class Samples(SFTConfig):
+        rollout: RolloutConfig = RolloutConfig()
+
+    words = [f"model.path={model_folder}", "data.train_batch_size=8"]
+    plain, samples = (load_config(each, None, words, given={"data"}).config for each in (SFTConfig, Samples))
+    rows = [mini_batch(each, "actor", Lengths((3, 5), 0)) for each in (plain, samples)]
+    assert rows[0] == rows[1] and sum(row.tokens for row in rows[1]) == 4 * (3 + 5)
+
+
 def test_blocks_of_the_cache_by_hand(train_config: MakeConfig, model_folder: Path) -> None:
     """A prompt of 20 and an answer of 6 fill two blocks: the first is shared by 4 answers, the second is each one's
     own, and the prompt has its own copy of it. For 4 prompts 4 x (2 + 4) blocks."""

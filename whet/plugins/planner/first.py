@@ -160,9 +160,9 @@ def _bytes_of_pool(config: RunConfig, shape: Mapping[str, float], on_device: boo
         else:
             held += weights * item / shards + 2 * words * narrow
             beside[role] = gathered + logits
-    samples = config.rollout is not None and config.cluster.pool_of("rollout") == pool
+    samples = config.trains_on == "prompts" and config.cluster.pool_of("rollout") == pool
     copy, cache, logits = _sampling(config, shape, item, narrow) if samples else (0.0, 0.0, 0.0)
-    turns = config.rollout is not None and config.rollout.free_cache_engine
+    turns = config.trains_on == "prompts" and config.rollout.free_cache_engine
     for role, others in beside.items():
         own, _ = section_of(config, role)
         hidden, inner, layers = (shapes[role][name] for name in ("hidden", "inner", "layers"))
@@ -211,7 +211,7 @@ def _gathered(shape: Mapping[str, float], mesh: Mesh, item: int) -> float:
 
 def _sampling(config: RunConfig, shape: Mapping[str, float], item: int, narrow: bool) -> tuple[float, float, float]:
     """Returns the bytes of the rollout's own weights, of its KV cache, and of its logits."""
-    assert config.rollout is not None
+    assert config.trains_on == "prompts"
     engine, sampled = config.rollout.engine, {"float32": 4, "bfloat16": 2}.get(config.rollout.dtype, item)
     given = (
         ROLLOUT_ENGINES[engine.name].resolve_options(engine.options, "rollout.engine.options").get("kv_cache_bytes")
@@ -228,7 +228,7 @@ def _sampling(config: RunConfig, shape: Mapping[str, float], item: int, narrow: 
 def _tokens(config: RunConfig, role: str) -> int:
     """Returns the tokens of a mini-batch in one process, if all rows reach their length limit."""
     processes = config.cluster.processes_of(role)
-    if config.rollout is None:
+    if config.trains_on == "examples":
         return -(-config.data.train_batch_size * config.rows_an_example // processes) * config.data.max_length
     data = config.data
     prompts = config[role].mini_batch_size or data.train_batch_size
@@ -238,7 +238,7 @@ def _tokens(config: RunConfig, role: str) -> int:
 
 def section_of(config: RunConfig, role: str) -> tuple[ExamplesConfig | ActorConfig, str]:
     """Returns the config section with a role's engine and optimizer, and the prefix of the section's keys."""
-    return (config, "") if config.rollout is None else (config[role], f"{role}.")
+    return (config, "") if config.trains_on == "examples" else (config[role], f"{role}.")
 
 
 def changed(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
@@ -260,7 +260,7 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, object]]:
             yield f"{prefix}optim.state_dtype", "int8"
     if role.engine.name == "single" and config.cluster.processes_of("actor") > 1:
         yield f"{prefix}engine.name", "fsdp"
-    if config.rollout is not None and not config.rollout.free_cache_engine:
+    if config.trains_on == "prompts" and not config.rollout.free_cache_engine:
         yield "rollout.free_cache_engine", True
 
 

@@ -140,7 +140,7 @@ def upper_bound(setup: Setup) -> int:
         total += 2 * FLOAT32 * tokens * shape.num_hidden_layers * states
         chunk = min(setup.roles[name].forward.chunk_tokens, tokens)
         total += shape.vocab_size * (24 * chunk + 3 * FLOAT32 * shape.hidden_size)
-    if config.rollout is not None:
+    if config.trains_on == "prompts":
         model = outlines_of(setup)["actor"]
         planned = estimate.rollout_bytes(config, model.config, setup.lengths)
         cache = planned.written if setup.device is None else planned.cache
@@ -188,7 +188,7 @@ def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, object]]:
     for name in setup.objectives:
         role, prefix = section_of(config, name)
         allowed = max(row.tokens for row in estimate.mini_batch(config, name, setup.lengths))
-        if config.rollout is not None:
+        if config.trains_on == "prompts":
             allowed = max(allowed, config.data.max_prompt_length + config.data.max_response_length)
         tokens, optim = sizes.get(name, 0), role.optim
         found += [
@@ -196,7 +196,7 @@ def _candidates(setup: Setup, room: Room) -> dict[str, dict[str, object]]:
             (role.engine.logits_chunk_tokens > 128, f"{prefix}engine.logits_chunk_tokens", 128),
             ((optim.name, optim.state_dtype) == ("adamw", "float32"), f"{prefix}optim.state_dtype", "bfloat16"),
         ]
-    if config.rollout is not None:
+    if config.trains_on == "prompts":
         rows = config.rollout.max_batch_size
         planned = estimate.rollout_bytes(config, outlines_of(setup)["actor"].config, setup.lengths)
         found += [

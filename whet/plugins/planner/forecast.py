@@ -136,7 +136,7 @@ def forecast_of(config: RunConfig, device_gib: float | None = None, host_gib: fl
         notes.append(f"times of the earlier run in {run_dir} are not used: its values of {', '.join(unlike)} differ")
     if response is not None:
         notes.append(f"responses have {response:.0f} tokens, as in the last steps of {run_dir}")
-    elif config.rollout is not None:
+    elif config.trains_on == "prompts":
         longest = config.data.max_response_length
         notes.append(f"all responses reach data.max_response_length={longest} tokens: shorter ones need less time")
     counts = None
@@ -155,7 +155,7 @@ def forecast_of(config: RunConfig, device_gib: float | None = None, host_gib: fl
 def row_lengths(config: RunConfig) -> tuple[list[int], str, float]:
     """Returns the lengths of prompts or examples in tokens (empty if the data cannot be read), a note about them, and
     the fraction of their tokens in images and videos (1.0 if unknown; for vision models only)."""
-    limit = config.data.max_length if config.rollout is None else config.data.max_prompt_length
+    limit = config.data.max_length if config.trains_on == "examples" else config.data.max_prompt_length
     if not config.data.train_files:
         return [], f"data.train_files is empty: the plan assumes {limit} tokens in every row, the limit", 1.0
     try:
@@ -164,7 +164,7 @@ def row_lengths(config: RunConfig) -> tuple[list[int], str, float]:
         note = f"the data cannot be read here ({error}): the plan assumes {limit} tokens in every row, the limit"
         return [], note, 1.0
     lengths, of_media = [tokens for tokens, _ in rows], sum(media for _, media in rows)
-    what = "examples" if config.rollout is None else "prompts"
+    what = "examples" if config.trains_on == "examples" else "prompts"
     note = f"{len(lengths)} {what} of {fmean(lengths):.0f} tokens on average, the longest has {max(lengths)}"
     if of_media:
         note += f"; {of_media / len(lengths):.0f} are of images and videos"
@@ -217,7 +217,7 @@ def introduce(setup: Setup, counts: Counts) -> None:
         if setup.device is None and not has_server(setup.config):  # the speed of others is not measured
             speed = plan_speed(setup, rates=measure(setup, QUICK_SECONDS), num_val=counts.val)
             seconds = speed.whole(setup.config.trainer, counts.likely or counts.steps, counts.first_step)
-            longest = "" if setup.config.rollout is None else " if all responses reach their length limit"
+            longest = "" if setup.config.trains_on == "examples" else " if all responses reach their length limit"
             end = f" to its likely end at step {counts.likely}" if counts.likely else ""
             lines.append(f"estimated total time: {duration(seconds)}{end}{longest} (accurate to a factor of two)")
     except ModelError as error:  # loading the model will raise it again
@@ -245,7 +245,7 @@ def data_line(setup: Setup, counts: Counts) -> str:
     """Returns a line with the size of the data and the number of steps."""
     config = setup.config
     what, each = "examples", ""
-    if config.rollout is not None:
+    if config.trains_on == "prompts":
         what, each = "prompts", f" x {config.rollout.n} responses"
     held_out = f", {counts.val:,} to validate on" if counts.val else ""
     done = f", {counts.first_step} done" if counts.first_step else ""

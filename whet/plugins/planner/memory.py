@@ -108,7 +108,7 @@ def device_of(setup: Setup, pool: str) -> FreeMemory | None:
 
 def has_server(config: RunConfig) -> bool:
     """Tells whether an inference server generates responses, instead of a module in a rollout process."""
-    if config.rollout is None:
+    if config.trains_on == "examples":
         return False
     return not isinstance(ROLLOUT_ENGINES[config.rollout.engine.name].load(), SharesModule)
 
@@ -147,7 +147,7 @@ def plan_memory(setup: Setup, pool: str | None = None) -> Memory:
     trained = [name for name in setup.objectives if name in outlines]
     sizes = {name: _keep_update(kept, setup, name, outlines[name]) for name in trained}
     untouched = 0 if planned is None or setup.device is not None else planned.cache - planned.written
-    if config.rollout is not None and "actor" in trained:
+    if config.trains_on == "prompts" and "actor" in trained:
         updates = [f"{name} update" for name in trained]
         kept.keep("batch columns", column_bytes(config, setup.lengths, outlines_of(setup)), updates, on_host=True)
     checkpoint = sum(outlines_of(setup)[name].checkpoint_bytes for name in setup.objectives)
@@ -159,14 +159,14 @@ def _at_rest(setup: Setup, pool: str) -> tuple[_Kept, RolloutBytes | None]:
     """Counts the bytes of a pool's process by phase, without model passes.  Returns them, and the rollout's plan."""
     config, cluster = setup.config, setup.config.cluster
     outlines = {name: each for name, each in outlines_of(setup).items() if cluster.pool_of(name) == pool}
-    samples = config.rollout is not None and cluster.pool_of("rollout") == pool
+    samples = config.trains_on == "prompts" and cluster.pool_of("rollout") == pool
     updates = tuple(f"{name} update" for name in setup.objectives if name in outlines)
     phases = (*(("rollout",) if samples else ()), *updates) or ("columns",)
-    turns = config.rollout is not None and samples and config.rollout.free_cache_engine
+    turns = config.trains_on == "prompts" and samples and config.rollout.free_cache_engine
     kept = _Kept(phases, setup.device is not None)
     for name, model in outlines.items():
         _keep_role(kept, setup, name, model, away=("rollout",) if turns and setup.device is not None else ())
-    if config.rollout is not None and config.rollout.engine.options.get("weight_delta") is True:
+    if config.trains_on == "prompts" and config.rollout.engine.options.get("weight_delta") is True:
         size = outlines_of(setup)["actor"].num_weights * ITEM_BYTES[config.rollout.dtype]
         if samples or "actor" in outlines:  # one of the actor's ranks on each node sends
             ranks = Counter(slot.node for slot in cluster.slots() if slot.pool.name == pool)
@@ -212,7 +212,7 @@ def cache_room(setup: Setup) -> CacheRoom | None:
     """Returns the room for the KV cache beside the other tensors of its process on an accelerator; None on a host, and
     for a cache of fixed size. It uses formulas, as a traced plan would delay the start of a run."""
     config = setup.config
-    if config.rollout is None or setup.device is None:
+    if config.trains_on == "examples" or setup.device is None:
         return None
     engine = ROLLOUT_ENGINES[config.rollout.engine.name]
     if engine.resolve_options(config.rollout.engine.options, "options").get("kv_cache_bytes") != "auto":
@@ -264,7 +264,7 @@ def _keep_update(kept: _Kept, setup: Setup, name: str, model: Outline) -> int:
 def _keep_rollout(kept: _Kept, setup: Setup, turns: bool) -> RolloutBytes:
     """Counts the memory of sampling: a copy of the weights, the KV cache, the logits of a decode step."""
     config, model = setup.config, outlines_of(setup)["actor"]
-    assert config.rollout is not None
+    assert config.trains_on == "prompts"
     others = [phase for phase in kept.phases if phase != "rollout"]
     planned = rollout_bytes(config, model.config, setup.lengths)
     devices = config.cluster.replica_devices(config.rollout.engine.options)
@@ -286,7 +286,7 @@ def _samples_from_the_actor(setup: Setup) -> bool:
     """Tells whether the rollout samples from the actor's own module. This needs an engine that can share the module,
     one pool and dtype for both, and no adapter."""
     config = setup.config
-    if config.rollout is None or config.cluster.pool_of("rollout") != config.cluster.pool_of("actor"):
+    if config.trains_on == "examples" or config.cluster.pool_of("rollout") != config.cluster.pool_of("actor"):
         return False
     if has_server(config):
         return False
@@ -330,7 +330,7 @@ def _micro_batches(setup: Setup, name: str) -> list[list[RowLength]]:
 
 def mini_batch(config: RunConfig, name: str, lengths: Lengths, row_ranks: int = 1) -> list[RowLength]:
     """Returns the rows of an optimizer step in one process, or in `row_ranks` processes that share these rows."""
-    if config.rollout is None:
+    if config.trains_on == "examples":
         count = -(-config.data.train_batch_size * row_ranks // config.cluster.processes_of("actor"))
         rows = [RowLength(index, 1, tokens - 1) for index, tokens in enumerate(lengths.spread(count), 1)]
         return [row for row in rows for _ in range(config.rows_an_example)]

@@ -16,7 +16,7 @@ from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSE
 def trained_models(config: RunConfig) -> dict[str, str]:
     """Returns the paths of the trained models by role."""
     found = {"actor": str(config.model.path)}
-    if config.rollout is not None and uses_critic(config.algorithm):
+    if config.trains_on == "prompts" and uses_critic(config.algorithm):
         found["critic"] = str(config.critic.model_path or config.model.path)
     return found
 
@@ -71,7 +71,7 @@ def _with_reads(names: Iterable[str]) -> Iterator[str]:
 
 def engine_of(config: RunConfig, role: str) -> tuple[EngineConfig, str]:
     """Returns a role's training engine, and the config key of the engine's options. Teachers have that of `ref`."""
-    if config.rollout is None:
+    if config.trains_on == "examples":
         return config.engine, "engine.options"
     section = "ref" if role.startswith("teacher:") else role
     return config[section].engine, f"{section}.engine.options"

@@ -142,7 +142,7 @@ def _pools(config: RunConfig, gpus: int, devices: int) -> dict[str, PoolConfig] 
             continue
         here, rest = divmod(pool.processes * pool.num_devices * gpus, config.cluster.devices)
         each = min(1, pool.devices)
-        if config.rollout is not None and pool.roles == ["rollout"] and each == 1:
+        if config.trains_on == "prompts" and pool.roles == ["rollout"] and each == 1:
             each, is_asked = devices, True
         if rest or not here or here % max(1, each):
             return None

@@ -62,7 +62,7 @@ def plan_speed(
     response = setup.lengths.response if response_length is None else response_length
     if rates is None:
         rates = measure(setup)
-    if config.rollout is None:
+    if config.trains_on == "examples":
         rows = mini_batch(config, "actor", setup.lengths)
         seconds = {"update": _update(outlines["actor"], rows, rates)}
         held_out = [RowLength(number, 1, tokens - 1) for number, tokens in enumerate(setup.lengths.spread(num_val))]
@@ -163,7 +163,7 @@ def measure(setup: Setup, seconds: float = MEASURE_SECONDS) -> Rates:
     config, model = setup.config, outlines_of(setup)["actor"].config
     train = getattr(torch, config.model.dtype)
     decode, together = train, 64
-    if config.rollout is not None:
+    if config.trains_on == "prompts":
         decode, together = getattr(torch, config.rollout.dtype), decoded_together(config)
     size = min(model.hidden_size, LARGEST_MATRIX), min(inner_size(model), LARGEST_MATRIX)
     tokens = min(setup.roles["actor"].micro_batch_tokens(outlines_of(setup)["actor"].device_type), 2048)
