@@ -61,7 +61,7 @@ def test_a_mini_batch_is_whole_prompts_of_one_process(train_config: MakeConfig) 
 
 @pytest.mark.filterwarnings("error")
 def test_examples_may_have_a_section_rollout(model_folder: Path) -> None:
-    """A trainer of one's own may sample beside its examples; its rows are planned as those of any other."""
+    """A trainer of one's own may sample beside its examples; its rows are planned as if it did not."""
 
     class Samples(SFTConfig):
         rollout: RolloutConfig = RolloutConfig()
