@@ -24,9 +24,9 @@ TITLE = "Preferences against TRL"
 NOTE = """\
 A pair is a problem of the quickstart with its right answer and a wrong one that the SFT model sampled. TRL trains to
 its end; its learning rate (of three) and beta (of three) are the pair by which it ends best with the first seed in
-float32. Then whet trains from the same model, on the same pairs with the same loss, learning rate, beta, AdamW, batch
-and dtype, until it answers as many of the held-out problems right (greedily) as TRL's model did at its end. The clock
-stands still while they are answered, every 10 steps. whet computes the reference's log-probs in one pass over all pairs
+float32. Then whet trains from the same model with the same loss, learning rate, beta, AdamW and dtype, on the same
+batches in the same order, until it answers as many of the held-out problems right (greedily) as TRL's model did at its
+end. The clock stands still while they are answered, every 10 steps. whet computes the reference's log-probs in one pass over all pairs
 before its first step (`reference.mode=cached`), and the clock runs; TRL computes them in every step, its default. The
 bound is half of TRL's time, by the median of the ratios. TRL may have reached its final accuracy before its end: the
 last column compares with that moment. whet may take twice as many steps; a ratio is 0 where it does not reach the
@@ -131,6 +131,7 @@ def prepare(setting: Setting, seed: int, batch_size: int) -> Path:
         {"prompt": train[index]["prompt"], "chosen": train[index]["answer"], "rejected": text}
         for index, text in sorted(wrong.items())
     ]
+    del pairs[len(pairs) // batch_size * batch_size :]  # whole batches, so that every epoch has the same ones
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     _write_labelled(folder, pairs, batch_size)
     log.info("preference: seed %d has %d pairs", seed, len(pairs))

@@ -48,6 +48,7 @@ def arguments(settings: dict[str, Any]) -> Any:
         lr_scheduler_type="constant",
         adam_beta2=settings["betas"][1],
         max_length=settings["max_length"],
+        train_sampling_strategy="sequential",
         per_device_train_batch_size=settings["batch_size"] * rows,
     )
 

@@ -63,6 +63,7 @@ def overrides(settings: dict[str, Any]) -> dict[str, Any]:
         "data.apply_chat_template": False,
         "data.train_batch_size": settings["batch_size"],
         "data.max_length": settings["max_length"],
+        "data.shuffle": False,
         "loss": settings["loss"],
         "loss_options.beta": settings["beta"],
         "reference.mode": "cached",

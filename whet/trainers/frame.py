@@ -154,6 +154,8 @@ class Frame:
         """Resumes from the checkpoint, if there is one. Otherwise starts from the initial weights.
 
         Raises: CheckpointError if the checkpoint belongs to another model."""
+        gc.collect()
+        gc.freeze()  # until the run ends: see `_frozen_objects`
         folder = self.opened.found
         try:
             if folder is not None:
@@ -293,6 +295,7 @@ class Frame:
         """Ends workers and trackers, then unlocks the folder. An error in one part does not keep others open."""
         with ExitStack() as stack:
             stack.callback(self.opened.close)
+            stack.callback(gc.unfreeze)
             if self.uploads is not None:
                 stack.callback(self.uploads.close)
             for tracker in (self.timings_file, self.metrics_file, self.trackers):

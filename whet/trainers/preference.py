@@ -38,6 +38,7 @@ from whet.trainers.reference_cache import BatchRows, Key, ReferenceCache, digest
 from whet.trainers.sft import Callbacks, ExamplesRun, Rows, padded, train_on_examples
 
 log = logging.getLogger(__name__)
+CACHED_AT_ONCE = 256  # comparisons, in a pass of the reference
 COLUMNS = (
     ConsoleColumn("loss", ("preference/loss",), ".4f"),
     ConsoleColumn("accuracy", ("preference/accuracy",), ".3f"),
@@ -167,16 +168,16 @@ class PreferenceRun(ExamplesRun):
     def _reference(self, rows: BatchRows, batch: Batch | None = None) -> Tensor:
         """Returns log-probs under the reference: from the file if there is one, else by role `ref`, else by the policy
         before its first step.   [B, R]"""
-        batch = batch_of(rows, self.pad_token_id, "label") if batch is None else batch
         if self.cached is not None:
-            return self.cached.column(rows, batch["response_mask"].shape[1])
+            return self.cached.column(rows)
+        batch = batch_of(rows, self.pad_token_id, "label") if batch is None else batch
         log_probs: Tensor = self.roles.get("ref", self.roles["actor"]).forward(batch, ("log_probs",))["log_probs"]
         return log_probs
 
     def _cache(self) -> ReferenceCache:
         """Opens the file of the reference's log-probs. Computes it first if it is missing.  Raises: StorageError."""
         path = Path(self.config.reference.file or self.run_dir / "reference.safetensors")
-        size, examples = self.config.data.train_batch_size, [*self.examples, *self.val_examples]
+        examples = [*self.examples, *self.val_examples]
         inputs = {**self.reference_inputs, "rows": digest_of_all(examples), "dtype": str(self.config.model.dtype)}
         rows = rows_of(examples, self.config.of, self.config.data.list_size)
         if "ref" in self.roles or self.step == 0:  # else the policy has been trained
@@ -186,13 +187,9 @@ class PreferenceRun(ExamplesRun):
             raise StorageError(str(path), "is missing", f"the file that the run made before step {self.step}", change)
         if path.exists():
             return ReferenceCache.load(path, inputs, [*rows, *self._others(rows)])
-        state = self.loader.state()
-        self.loader.load_state({"epoch": 0, "index": 0})  # batches of the first epoch, for a frozen reference's bits
-        order = [*self.loader.take(len(self.examples)), *range(len(self.examples))]
-        self.loader.load_state(state)
-        train = list({(each := self.examples[index]).digest: each for index in order}.values())
-        parts = [self.val_examples, *(train[start : start + size] for start in range(0, len(train), size))]
-        whole = (rows_of(part, "label", 1) for part in parts if part)  # all responses, also for losses that read others
+        each = list({each.digest: each for each in examples}.values())
+        parts = (each[start : start + CACHED_AT_ONCE] for start in range(0, len(each), CACHED_AT_ONCE))
+        whole = (rows_of(part, "label", 1) for part in parts)  # all responses, also for losses that read others
         with phase("log-probs of the reference"):
             return ReferenceCache.make(path, inputs, ([*each, *self._others(each)] for each in whole), self._reference)
 

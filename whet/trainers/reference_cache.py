@@ -70,11 +70,12 @@ class ReferenceCache:
         log.info("wrote the reference's log-probs of %d responses to %s", len(cache._places), path)
         return cache
 
-    def column(self, rows: BatchRows, width: int) -> Tensor:
-        """Returns the log-probs of these rows, padded to `width`; 0 in empty rows.   [B, R]"""
+    def column(self, rows: BatchRows) -> Tensor:
+        """Returns the log-probs of these rows, padded to the longest response; 0 in empty rows.   [B, R]"""
         places = [(0, 0) if number is None else self._places[each.digest, number] for _, each, number in rows]
         starts, lengths = torch.tensor(places).view(-1, 2, 1).unbind(1)
-        at, found = torch.arange(width), torch.zeros(len(rows), width)
+        at = torch.arange(int(lengths.max()))
+        found = torch.zeros(len(rows), len(at))
         is_real = at < lengths
         found[is_real] = self._values[(starts + at)[is_real]]
         return found
