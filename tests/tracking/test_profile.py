@@ -97,6 +97,9 @@ def test_memory_and_cores_of_this_process_and_of_those_below_it(monkeypatch: pyt
     assert second["system/driver/memory_gib"] > 0.25 and held[0] == 1
     assert 0.125 < second["system/workers/memory_gib"] < 0.25
     assert spent > 0.3 and second["system/workers/cpu_cores"] == pytest.approx(spent, abs=0.05)
+    now = 103.0 + profile.LEAST_SECONDS / 2
+    assert meter.measure() == second
+    now = 104.0
     assert "system/workers/memory_gib" not in meter.measure()
 
 

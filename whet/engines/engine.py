@@ -179,14 +179,11 @@ class Engine(ABC):
         for number, rows in enumerate(passes, start=1):
             part = rows_of(columns, rows)
             outputs = self.outputs(part, routing.needs if routing else objective.needs, objective.temperature)
+            loss = self._loss_of(outputs, part if rows else None, objective, counts, metrics)
             if rows:
-                loss, measured = objective.loss(outputs, self.to_device(part), counts)
-                metrics.merge(measured)
                 if routing is not None:
                     loss = loss + routing.loss(outputs, self.to_device(part), metrics)
                 total = total + loss.detach()
-            else:
-                loss = 0.0 * torch.stack([value.sum() for value in outputs.values()]).sum()
             with span("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
                 self._keep_gradients()
@@ -198,7 +195,7 @@ class Engine(ABC):
     def _loss_of(
         self, outputs: Columns, part: Columns | None, objective: Objective, counts: Columns, metrics: Metrics
     ) -> torch.Tensor:
-        """Returns the loss of a pipeline's micro-batch, and records metrics. Without rows, loss and gradient are 0."""
+        """Returns the loss of a micro-batch, and records metrics. Without rows, loss and gradient are 0."""
         if part is None:
             return 0.0 * torch.stack([value.sum() for value in outputs.values()]).sum()
         loss, measured = objective.loss(outputs, self.to_device(part), counts)
@@ -335,7 +332,7 @@ class Engine(ABC):
         counted = columns["response_mask"].bool().any(1)
         lengths = (columns["attention_mask"].sum(1) * counted).tolist()
         settings, prompts = self.forward_settings, None
-        if settings.packing and settings.share_prompts:
+        if settings.packing and settings.share_prompts and sum(lengths) > self.max_tokens_per_micro_batch:
             prompt_width = columns["input_ids"].shape[1] - columns["response_mask"].shape[1]
             prompt_lengths = columns["attention_mask"][:, :prompt_width].sum(1)
             prompts = list(zip(same_prompt(columns).tolist(), prompt_lengths.tolist(), strict=True))

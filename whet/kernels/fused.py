@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces a model's RMS norms and gated MLPs by versions that keep fewer tensors for the backward pass, and its linear
-layers by layers with a kernel of whet.
+"""Replaces a model's RMS norms and gated MLPs by versions that keep fewer tensors for the backward pass, its linear
+layers by layers with a kernel of whet, and the function for rotary positions.
 
 A module is replaced only if its replacement computes the same: its submodules must have the expected names, and small
-copies of both with random weights (the model's weights may not be loaded yet) must give the same results."""
+copies of both with random weights (the model's weights may not be loaded yet) must give the same results. The function
+for rotary positions must give the same bits."""
 
 from __future__ import annotations
 
 import copy
 import ctypes
-from functools import cache
+import sys
+from collections.abc import Callable
+from functools import cache, wraps
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +26,8 @@ from whet.kernels.linear import PLAIN, FastLinear
 TOLERANCE = 1e-5  # relative, in float32
 WIDTH = 8  # of the copies for the comparison
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+ROTATION = "apply_rotary_pos_emb"  # the function for rotary positions, in each file of transformers with such a model
+Rotation = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class GatedMLP(nn.Module):
@@ -49,6 +55,10 @@ def fuse(model: nn.Module) -> int:
             if other is not None and _same(module):
                 setattr(parent, name, other.train(module.training))
                 replaced += 1
+    for place in {sys.modules.get(type(module).__module__) for module in model.modules()} - {None}:
+        rotation: Rotation | None = vars(place).get(ROTATION)
+        if rotation is not None and not hasattr(rotation, "replaces") and _rotates(rotation):
+            setattr(place, ROTATION, _faster(rotation))
     return replaced
 
 
@@ -212,6 +222,65 @@ class _RMSNorm(torch.autograd.Function):
         return *gradients(grad, x, weight, scale), None
 
 
+def reference_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates queries or keys [B, H, T, D] by cos and sin [B, T, D], in plain torch."""
+    first, second = x.chunk(2, -1)
+    return x * cos.unsqueeze(1) + torch.cat((-second, first), -1) * sin.unsqueeze(1)
+
+
+def _rotates(rotation: Rotation) -> bool:
+    """Tells whether a function computes `reference_rotary` of queries and keys."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, cos, sin = (torch.randn(*shape, 8, generator=draw) for shape in ((2, 3, 4), (2, 1, 4), (2, 4), (2, 4)))
+    try:
+        return all(map(torch.equal, rotation(q, k, cos, sin), (reference_rotary(each, cos, sin) for each in (q, k))))
+    except (RuntimeError, TypeError, LookupError, ValueError):  # it has other arguments
+        return False
+
+
+def _faster(rotation: Rotation) -> Rotation:
+    """Returns the function that runs the kernel where it can, and else calls `rotation`."""
+
+    @wraps(rotation)
+    def rotated(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        alike = {(each.shape[0], *each.shape[2:]) for each in (q, k)} == {
+            cos.shape,
+            sin.shape,
+        } and not cos.requires_grad
+        if args or kwargs or not alike or cos.dtype != torch.float32 or not _has_kernel(_ROTARY, q, k, cos, sin):
+            return rotation(q, k, cos, sin, *args, **kwargs)
+        rotate = _Rotary.apply if torch.is_grad_enabled() else rotary
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+
+    rotated.replaces = rotation  # type: ignore[attr-defined]
+    return rotated
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = x.dtype
+        return rotary(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
+        return rotary(grad, *ctx.saved_tensors, ctx.dtype), None, None
+
+
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: torch.dtype | None = None) -> torch.Tensor:
+    """Computes `reference_rotary` in float32 by the kernel, or with `back` the gradient of its x, which has this dtype.
+
+    [B, H, T, D], [B, T, D], [B, T, D] -> [B, H, T, D], which lies in memory as [B, T, H, D]."""
+    x, cos, sin = x.transpose(1, 2).contiguous(), cos.contiguous(), sin.contiguous()
+    out = torch.empty_like(x, dtype=back or torch.float32)
+    is_narrow = torch.bfloat16 in (x.dtype, back)
+    _kernel("whet_rotary")(is_narrow, back is not None, *_at(x, cos, sin, out), *cos.shape[:2], *x.shape[2:])
+    return out.transpose(1, 2)
+
+
 def _has_kernel(source: Path, *tensors: torch.Tensor) -> bool:
     """Tells whether the C++ kernels of a file can run: on plain CPU tensors, and not under torch.compile."""
     for each in tensors:
@@ -220,11 +289,14 @@ def _has_kernel(source: Path, *tensors: torch.Tensor) -> bool:
     return not torch.compiler.is_compiling() and library(source) is not None
 
 
-_RMS_NORM, _SILU_GATE = (Path(__file__).with_name(f"{name}.cpp") for name in ("rms_norm", "silu_gate"))
+_RMS_NORM, _SILU_GATE, _ROTARY = (
+    Path(__file__).with_name(f"{name}.cpp") for name in ("rms_norm", "silu_gate", "rotary")
+)
 _FLAG, _POINTER, _SIZE = ctypes.c_int, ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = {
     "whet_rms_norm": (_RMS_NORM, [*[_FLAG] * 3, *[_POINTER] * 4, *[_SIZE] * 2, ctypes.c_float]),
     "whet_rms_norm_backward": (_RMS_NORM, [*[_FLAG] * 3, *[_POINTER] * 6, *[_SIZE] * 2]),
+    "whet_rotary": (_ROTARY, [*[_FLAG] * 2, *[_POINTER] * 4, *[_SIZE] * 4]),
     "whet_silu_gate": (_SILU_GATE, [_FLAG, *[_POINTER] * 3, _SIZE]),
     "whet_silu_gate_backward": (_SILU_GATE, [_FLAG, *[_POINTER] * 5, _SIZE]),
 }

@@ -154,8 +154,7 @@ class Frame:
         """Resumes from the checkpoint, if there is one. Otherwise starts from the initial weights.
 
         Raises: CheckpointError if the checkpoint belongs to another model."""
-        gc.collect()
-        gc.freeze()  # until the run ends: see `_frozen_objects`
+        _freeze_objects()
         folder = self.opened.found
         try:
             if folder is not None:
@@ -194,7 +193,8 @@ class Frame:
         watched = observed(self.run_dir, self.config.trainer.profile, lambda: self.step + 1, ranks)
         write_state(self.run_dir, "running", self.total_steps)
         try:
-            with disk_errors(self.run_dir), self.signals, watched, _frozen_objects():
+            with disk_errors(self.run_dir), self.signals, watched:
+                _freeze_objects()
                 loop(self)
             write_state(self.run_dir, "finished", self.total_steps)
         except Stopped as stopped:
@@ -403,16 +403,11 @@ def with_restarts(config: C, attempt: Callable[[C], R]) -> R:
     return attempt(config)
 
 
-@contextmanager
-def _frozen_objects() -> Iterator[None]:
-    """Hides the existing objects from the garbage collector. Otherwise it searches the objects of torch and
-    transformers again and again, which takes a tenth of a small model's step."""
+def _freeze_objects() -> None:
+    """Hides the existing objects from the garbage collector, until the run is closed. Otherwise it searches the objects
+    of torch and transformers again and again, which takes a tenth of a small model's step."""
     gc.collect()
     gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def with_named_dtypes(config: C) -> C:

@@ -330,9 +330,9 @@ class ComparisonObjective(LossObjective):
         if "ref_log_probs" in batch:
             found["moved"] = row_sums(log_probs - batch["ref_log_probs"], mask)
         for name, rows in (("chosen", is_there & label), ("rejected", is_there & ~label)):
-            if size := rows.sum():
-                for each, values in found.items():
-                    metrics.mean(f"{area}{name}_{each}", values[rows].mean(), size)
+            if size := int(rows.sum()):
+                for each, mean in zip(found, torch.stack([*found.values()])[:, rows].mean(1).unbind(), strict=True):
+                    metrics.mean(f"{area}{name}_{each}", mean, size)
         if self.of == "label":
             zero = batch.get("reference_point", batch.get("mean_log_ratio", torch.zeros_like(rewards)))
             right = (rewards > zero * self.options.get("beta", 1.0)) == label

@@ -33,7 +33,7 @@ from whet.registry import register_trainer
 from whet.roles.workers import AdapterOffWorker, TrainWorker, actor_beside, check_vocabulary, settings_of, tokenizer_of
 from whet.tracking.console import USE, ConsoleColumn
 from whet.trainers.objectives import ComparisonObjective
-from whet.trainers.preference_health import RULES
+from whet.trainers.preference_health import RECENT, RULES
 from whet.trainers.reference_cache import BatchRows, Key, ReferenceCache, digest_of_all
 from whet.trainers.sft import Callbacks, ExamplesRun, Rows, padded, train_on_examples
 
@@ -223,7 +223,7 @@ class PreferenceRun(ExamplesRun):
     def check_health(self, batch: Batch, metrics: Metrics) -> None:
         super().check_health(batch, metrics)
         for rule, warning in RULES.items():
-            if rule.__name__ not in self.warned and (numbers := rule(self.history)):
+            if self.is_due(RECENT) and rule.__name__ not in self.warned and (numbers := rule(self.history)):
                 self.warned.add(rule.__name__)
                 log.warning(f"step %d: {warning}", self.step, *numbers)
 
@@ -293,8 +293,8 @@ def batch_of(rows: BatchRows, pad_token_id: int, of: str) -> Batch:
     texts = [(each.prompt_ids, ((), ()) if number is None else each.responses[number]) for _, each, number in rows]
     scores = [0.0 if number is None else each.scores[number] for _, each, number in rows]
     best = [1.0 if of == "label" else each.scores[0] for _, each, _ in rows]
-    positions = [rotary_positions(each.prompt_ids, each.media) for _, each, _ in rows]
-    media = {MEDIA: [each.media for _, each, _ in rows]} if any(each.media for _, each, _ in rows) else {}
+    seen = [each.media for _, each, _ in rows]
+    positions = [rotary_positions(each.prompt_ids, each.media) for _, each, _ in rows] if any(seen) else ()
     return Batch.of(
         {
             **padded(texts, pad_token_id, positions),
@@ -302,7 +302,7 @@ def batch_of(rows: BatchRows, pad_token_id: int, of: str) -> Batch:
             "scores": torch.tensor(scores),
             "label": torch.tensor([float(score == top) for score, top in zip(scores, best, strict=True)]),
         },
-        media,
+        {MEDIA: seen} if any(seen) else {},
     )
 
 

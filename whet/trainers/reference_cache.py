@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,7 +74,7 @@ class ReferenceCache:
     def column(self, rows: BatchRows) -> Tensor:
         """Returns the log-probs of these rows, padded to the longest response; 0 in empty rows.   [B, R]"""
         places = [(0, 0) if number is None else self._places[each.digest, number] for _, each, number in rows]
-        starts, lengths = torch.tensor(places).view(-1, 2, 1).unbind(1)
+        starts, lengths = torch.from_numpy(np.array(places)).view(-1, 2, 1).unbind(1)  # numpy reads lists faster
         at = torch.arange(int(lengths.max()))
         found = torch.zeros(len(rows), len(at))
         is_real = at < lengths
