@@ -267,7 +267,8 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
-        return rotary(grad, *ctx.saved_tensors, ctx.dtype), None, None
+        cos, sin = ctx.saved_tensors
+        return rotary(grad, cos, sin, ctx.dtype), None, None
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: torch.dtype | None = None) -> torch.Tensor:
