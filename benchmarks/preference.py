@@ -26,11 +26,11 @@ A pair is a problem of the quickstart with its right answer and a wrong one that
 its end; its learning rate (of three) and beta (of three) are the pair by which it ends best with the first seed in
 float32. Then whet trains from the same model with the same loss, learning rate, beta, AdamW and dtype, on the same
 batches in the same order, until it answers as many of the held-out problems right (greedily) as TRL's model did at its
-end. The clock stands still while they are answered, every 10 steps. whet computes the reference's log-probs in one pass over all pairs
-before its first step (`reference.mode=cached`), and the clock runs; TRL computes them in every step, its default. The
-bound is half of TRL's time, by the median of the ratios. TRL may have reached its final accuracy before its end: the
-last column compares with that moment. whet may take twice as many steps; a ratio is 0 where it does not reach the
-accuracy.
+end. The clock stands still while they are answered, every 10 steps. whet computes the reference's log-probs in one pass
+over all pairs before its first step (`reference.mode=cached`), and the clock runs; TRL computes them in every step, its
+default. The bound is half of TRL's time, by the median of the ratios. TRL may have reached its final accuracy before
+its end: the last column compares with that moment. whet may take twice as many steps; a ratio is 0 where it does not
+reach the accuracy.
 """
 log = logging.getLogger(__name__)
 EVALUATE_EVERY = 10  # steps
@@ -164,9 +164,9 @@ def report(results: Mapping[str, Any]) -> list[str]:
         "| | TRL | accuracy | ms a step | whet to that | steps | ms a step | to TRL's end | to its first time there |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    medians = []
+    medians, alike = list[str](), list[str]()
     for name, by_seed in section["races"].items():
-        ratios = list[tuple[float, float]]()
+        ratios, pairs = list[tuple[float, float]](), list[bool]()
         for seed, raced in by_seed.items():
             ours = raced["whet"]["rounds"][0]
             cells, shown = [""] * 3, ["", ""]
@@ -174,6 +174,7 @@ def report(results: Mapping[str, Any]) -> list[str]:
                 theirs = raced["TRL"]["rounds"][0]
                 spent = _seconds(ours) if ours["reached"] else float("inf")
                 ratios.append((_seconds(theirs) / spent, _first(theirs) / spent))
+                pairs += _equal(theirs, ours)
                 cells = [f"{_seconds(theirs):.1f} s", _rise(theirs["accuracies"]), _pace(theirs)]
                 shown = [f"{ratio:.2f}x" for ratio in ratios[-1]]
             reached = "" if ours["reached"] else f" (only {ours['accuracies'][-1][2]:.3f})"
@@ -182,7 +183,11 @@ def report(results: Mapping[str, Any]) -> list[str]:
         if ratios:
             to_end, to_first = (median(column) for column in zip(*ratios, strict=True))
             medians.append(f"{name} {to_end:.2f}x (to its first time there {to_first:.2f}x)")
-    return [*lines, "", f"Medians: {'; '.join(medians)}."] if medians else lines
+            alike.append(f"{name} {sum(pairs)} of {len(pairs)}")
+    if not medians:
+        return lines
+    equal = f"Evaluations after the same number of steps in which both had the same accuracy: {'; '.join(alike)}."
+    return [*lines, "", f"Medians: {'; '.join(medians)}.", "", equal]
 
 
 def _seconds(turn: Mapping[str, Any]) -> float:
@@ -192,6 +197,12 @@ def _seconds(turn: Mapping[str, Any]) -> float:
 def _first(turn: Mapping[str, Any]) -> float:
     """The seconds until the first evaluation with at least the accuracy of the end."""
     return next(seconds for step, seconds, found in turn["accuracies"] if step and found >= turn["accuracies"][-1][2])
+
+
+def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[bool]:
+    """Tells of each step after which both were evaluated whether they had the same accuracy."""
+    others = {step: found for step, _, found in other["accuracies"]}
+    return [found == others[step] for step, _, found in one["accuracies"] if step in others]
 
 
 def _rise(accuracies: Sequence[Sequence[float]]) -> str:

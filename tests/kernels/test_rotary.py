@@ -31,7 +31,7 @@ def heads(rows: int, tokens: int, count: int, size: int, dtype: torch.dtype, see
 
 @pytest.fixture
 def own() -> Iterator[Callable[[ModuleType], Rotation]]:
-    """Gives transformers its own function back for the test, and afterwards what it had before."""
+    """Gives transformers its own function back for the test, and undoes this afterwards."""
     before: dict[ModuleType, Rotation] = {}
 
     def restored(place: ModuleType) -> Rotation:
