@@ -164,9 +164,9 @@ def report(results: Mapping[str, Any]) -> list[str]:
         "| | TRL | accuracy | ms a step | whet to that | steps | ms a step | to TRL's end | to its first time there |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    medians, alike = list[str](), list[str]()
+    medians, equals = list[str](), list[str]()
     for name, by_seed in section["races"].items():
-        ratios, pairs = list[tuple[float, float]](), list[bool]()
+        ratios, is_equal = list[tuple[float, float]](), list[bool]()
         for seed, raced in by_seed.items():
             ours = raced["whet"]["rounds"][0]
             cells, shown = [""] * 3, ["", ""]
@@ -174,7 +174,7 @@ def report(results: Mapping[str, Any]) -> list[str]:
                 theirs = raced["TRL"]["rounds"][0]
                 spent = _seconds(ours) if ours["reached"] else float("inf")
                 ratios.append((_seconds(theirs) / spent, _first(theirs) / spent))
-                pairs += _equal(theirs, ours)
+                is_equal += _equal(theirs, ours)
                 cells = [f"{_seconds(theirs):.1f} s", _rise(theirs["accuracies"]), _pace(theirs)]
                 shown = [f"{ratio:.2f}x" for ratio in ratios[-1]]
             reached = "" if ours["reached"] else f" (only {ours['accuracies'][-1][2]:.3f})"
@@ -183,10 +183,10 @@ def report(results: Mapping[str, Any]) -> list[str]:
         if ratios:
             to_end, to_first = (median(column) for column in zip(*ratios, strict=True))
             medians.append(f"{name} {to_end:.2f}x (to its first time there {to_first:.2f}x)")
-            alike.append(f"{name} {sum(pairs)} of {len(pairs)}")
+            equals.append(f"{name} {sum(is_equal)} of {len(is_equal)}")
     if not medians:
         return lines
-    equal = f"Evaluations after the same number of steps in which both had the same accuracy: {'; '.join(alike)}."
+    equal = f"Evaluations after the same number of steps in which both had the same accuracy: {'; '.join(equals)}."
     return [*lines, "", f"Medians: {'; '.join(medians)}.", "", equal]
 
 
@@ -200,7 +200,7 @@ def _first(turn: Mapping[str, Any]) -> float:
 
 
 def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[bool]:
-    """Tells of each step after which both were evaluated whether they had the same accuracy."""
+    """Compares the accuracies after each step at which both were evaluated."""
     others = {step: found for step, _, found in other["accuracies"]}
     return [found == others[step] for step, _, found in one["accuracies"] if step in others]
 

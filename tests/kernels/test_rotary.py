@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers.models.cohere import modeling_cohere
 from transformers.models.llama import modeling_llama
+from transformers.models.olmo2 import modeling_olmo2
 from transformers.models.qwen3 import modeling_qwen3
 
 from whet.kernels import fused
@@ -102,11 +103,39 @@ def test_one_row_of_positions_for_a_whole_batch_is_left_to_torch(own: Callable[[
     assert all(map(torch.equal, fused._faster(rotation)(q, k, cos, sin), rotation(q, k, cos, sin)))
 
 
-def test_a_model_that_turns_neighbours_keeps_its_function(own: Callable[[ModuleType], Rotation]) -> None:
-    llama, cohere = own(modeling_llama), own(modeling_cohere)
-    places = [
-        type("Module", (nn.Module,), {"__module__": each.__name__})() for each in (modeling_llama, modeling_cohere)
-    ]
+def test_tables_that_are_trained_or_narrow_are_left_to_torch(own: Callable[[ModuleType], Rotation]) -> None:
+    rotation = own(modeling_llama)
+    q, k, cos, sin = (random(1, *shape, seed=size) for size, shape in enumerate([(2, 5, 8), (1, 5, 8), (5, 8), (5, 8)]))
+    narrow = fused._faster(rotation)(q, k, cos, sin.bfloat16())
+    assert all(map(torch.equal, narrow, rotation(q, k, cos, sin.bfloat16())))
+    found = [function(q, k, cos, sin.requires_grad_()) for function in (fused._faster(rotation), rotation)]
+    ours, theirs = (torch.autograd.grad(outs, sin, [torch.ones_like(out) for out in outs])[0] for outs in found)
+    assert torch.equal(ours, theirs) and bool(ours.any())
+
+
+def test_compiled_layers_are_not_compiled_again_for_each_length(own: Callable[[ModuleType], Rotation]) -> None:
+    rotation, graphs = own(modeling_llama), list[int]()
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(len(graph.graph.nodes))
+        return graph
+
+    compiled = torch.compile(fused._faster(rotation), backend=backend)
+    for length in range(5, 12):
+        q, k = random(1, 2, length, 8), random(1, 1, length, 8, seed=1)
+        cos, sin = random(1, length, 8, seed=2), random(1, length, 8, seed=3)
+        assert all(map(torch.equal, compiled(q, k, cos, sin), rotation(q, k, cos, sin)))
+    assert len(graphs) == 2  # for the first length, then for all
+
+
+@pytest.mark.parametrize(("place", "reason"), [(modeling_cohere, "turns neighbours"), (modeling_olmo2, "rounds")])
+def test_a_model_whose_function_differs_keeps_it(
+    place: ModuleType, reason: str, own: Callable[[ModuleType], Rotation]
+) -> None:
+    llama, other = own(modeling_llama), own(place)
+    modules = [type("Module", (nn.Module,), {"__module__": each.__name__})() for each in (modeling_llama, place)]
     for _ in range(2):  # a second model replaces nothing again
-        fuse(nn.ModuleList(places))
-        assert vars(modeling_llama)[ROTATION].replaces is llama and vars(modeling_cohere)[ROTATION] is cohere
+        with torch.device("meta"):  # as an engine builds a model that is sharded
+            fuse(nn.ModuleList(modules))
+        assert vars(modeling_llama)[ROTATION].replaces is llama
+        assert vars(place)[ROTATION] is other, reason

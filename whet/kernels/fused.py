@@ -45,7 +45,9 @@ class GatedMLP(nn.Module):
 
 
 def fuse(model: nn.Module) -> int:
-    """Replaces modules of `model` by counterparts that save memory.  Returns their number."""
+    """Replaces modules of `model` by counterparts that save memory.  Returns their number.
+
+    The function for rotary positions is replaced in transformers, so for all models of its kind in this process."""
     replaced = 0
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
@@ -228,14 +230,20 @@ def reference_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
     return x * cos.unsqueeze(1) + torch.cat((-second, first), -1) * sin.unsqueeze(1)
 
 
+@torch.no_grad()
 def _rotates(rotation: Rotation) -> bool:
-    """Tells whether a function computes `reference_rotary` of queries and keys."""
-    draw = torch.Generator().manual_seed(0)
-    q, k, cos, sin = (torch.randn(*shape, 8, generator=draw) for shape in ((2, 3, 4), (2, 1, 4), (2, 4), (2, 4)))
-    try:
-        return all(map(torch.equal, rotation(q, k, cos, sin), (reference_rotary(each, cos, sin) for each in (q, k))))
-    except (RuntimeError, TypeError, LookupError, ValueError):  # it has other arguments
-        return False
+    """Tells whether a function computes `reference_rotary` of queries and keys, also in the dtype of its results."""
+    with torch.device("cpu"):
+        draw = torch.Generator().manual_seed(0)
+        q, k, cos, sin = (torch.randn(*shape, 8, generator=draw) for shape in ((2, 3, 4), (2, 1, 4), (2, 4), (2, 4)))
+        try:
+            return all(
+                torch.equal(found, reference_rotary(x.to(dtype), cos, sin))
+                for dtype in KERNEL_DTYPES
+                for x, found in zip((q, k), rotation(q.to(dtype), k.to(dtype), cos, sin), strict=True)
+            )
+        except (RuntimeError, TypeError, LookupError, ValueError):  # it has other arguments
+            return False
 
 
 def _faster(rotation: Rotation) -> Rotation:
@@ -245,17 +253,19 @@ def _faster(rotation: Rotation) -> Rotation:
     def rotated(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        alike = {(each.shape[0], *each.shape[2:]) for each in (q, k)} == {
-            cos.shape,
-            sin.shape,
-        } and not cos.requires_grad
-        if args or kwargs or not alike or cos.dtype != torch.float32 or not _has_kernel(_ROTARY, q, k, cos, sin):
+        # Shapes last: torch.compile, under which no kernel runs, would compile a function that compares them for each.
+        tables = cos.dtype == sin.dtype == torch.float32 and not (cos.requires_grad or sin.requires_grad)
+        if args or kwargs or not tables or not _has_kernel(_ROTARY, q, k, cos, sin) or not _alike(q, k, cos, sin):
             return rotation(q, k, cos, sin, *args, **kwargs)
         rotate = _Rotary.apply if torch.is_grad_enabled() else rotary
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
     rotated.replaces = rotation  # type: ignore[attr-defined]
     return rotated
+
+
+def _alike(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    return cos.shape == sin.shape and all(cos.shape == (each.shape[0], *each.shape[2:]) for each in (q, k))
 
 
 class _Rotary(torch.autograd.Function):

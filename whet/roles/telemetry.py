@@ -35,7 +35,7 @@ class MeasuredWorker(Worker):
     @register(concurrent=True)
     def system_use(self, whole: bool) -> dict[str, float]:
         """Measures this rank's accelerator (`accelerator_gib`, ...). With `whole`, also measures the memory of its
-        processes, and the processor cores used since the last call."""
+        processes, and the processor cores used since the last measurement."""
         if not whole:
             return profile.accelerator_use(self.device)
         return {key.rpartition("/")[2]: value for key, value in self._meter.measure(self.device).items()}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
@@ -173,6 +174,7 @@ def build(
                 total_steps=total_steps,
                 callbacks=begun.callbacks,
             )
+            undo.callback(gc.unfreeze)
             run.start()
             undo.pop_all()
         ahead.pop_all()

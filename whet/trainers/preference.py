@@ -38,7 +38,7 @@ from whet.trainers.reference_cache import BatchRows, Key, ReferenceCache, digest
 from whet.trainers.sft import Callbacks, ExamplesRun, Rows, padded, train_on_examples
 
 log = logging.getLogger(__name__)
-CACHED_AT_ONCE = 256  # comparisons, in a pass of the reference
+CACHED_TOKENS = 2**13  # of prompt and response, in comparisons of the greatest length, at once in the cached pass
 COLUMNS = (
     ConsoleColumn("loss", ("preference/loss",), ".4f"),
     ConsoleColumn("accuracy", ("preference/accuracy",), ".3f"),
@@ -177,7 +177,7 @@ class PreferenceRun(ExamplesRun):
     def _cache(self) -> ReferenceCache:
         """Opens the file of the reference's log-probs. Computes it first if it is missing.  Raises: StorageError."""
         path = Path(self.config.reference.file or self.run_dir / "reference.safetensors")
-        examples = [*self.examples, *self.val_examples]
+        examples = list({each.digest: each for each in (*self.examples, *self.val_examples)}.values())
         inputs = {**self.reference_inputs, "rows": digest_of_all(examples), "dtype": str(self.config.model.dtype)}
         rows = rows_of(examples, self.config.of, self.config.data.list_size)
         if "ref" in self.roles or self.step == 0:  # else the policy has been trained
@@ -187,8 +187,8 @@ class PreferenceRun(ExamplesRun):
             raise StorageError(str(path), "is missing", f"the file that the run made before step {self.step}", change)
         if path.exists():
             return ReferenceCache.load(path, inputs, [*rows, *self._others(rows)])
-        each = list({each.digest: each for each in examples}.values())
-        parts = (each[start : start + CACHED_AT_ONCE] for start in range(0, len(each), CACHED_AT_ONCE))
+        size = max(self.config.data.train_batch_size, CACHED_TOKENS // self.config.data.max_length)
+        parts = (examples[start : start + size] for start in range(0, len(examples), size))
         whole = (rows_of(part, "label", 1) for part in parts)  # all responses, also for losses that read others
         with phase("log-probs of the reference"):
             return ReferenceCache.make(path, inputs, ([*each, *self._others(each)] for each in whole), self._reference)
