@@ -179,11 +179,14 @@ class Engine(ABC):
         for number, rows in enumerate(passes, start=1):
             part = rows_of(columns, rows)
             outputs = self.outputs(part, routing.needs if routing else objective.needs, objective.temperature)
-            loss = self._loss_of(outputs, part if rows else None, objective, counts, metrics)
             if rows:
+                loss, measured = objective.loss(outputs, self.to_device(part), counts)
+                metrics.merge(measured)
                 if routing is not None:
                     loss = loss + routing.loss(outputs, self.to_device(part), metrics)
                 total = total + loss.detach()
+            else:
+                loss = 0.0 * torch.stack([value.sum() for value in outputs.values()]).sum()
             with span("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
                 self._keep_gradients()
@@ -195,7 +198,7 @@ class Engine(ABC):
     def _loss_of(
         self, outputs: Columns, part: Columns | None, objective: Objective, counts: Columns, metrics: Metrics
     ) -> torch.Tensor:
-        """Returns the loss of a micro-batch, and records metrics. Without rows, loss and gradient are 0."""
+        """Returns the loss of a pipeline's micro-batch, and records metrics. Without rows, loss and gradient are 0."""
         if part is None:
             return 0.0 * torch.stack([value.sum() for value in outputs.values()]).sum()
         loss, measured = objective.loss(outputs, self.to_device(part), counts)

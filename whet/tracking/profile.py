@@ -39,7 +39,7 @@ STEP = "time/step"
 SAMPLE_SECONDS = 0.01
 BETWEEN = "between steps"
 NAMES, VALIDATION = {"step": "rest of the steps"}, "validation"
-LEAST_SECONDS = 0.1  # between two measurements of processes
+LEAST_SECONDS = 0.1  # between two measurements of processes; a call before that returns the numbers of the last one
 STATUS = Path("/proc/self/status")
 PROC, GIB, NVML = Path("/proc"), 2**30, "libnvidia-ml.so.1"  # NVML comes with NVIDIA's driver
 Around = Callable[[Path], AbstractContextManager[object]]
@@ -259,21 +259,17 @@ class SystemMeter:
         self._seconds = {each: sum(map(_cpu_seconds, pids)) for each, pids in _processes(name).items()}
 
     def measure(self, device: torch.device | None = None) -> dict[str, float]:
-        """Returns the metrics `system/...`: resident GiB, cores in use since the last measurement, `accelerator_use`. A
-        call within `LEAST_SECONDS` of a measurement returns its numbers: it reads a dozen files."""
-        now, found = self._clock(), dict[str, float]()
-        if self._found and now < self._at + LEAST_SECONDS:
+        """Returns the metrics `system/...`: resident GiB, cores in use since the last measurement, use of `device`."""
+        if (passed := self._clock() - self._at) < LEAST_SECONDS and self._found:
             return self._found
-        passed, self._at = max(now - self._at, 1e-9), now
+        found = {f"system/{self._name or 'driver'}/{name}": use for name, use in accelerator_use(device).items()}
+        self._found, self._at = found, self._at + passed
         for name, pids in _processes(self._name).items():
-            seconds = sum(map(_cpu_seconds, pids))
-            busy = max(0.0, seconds - self._seconds.get(name, 0.0))  # seconds of a process that ended are missing
+            seconds, before = sum(map(_cpu_seconds, pids)), self._seconds.get(name, 0.0)
             self._seconds[name] = seconds
             found[f"system/{name}/memory_gib"] = sum(map(_resident_bytes, pids)) / GIB
-            found[f"system/{name}/cpu_cores"] = busy / passed
-        own = self._name or "driver"
-        self._found = found | {f"system/{own}/{name}": value for name, value in accelerator_use(device).items()}
-        return self._found
+            found[f"system/{name}/cpu_cores"] = max(0.0, seconds - before) / max(passed, 1e-9)  # as some may have ended
+        return found
 
 
 def accelerator_use(device: torch.device | None = None) -> dict[str, float]:
