@@ -268,7 +268,7 @@ class SystemMeter:
             seconds, before = sum(map(_cpu_seconds, pids)), self._seconds.get(name, 0.0)
             self._seconds[name] = seconds
             found[f"system/{name}/memory_gib"] = sum(map(_resident_bytes, pids)) / GIB
-            found[f"system/{name}/cpu_cores"] = max(0.0, seconds - before) / max(passed, 1e-9)  # as some may have ended
+            found[f"system/{name}/cpu_cores"] = max(0.0, seconds - before) / max(passed, 1e-9)  # fewer if some ended
         return found
 
 
