@@ -30,7 +30,7 @@ from whet.phases import phase
 from whet.rewards.pool import RewardPool
 from whet.rollout.collect import Collector
 from whet.rollout.driver import SWITCH_SECONDS, BackgroundDriver
-from whet.rollout.flow import Abort, Admitted, Command, Filter, Flow, HandOut, RunEpisodes, keep_all
+from whet.rollout.flow import Admitted, Command, Filter, Flow, HandOut, RunEpisodes, keep_all
 from whet.rollout.protocol import Completion, Event, Finished, Partial, Request, SamplingParams
 from whet.rollout.rollouts import Rollouts
 from whet.types import Failure, Group, Prompt, RewardResult, Trajectory
@@ -80,8 +80,7 @@ class Bench:
         for command in commands:
             if isinstance(command, HandOut):
                 self.handed_out.append(command)
-            elif isinstance(command, Abort):
-                self.aborted += command.prompts
+                self.aborted += command.aborted
             elif isinstance(command, RunEpisodes):
                 for prompt, step in command.episodes:  # type: ignore[attr-defined]
                     self.running.append(prompt)
@@ -131,7 +130,7 @@ def test_a_batch_is_the_first_to_end_of_more_groups_whatever_the_order_of_their_
         assert not bench.handed_out
     bench.score(begun[5])
     [handed_out] = bench.handed_out
-    assert [group.prompt.index for group in handed_out.kept] == [0, 2, 4, 5] and handed_out.num_aborted == 2
+    assert [group.prompt.index for group in handed_out.kept] == [0, 2, 4, 5] and len(handed_out.aborted) == 2
     assert bench.aborted == ["0:1", "0:3"]
     bench.carry_out([*bench.flow.on_sampled(scored(begun[1])), *bench.flow.on_version(1), *bench.flow.ask(2)])
     assert [prompt.index for prompt in bench.running[1:]] == [6, 7, 8, 9, 10, 11]

@@ -185,10 +185,9 @@ class World:
                 self.driver.add(command.episodes, self._on_sampled)
             elif isinstance(command, flowing.Score):
                 self._score(command.trajectories)
-            elif isinstance(command, flowing.Abort):
-                self.driver.abandon_prompts(command.prompts)
-                self.dropped |= {*command.prompts}
             elif isinstance(command, flowing.HandOut):
+                self.driver.abandon_prompts(command.aborted)
+                self.dropped |= {*command.aborted}
                 self.check("hand_out", command)
                 self.batches[command.step] = command
                 self.state = "training"

@@ -7,10 +7,11 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
-from whet.data.media import KINDS
+from whet.data.media import KINDS, MediaReader
 from whet.data.placeholders import expanded, media_tokens
 from whet.errors import DataError, TextError
 from whet.limits import bounded, cause
@@ -249,6 +250,43 @@ def encode_continuation(
             return ids[_num_sampled(tokenizer, turn, ids) :]
     assert first is not None
     raise first
+
+
+@dataclass(eq=False)
+class ChatFormat:
+    """Encodes conversations by the chat template; without a template, by joining the texts of their messages."""
+
+    tokenizer: Tokenizer
+    _: KW_ONLY
+    apply_chat_template: bool = True
+    chat_template_kwargs: Options = field(default_factory=dict)
+    reader: MediaReader | None = None  # of images and videos; None for a text model
+
+    def text(self, messages: Sequence[Message], media: Sequence[Media] = ()) -> str:
+        """Renders a conversation up to the start of the model's next turn, for `encode_texts`."""
+        if not self.apply_chat_template:
+            return plain_text(self.tokenizer, messages, media)
+        options = self.chat_template_kwargs
+        text = render_chat(self.tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=options)
+        return expanded(text, media)
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encodes texts that `text` has rendered.  Raises: DataError."""
+        if self.apply_chat_template:
+            return encode_rendered(self.tokenizer, texts)
+        return encode_texts(self.tokenizer, texts, add_special_tokens=True)
+
+    def continuation(
+        self, before: Sequence[Message], new: Sequence[Message], turn: Turn, media: Sequence[Media] = ()
+    ) -> list[int]:
+        """Encodes the text between a sampled turn and the next, as `encode_continuation` does."""
+        options = self.chat_template_kwargs
+        if self.apply_chat_template:
+            return encode_continuation(
+                self.tokenizer, before, new, turn=turn, chat_template_kwargs=options, media=media
+            )
+        text = plain_text(self.tokenizer, new, media, lambda own: as_text(self.tokenizer, own, options))
+        return encode_rendered(self.tokenizer, [text])[0]
 
 
 def _continuation(

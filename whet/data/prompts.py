@@ -9,16 +9,16 @@ import difflib
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from whet.data.chat import DESCRIBED, TOOLS, encode_rendered, encode_texts, plain_text, render_chat, roles
+from whet.data.chat import DESCRIBED, TOOLS, ChatFormat, roles
 from whet.data.media import KINDS, Kind, MediaLimits, MediaReader
-from whet.data.placeholders import FIELDS, Value, check_ids, expanded, has, place, read_all, values_of
+from whet.data.placeholders import FIELDS, Value, check_ids, has, place, read_all, values_of
 from whet.data.written import as_written, row_tools, unwritten, warn_once
 from whet.errors import ConfigError, DataError
 from whet.limits import bounded, cause
@@ -43,36 +43,26 @@ _MEDIA_KEYS: dict[Kind, str] = {kind: plural for kind, (plural, _) in FIELDS.ite
 _MEDIA_FIELDS = (*KINDS, *_MEDIA_KEYS.values(), "multi_modal_data")
 
 
-class PromptFormat:
+@dataclass(eq=False)
+class PromptFormat(ChatFormat):
     """Makes the messages and token ids of a prompt from the content of a row.
 
     `format_prompt` is a jinja template, or the path of a `.jinja` file. Its variables are the row's fields and
     `content`: the prompt's text, or the text of its last message. With `apply_chat_template=False` the text is used
-    unchanged.
+    unchanged. Without a `reader`, a row with media is an error.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        system_prompt: str | None = None,
-        format_prompt: str | None = None,
-        apply_chat_template: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        reader: MediaReader | None = None,
-        media_keys: Mapping[Kind, str] = _MEDIA_KEYS,
-    ) -> None:
-        """`reader` reads the media in the fields `media_keys`. Without a reader, a row with media is an error."""
-        if system_prompt is not None and not apply_chat_template:
+    _: KW_ONLY
+    system_prompt: str | None = None
+    format_prompt: str | None = None
+    media_keys: Mapping[Kind, str] = field(default_factory=_MEDIA_KEYS.copy)  # the fields of media by kind
+    lost: list[str] = field(default_factory=list)  # texts that the template left out, one of each conversation
+
+    def __post_init__(self) -> None:
+        if self.system_prompt is not None and not self.apply_chat_template:
             found = "needs a template, but data.apply_chat_template is false"
             raise ConfigError("data.system_prompt", found, "", "unset one key")
-        self.tokenizer = tokenizer
-        self.system_prompt = system_prompt
-        self.apply_chat_template = apply_chat_template
-        self.chat_template_kwargs = chat_template_kwargs or {}
-        self.reader, self.media_keys = reader, media_keys
-        self.lost: list[str] = []  # texts that the template left out, one of each conversation
-        self._template = None if format_prompt is None else Template("format_prompt", format_prompt)
+        self._template = None if self.format_prompt is None else Template("format_prompt", self.format_prompt)
 
     @classmethod
     def of(
@@ -186,14 +176,17 @@ class PromptFormat:
         Raises: DataError with the row number, if `rows` is set."""
         numbers = [None] * len(conversations) if rows is None else rows
         given = [()] * len(conversations) if media is None else media
+        texts = list[str]()
         with bounded():
-            texts = [self.text(*each) for each in zip(conversations, numbers, given, strict=True)]
+            for number, messages, own in zip(numbers, conversations, given, strict=True):
+                with at_row(number):
+                    texts.append(self.text(messages, own))
         try:
-            encoded = self._encode_texts(texts)
+            encoded = self.encode_texts(texts)
         except DataError:
             for number, text in zip(numbers, texts, strict=True):
                 with at_row(number):
-                    self._encode_texts([text])
+                    self.encode_texts([text])
             raise
         for number, ids, own in zip(numbers, encoded, given, strict=True):
             with at_row(number):
@@ -205,15 +198,12 @@ class PromptFormat:
         if self.reader is not None and self.reader.encoders is not None:
             check_ids(ids, media, self.reader.encoders.forbidden)
 
-    def text(self, messages: Sequence[Message], row: int | None = None, media: Sequence[Media] = ()) -> str:
-        """Renders the text of a prompt, up to the start of the response, for `encode_rendered`."""
-        with at_row(row):
-            if not self.apply_chat_template:
-                return plain_text(self.tokenizer, messages[:1], media)
-            kwargs = self.chat_template_kwargs
-            text = render_chat(self.tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=kwargs)
+    def text(self, messages: Sequence[Message], media: Sequence[Media] = ()) -> str:
+        """Renders a prompt up to the start of the response. Records texts that the template leaves out."""
+        text = super().text(messages, media)
+        if self.apply_chat_template:
             self.note_lost(text, messages)
-            return expanded(text, media)
+        return text
 
     def note_lost(self, text: str, messages: Sequence[Message], but: Collection[int] = ()) -> None:
         """Records texts of messages that the template left out of `text`. Skips the messages numbered in `but`."""
@@ -229,11 +219,6 @@ class PromptFormat:
         if self.lost:
             told = "the chat template leaves out text of the messages of %d of %d rows, such as %s%s"
             logger.warning(told, len(self.lost), num_rows, self.lost[0], hint)
-
-    def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        if self.apply_chat_template:
-            return encode_rendered(self.tokenizer, texts)
-        return encode_texts(self.tokenizer, texts, add_special_tokens=True)
 
 
 def build_prompts(

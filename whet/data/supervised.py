@@ -147,7 +147,7 @@ def encode_response(
         raise DataError("tokenizer.eos_token", None, "the token that ends a response", "set it and save the tokenizer")
     if prompt_format.apply_chat_template:
         text = as_text(tokenizer, response, prompt_format.chat_template_kwargs)
-        prompt_ids, response_ids = encode_rendered(tokenizer, [prompt_format.text(messages, media=media), text])
+        prompt_ids, response_ids = encode_rendered(tokenizer, [prompt_format.text(messages, media), text])
     else:
         [prompt_ids] = prompt_format.encode([messages], media=[media])
         [response_ids] = encode_rendered(tokenizer, [response])

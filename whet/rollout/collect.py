@@ -9,9 +9,9 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from whet.data.chat import as_text, encode_continuation, encode_rendered, encode_texts, plain_text, render_chat
+from whet.data.chat import ChatFormat
 from whet.data.media import MediaReader
-from whet.data.placeholders import expanded, has_parts, has_tag, place
+from whet.data.placeholders import has_parts, has_tag, place
 from whet.data.written import warn_once
 from whet.environments.host import Deadlines, EnvironmentHost, open_host
 from whet.environments.protocol import Observation
@@ -22,7 +22,7 @@ from whet.registry import ENVIRONMENTS
 from whet.rollout.driver import Driver
 from whet.rollout.episode import MAIN, Episode, EpisodeLimits, Rules
 from whet.rollout.protocol import RolloutEngine, SamplingParams
-from whet.types import Media, Message, Prompt, Trajectory, Turn
+from whet.types import Media, Message, Prompt, Trajectory
 
 BARE_TAG = (
     "an observation of the environment has <image> or <video> in its text and no media: the model reads the tag as "
@@ -86,8 +86,8 @@ class Collector:
                 tokenizer,
                 apply_chat_template=apply_chat_template,
                 chat_template_kwargs=each.chat_template_kwargs,
-                tools=each.tools,
                 reader=reader,
+                tools=each.tools,
             )
             for name, each in stages.items()
         }
@@ -136,23 +136,11 @@ class Collector:
             host.shutdown()
 
 
-class TemplateCodec:
-    """Converts between messages and tokens by a chat template. Without a template it joins the texts of messages."""
+@dataclass(eq=False)
+class TemplateCodec(ChatFormat):
+    """Converts between the tokens of an episode and its messages."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        apply_chat_template: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        tools: Tools | None = None,
-        reader: MediaReader | None = None,
-    ) -> None:
-        """`tools` contain the parser of their calls; `chat_template_kwargs` describe the tools to the model. `reader`
-        reads images and videos; None for a text model."""
-        self.tools, self.reader = tools, reader
-        self.tokenizer, self.apply_chat_template = tokenizer, apply_chat_template
-        self.chat_template_kwargs = chat_template_kwargs or {}
+    tools: Tools | None = None  # with the parser of their calls; `chat_template_kwargs` describe them to the model
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return cast(str, self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
@@ -182,25 +170,7 @@ class TemplateCodec:
         return replace(observation, messages=placed, media=media)
 
     def opening(self, messages: Sequence[Message], media: Sequence[Media] = ()) -> list[int]:
-        if self.apply_chat_template:
-            options = self.chat_template_kwargs
-            text = render_chat(self.tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=options)
-            return encode_rendered(self.tokenizer, [expanded(text, media)])[0]
-        text = plain_text(self.tokenizer, messages, media)
-        return encode_texts(self.tokenizer, [text], add_special_tokens=True)[0]
-
-    def continuation(
-        self, before: Sequence[Message], new: Sequence[Message], turn: Turn, media: Sequence[Media] = ()
-    ) -> list[int]:
-        if self.apply_chat_template:
-            options = self.chat_template_kwargs
-            return encode_continuation(
-                self.tokenizer, before, new, turn=turn, chat_template_kwargs=options, media=media
-            )
-        text = plain_text(
-            self.tokenizer, new, media, lambda own: as_text(self.tokenizer, own, self.chat_template_kwargs)
-        )
-        return encode_rendered(self.tokenizer, [text])[0]
+        return self.encode_texts([self.text(messages, media)])[0]
 
 
 def _as_text(message: Message) -> Message:

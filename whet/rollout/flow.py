@@ -11,7 +11,7 @@ import copy
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import attrgetter
@@ -115,13 +115,6 @@ class RunEpisodes:
 
 
 @dataclass(frozen=True)
-class Abort:
-    """Command: end the episodes of these prompts, without results."""
-
-    prompts: list[str]  # uids
-
-
-@dataclass(frozen=True)
 class Score:
     """Command: score trajectories together, and call `on_scored`."""
 
@@ -137,13 +130,14 @@ class Chosen:
 
 @dataclass(frozen=True)
 class HandOut:
-    """Command: give the step its scored groups: kept and `dropped` ones, each in the order of admission."""
+    """Command: give the step its scored groups: kept and `dropped` ones, each in the order of admission. The episodes
+    of `aborted` prompts, which are unused `extra` groups, end without results."""
 
     step: int
     wanted: int
     kept: list[Group]
     dropped: list[Group]
-    num_aborted: int = 0  # number of aborted `extra` groups
+    aborted: list[str] = field(default_factory=list)  # uids
 
     @property
     def groups(self) -> list[Group]:
@@ -151,7 +145,7 @@ class HandOut:
         return self.kept or self.dropped[: self.wanted]
 
 
-Command = RunEpisodes | Abort | Score | Chosen | HandOut
+Command = RunEpisodes | Score | Chosen | HandOut
 
 
 @dataclass
@@ -169,9 +163,6 @@ class Admitted:
     def group(self, samples: Mapping[int, Trajectory]) -> Group:
         """Makes the group of these samples, scored or unscored."""
         return Group(self.prompt, tuple(samples[number] for number in sorted(samples)))
-
-
-SAMPLED, SCORED = attrgetter("sampled"), attrgetter("scored")
 
 
 @dataclass
@@ -202,6 +193,8 @@ class Flow:
     last_step: float = math.inf  # no prompt is started for a later one
     queue: dict[str, Admitted] = field(default_factory=dict)  # by uid of the prompt, in the order of admission
     training: HandOut | None = None  # the step whose weights do not sample yet
+    _unsampled: set[str] = field(default_factory=set)  # uids of groups with episodes that run
+    _undecided: set[str] = field(default_factory=set)  # uids of groups with trajectories that are not scored yet
     _waits_for: type[Command] | None = None  # the next command for the step that asked: Chosen, then HandOut
     _rounds: list[int] = field(default_factory=list)  # numbers of prompts started for the step, by round
     _before: Mapping[str, Any] | None = None  # with k = 0: state of the source before the step
@@ -252,16 +245,31 @@ class Flow:
         if (admitted := self.queue.get(trajectory.prompt.uid)) is None:  # of an abandoned step
             return []
         admitted.sampled[trajectory.sample] = trajectory
-        if len(admitted.sampled) == self.n:
-            admitted.place = min(admitted.place, sum(len(each.sampled) == self.n for each in self.queue.values()))
-        together = self._together(admitted, SAMPLED)
-        ended = [each for one in together for each in one.group(one.sampled).trajectories]
-        ended = [trajectory] if self.scores_alone else ended
-        return [*([Score(ended)] if ended else []), *(self._choose() if together else [])]
+        commands: list[Command] = [Score([trajectory])] if self.scores_alone else []
+        if len(admitted.sampled) < self.n or admitted.prompt.uid not in self._unsampled:
+            return commands
+        self._unsampled.discard(admitted.prompt.uid)
+        admitted.place = len(self.queue) - len(self._unsampled)
+        if self._in_rounds and self._unsampled:
+            return commands
+        if not self.scores_alone:
+            together = [each for each in self.queue.values() if each.is_kept is None] if self._in_rounds else [admitted]
+            commands.append(Score([one for each in together for one in each.group(each.sampled).trajectories]))
+        return [*commands, *self._choose()]
 
     def on_scored(self, trajectories: Sequence[Trajectory]) -> list[Command]:
         """Records trajectories that were scored or could not be scored. A repeated one changes nothing."""
-        return [command for each in trajectories for command in self._on_scored(each)]
+        commands = list[Command]()
+        for each in trajectories:
+            admitted = self.queue.get(each.prompt.uid)
+            if admitted is None or admitted.is_kept is not None or each.sample in admitted.scored:
+                continue
+            admitted.scored[each.sample] = each
+            if len(admitted.scored) == self.n:
+                admitted.is_kept = self.group_filter is None or self.group_filter.keep(admitted.group(admitted.scored))
+                self._undecided.discard(each.prompt.uid)
+                commands += [] if self._in_rounds and self._undecided else self._advance()
+        return commands
 
     def on_version(self, version: int) -> list[Command]:
         """Records that every replica samples with the weights of `version`."""
@@ -272,6 +280,8 @@ class Flow:
         """Resumes after step `version`, with the groups of a checkpoint in the order of their admission."""
         self.version, self.training, self._waits_for = version, None, None
         self.queue = {each.prompt.uid: each for each in queue}
+        self._undecided = {each.prompt.uid for each in queue if each.is_kept is None}
+        self._unsampled = {*self._undecided}
 
     def place(self) -> Mapping[str, Any]:
         """Returns the position in the prompts. Without staleness it is before the step until the step is trained."""
@@ -294,9 +304,9 @@ class Flow:
         return 0 if self.is_ahead or self.group_filter is None else math.ceil(self.group_filter.extra * self.batch_size)
 
     @property
-    def _undecided(self) -> list[Admitted]:
-        """The groups with trajectories that are not scored yet."""
-        return [each for each in self.queue.values() if each.is_kept is None]
+    def _in_rounds(self) -> bool:
+        """Tells whether the groups of a step are scored and filtered together: all of a batch, then of each refill."""
+        return not (self.is_ahead or self._extra)
 
     @property
     def _most_read(self) -> float:
@@ -305,13 +315,6 @@ class Flow:
             return math.inf
         return (1 + self.group_filter.max_refills) * self.batch_size
 
-    def _together(self, admitted: Admitted, ended: Callable[[Admitted], Sized]) -> list[Admitted]:
-        """The groups to score and filter together: `admitted`, or all of its round. Empty until all have ended."""
-        if len(ended(admitted)) < self.n:
-            return []
-        together = [admitted] if self.is_ahead or self._extra else self._undecided
-        return together if all(len(ended(each)) == self.n for each in together) else []
-
     def _choose(self) -> list[Command]:
         """Returns a Chosen with the requested groups once all are sampled, if no filter reads scores."""
         first = list(islice(self.queue.values(), self.batch_size)) if self._waits_for is Chosen else []
@@ -319,17 +322,6 @@ class Flow:
             return []
         self._waits_for = HandOut
         return [Chosen([each.group(each.sampled) for each in first])]
-
-    def _on_scored(self, trajectory: Trajectory) -> list[Command]:
-        admitted = self.queue.get(trajectory.prompt.uid)
-        if admitted is None or admitted.is_kept is not None or trajectory.sample in admitted.scored:
-            return []
-        admitted.scored[trajectory.sample] = trajectory
-        if not (together := self._together(admitted, SCORED)):
-            return []
-        for each in together:
-            each.is_kept = self.group_filter is None or self.group_filter.keep(each.group(each.scored))
-        return self._advance()
 
     def _advance(self) -> list[Command]:
         return [*self._hand_out(), *self._start()]
@@ -348,7 +340,10 @@ class Flow:
         for step, count in steps.items():
             if step <= self.last_step:
                 prompts = self.source.take(count)
-                self.queue |= {prompt.uid: Admitted(prompt, step) for prompt in prompts}
+                admitted = {prompt.uid: Admitted(prompt, step) for prompt in prompts}
+                self.queue |= admitted
+                self._unsampled |= admitted.keys()
+                self._undecided |= admitted.keys()
                 self._rounds.append(len(prompts))
                 commands.append(RunEpisodes(self.episodes(prompts, step)))
         return commands
@@ -376,10 +371,12 @@ class Flow:
         left = [uid for uid in self.queue if uid not in taken and self._extra]
         for uid in (*taken, *left):
             del self.queue[uid]
+            self._unsampled.discard(uid)
+            self._undecided.discard(uid)
         found = {keeps: [each.group(each.scored) for each in read if each.is_kept is keeps] for keeps in (True, False)}
-        self.training = HandOut(self.next_step, self.batch_size, found[True], found[False], len(left))
+        self.training = HandOut(self.next_step, self.batch_size, found[True], found[False], left)
         self._waits_for = None
-        return [*([Abort(left)] if left else []), self.training]
+        return [self.training]
 
     def _is_exhausted(self, read: Sequence[Admitted]) -> bool:
         """Tells whether the step must continue with fewer groups than it asked for."""

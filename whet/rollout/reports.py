@@ -46,8 +46,8 @@ def measure_filter(found: HandOut, metrics: Metrics, *, warns: bool) -> None:
     without a group to train on."""
     kept, dropped = found.kept, found.dropped
     metrics.sum("filter/dropped_groups", len(dropped))
-    if found.num_aborted:
-        metrics.sum("filter/aborted_groups", found.num_aborted)
+    if found.aborted:
+        metrics.sum("filter/aborted_groups", len(found.aborted))
     metrics.mean("filter/kept_fraction", len(kept) / (len(kept) + len(dropped)))
     sampled = [each for each in trajectories_of((*kept, *dropped)) if each.failure is None]
     if sampled:

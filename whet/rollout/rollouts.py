@@ -22,7 +22,6 @@ from whet.rollout.batch import rows_of
 from whet.rollout.collect import Collector
 from whet.rollout.episode import Episode
 from whet.rollout.flow import (
-    Abort,
     Chosen,
     Command,
     Filter,
@@ -243,8 +242,6 @@ class Rollouts:
             match command:
                 case RunEpisodes():
                     self.driver.add(command.episodes, lambda each: self._carry_out(asked, asked.flow.on_sampled(each)))
-                case Abort():
-                    self.driver.abandon_prompts(command.prompts)
                 case Score():
                     ended = command.trajectories
                     submit = partial(self._submit, ended, asked.purpose)
@@ -252,6 +249,7 @@ class Rollouts:
                 case Chosen():
                     asked.chosen.set_result(command.groups)
                 case HandOut():
+                    self.driver.abandon_prompts(command.aborted)
                     if not asked.chosen.done():
                         asked.chosen.set_result(command.groups)
                     asked.handed_out.set_result(command)
