@@ -13,6 +13,7 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from benchmarks.setting import Setting
+from whet.data.loader import PromptSource
 from whet.environments.host import open_host
 from whet.environments.protocol import Answer
 from whet.metrics import Metrics
@@ -114,7 +115,7 @@ def turns_per_second(model: Path, prompt: int, *, keeps_cache: bool, episodes: i
 def steps_per_second(tokenizer: PreTrainedTokenizerBase, environment: str, *, episodes: int, turns: int = 10) -> float:
     """Steps of environments a second, from prompts to scored groups."""
     collector = _collector(tokenizer, Stage(environment, {"turns": turns}, EpisodeLimits(max_turns=turns)))
-    rollouts = Rollouts(None, collector, None, tokenizer, n=8, params=SamplingParams(max_new_tokens=10_000))
+    rollouts = Rollouts(PromptSource(), collector, None, tokenizer, n=8, params=SamplingParams(max_new_tokens=10_000))
     start = time.perf_counter()
     groups = rollouts.sample(_prompts(tokenizer, episodes // 8), 8, rollouts.params, step=1, metrics=Metrics())
     seconds = time.perf_counter() - start

@@ -17,7 +17,7 @@ from whet.data.loader import SamplerLoader
 from whet.data.samplers import Learnability
 from whet.rollout.collect import Collector
 from whet.rollout.episode import Episode
-from whet.rollout.flow import Filter, Flow, ReturnedFirst, keep_all
+from whet.rollout.flow import Filter, Flow, keep_all
 from whet.rollout.protocol import Completion, Request
 from whet.rollout.rollouts import Rollouts
 from whet.types import Group, Prompt, Trajectory
@@ -99,7 +99,7 @@ def test_the_groups_that_a_step_reads_are_observed_in_the_order_in_which_they_en
         begun.extend(prompts)
         return []
 
-    source, half = ReturnedFirst(SamplerLoader(rows, sampler, "watched")), Filter(keep_all, {}, extra=0.5)
+    source, half = SamplerLoader(rows, sampler, "watched"), Filter(keep_all, {}, extra=0.5)
     flow = Flow(1, 2, source, episodes, group_filter=half, scores_alone=True)
     for step in (1, 2):
         begun.clear()
@@ -122,7 +122,7 @@ def test_a_refill_is_drawn_after_the_groups_before_it_are_observed() -> None:
         begun.extend((each, len(sampler.seen)) for each in prompts)
         return []
 
-    source = ReturnedFirst(SamplerLoader(rows, sampler, "watched"))
+    source = SamplerLoader(rows, sampler, "watched")
     flow = Flow(1, 2, source, episodes, group_filter=Filter(lambda values: values[0] > 0, {}))
     flow.ask(1)
     for number, reward in enumerate((0.0, 1.0, 1.0)):

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.raising import raises
 from whet.algorithms.filters import dynamic_sampling
-from whet.data.loader import PromptLoader
+from whet.data.loader import PromptLoader, PromptSource
 from whet.errors import DeadlineError, EngineError
 from whet.metrics import Metrics
 from whet.phases import phase
@@ -33,7 +33,7 @@ from whet.rollout.driver import SWITCH_SECONDS, BackgroundDriver
 from whet.rollout.flow import Admitted, Command, Filter, Flow, HandOut, RunEpisodes, keep_all
 from whet.rollout.protocol import Completion, Event, Finished, Partial, Request, SamplingParams
 from whet.rollout.rollouts import Rollouts
-from whet.types import Failure, Group, Prompt, RewardResult, Trajectory
+from whet.types import Failure, Prompt, RewardResult, Trajectory
 
 # ---- the machine
 
@@ -46,19 +46,18 @@ def scored(prompt: Prompt, accuracy: float = 1.0) -> Trajectory:
     return Trajectory(f"{prompt.uid}:0", prompt, (), 0, reward=1.0, accuracy=accuracy)
 
 
-class Numbered:
+class Numbered(PromptSource):
     """Prompts from a row on."""
 
     def __init__(self, first: int = 0) -> None:
+        super().__init__()
         self.taken = first
 
-    def take(self, n: int) -> list[Prompt]:
+    def draw(self, n: int) -> list[Prompt]:
         self.taken += n
         return [Prompt(f"0:{index}", index, (), (1, 2), "test", None) for index in range(self.taken - n, self.taken)]
 
-    def observe(self, groups: Sequence[Group]) -> None: ...
-
-    def state(self) -> dict[str, Any]:
+    def position(self) -> dict[str, Any]:
         return {"taken": self.taken}
 
 

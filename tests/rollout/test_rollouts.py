@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.raising import raises
 from whet.algorithms.filters import dynamic_sampling
-from whet.data.loader import PromptLoader
+from whet.data.loader import PromptLoader, PromptSource
 from whet.errors import DataError, EngineError
 from whet.metrics import Metrics
 from whet.rewards.pool import RewardPool
@@ -315,7 +315,7 @@ def test_without_a_scorer_an_answer_is_worth_what_its_environment_paid(
 
 def test_without_a_source_prompts_are_given(tokenizer: PreTrainedTokenizerBase) -> None:
     of = rollouts(tokenizer, "1", "2")
-    of.prompts.source = None
+    of.flow.source = of.prompts = PromptSource()
     prompt, metrics = text_prompt(tokenizer), Metrics()
     [group] = of.sample([prompt], 2, SamplingParams(8), step=0, metrics=metrics, purpose="evaluation")
     assert group.prompt is prompt and rewards([group]) == [[1.0, 2.0]]
@@ -330,5 +330,7 @@ def test_lengths_come_in_stages() -> None:
         tokenizer, driver = None, Driver(None, {}, {})  # type: ignore[arg-type]
 
     params = SamplingParams(max_new_tokens=16)
-    rollouts = Rollouts(None, Nothing(), None, Nothing(), n=1, params=params, length_stages={1: 4, 10: 8, 20: 99})  # type: ignore[arg-type]
+    rollouts = Rollouts(
+        PromptSource(), Nothing(), None, Nothing(), n=1, params=params, length_stages={1: 4, 10: 8, 20: 99}
+    )  # type: ignore[arg-type]
     assert [rollouts.params_at(step).max_new_tokens for step in (0, 1, 9, 10, 19, 20)] == [16, 4, 4, 8, 8, 16]

@@ -15,7 +15,7 @@ from tests.simulation.actors import Letters
 from whet.data.loader import PromptLoader
 from whet.environments.protocol import Observation
 from whet.rollout.episode import Episode, Rules, Sample
-from whet.rollout.flow import Command, Flow, ReturnedFirst, RunEpisodes, Score
+from whet.rollout.flow import Command, Flow, RunEpisodes, Score
 from whet.rollout.protocol import Completion, Partial, Request, SamplingParams
 from whet.rollout.snapshot import restore, snapshot
 from whet.types import Failure, Media, Message, Prompt, Trajectory, Turn
@@ -29,7 +29,7 @@ def made(media: tuple[Media, ...] = ()) -> Flow:
     def episodes(prompts: Sequence[Prompt], step: int) -> list[Episode]:
         return [Episode(prompt, sample, rules) for prompt in prompts for sample in range(2)]
 
-    return Flow(2, 1, ReturnedFirst(PromptLoader(rows, shuffle=False)), episodes, 1.0)
+    return Flow(2, 1, PromptLoader(rows, shuffle=False), episodes, 1.0)
 
 
 def saved(flow: Flow, running: Sequence[Episode]) -> list[dict[str, Any]]:
@@ -65,7 +65,6 @@ def restored(
     flow = made(media)
     flow.scoring = scoring
     flow.source.take(2)
-    assert isinstance(flow.source, ReturnedFirst)
     return flow, started(restore(flow, flow.source, 0, entries))
 
 

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from whet.data.loader import PromptSource
 from whet.environments.protocol import Observation
 from whet.rollout.fleet import Give
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Partial, Request, Status
-from whet.types import Failure, Group, Media, Message, Outcome, Prompt, RewardResult, Trajectory, Turn
+from whet.types import Failure, Media, Message, Outcome, Prompt, RewardResult, Trajectory, Turn
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -86,13 +87,14 @@ class Letters:
         return [ord(letter) for message in new for letter in str(message.content)]
 
 
-class Prompts:
+class Prompts(PromptSource):
     """Prompts without an end, in the order of their numbers."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.cursor = 0
 
-    def take(self, n: int) -> list[Prompt]:
+    def draw(self, n: int) -> list[Prompt]:
         taken = [self.prompt(number) for number in range(self.cursor, self.cursor + n)]
         self.cursor += n
         return taken
@@ -104,12 +106,10 @@ class Prompts:
     def find(self, uid: str) -> Prompt:
         return self.prompt(int(uid.partition(":")[2]))
 
-    def observe(self, groups: Sequence[Group]) -> None: ...
-
-    def state(self) -> Mapping[str, Any]:
+    def position(self) -> dict[str, Any]:
         return {"cursor": self.cursor}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def move_to(self, state: Mapping[str, Any]) -> None:
         self.cursor = state["cursor"]
 
 

@@ -27,7 +27,7 @@ from whet.rollout import flow as flowing, snapshot as saving
 from whet.rollout.driver import Driver
 from whet.rollout.episode import Episode, EpisodeLimits, Rules
 from whet.rollout.fleet import RETRIES, Done, FleetTask, Give, Router
-from whet.rollout.flow import Filter, Flow, HandOut, ReturnedFirst, keep_all
+from whet.rollout.flow import Filter, Flow, HandOut, keep_all
 from whet.rollout.protocol import Request, SamplingParams
 from whet.rollout.rollouts import with_outcomes
 from whet.types import Group, Prompt, Trajectory
@@ -157,13 +157,15 @@ class World:
         self.scoring, self.scored = dict[str, list[Trajectory]](), set[str]()  # by uid of the task
         self.engine, self.environments = RoutedEngine(self), Environments(self, own)
         self.driver = Driver(self.engine, {"": self.environments}, {"": plan.episode_seconds}, clock=lambda: self.now)  # type: ignore[arg-type]
-        source, limits = ReturnedFirst(self.source), (plan.staleness, filter_of(plan))
-        self.flow = Flow(plan.n, plan.batch_size, source, partial(episodes_of, plan), *limits, last_step=plan.steps)
+        limits = (plan.staleness, filter_of(plan))
+        self.flow = Flow(
+            plan.n, plan.batch_size, self.source, partial(episodes_of, plan), *limits, last_step=plan.steps
+        )
         self.state = "training"
         for number, replica in self.replicas.items():
             if replica.is_alive:
                 self.post(self.draw(), "joins", number, replica.process)
-        self.conduct(saving.restore(self.flow, source, self.version, saved.entries))
+        self.conduct(saving.restore(self.flow, self.source, self.version, saved.entries))
         self.check("restore", saved)
         self.conduct(self.flow.on_version(self.version))
         self._next_step()
@@ -254,7 +256,7 @@ class World:
     def _save(self) -> None:
         self.saved = self._snapshot() if self.plan.staleness else self._boundary
         self.router, self.flow = pickle.loads(pickle.dumps((self.router, self.flow)))
-        self.source = self.flow.source.source  # type: ignore[assignment]
+        self.source = self.flow.source  # type: ignore[assignment]
 
     def _snapshot(self) -> Saved:
         stream = self.flow

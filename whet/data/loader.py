@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from whet.errors import DataError
 from whet.keyed import key
 from whet.types import Group, Prompt
 
+log = logging.getLogger(__name__)
 RowNumbers: TypeAlias = NDArray[np.int64]  # row numbers
 T = TypeVar("T")
 RESTORE = (
@@ -118,18 +120,75 @@ class OrderLoader(Generic[T]):
         self._times = _times_before(self._order) if self._is_own else np.zeros(len(self.items), dtype=np.int64)
 
 
-class PromptLoader(OrderLoader[Prompt]):
-    """Draws the prompts of a run. Each has the `uid` "<epoch>:<index in the data set>"."""
+class PromptSource:
+    """A source of prompts: first those that were put back, then those that a subclass draws; none without one."""
+
+    def __init__(self, prompts: Sequence[Prompt] = (), *, first: Sequence[Prompt] = ()) -> None:
+        """`prompts` are all that can be drawn; `first` are to be taken before."""
+        self.prompts, self._first = prompts, list(first)
 
     def take(self, n: int) -> list[Prompt]:
-        """Draws the next n prompts; after the end of an epoch, continues with the next epoch."""
-        return [replace(prompt, uid=f"{name}:{prompt.index}") for name, prompt in self.take_named(n)]
+        """Returns the next n prompts."""
+        first, self._first = self._first[:n], self._first[n:]
+        return [*first, *(self.draw(n - len(first)) if n > len(first) else ())]
+
+    def draw(self, n: int) -> list[Prompt]:
+        """Draws n new prompts.  Raises: DataError if there are none."""
+        raise DataError("source of prompts", None, "prompts to sample", "pass a loader to Rollouts, or call sample")
+
+    def put_back(self, uids: Sequence[str]) -> None:
+        """Puts prompts back so that they come first, and logs this.  Raises: DataError for a uid not in the data."""
+        if uids:
+            log.warning("%d prompts that were sampled ahead start again; they are the next to be sampled", len(uids))
+        self._first = [*map(self.find, uids), *self._first]
 
     def find(self, uid: str) -> Prompt:
-        return found(self.items, uid)
+        """Finds the prompt whose row number is at the end of `uid`, and gives it this uid.  Raises: DataError."""
+        index = uid.rpartition(":")[2]
+        for prompt in self.prompts:
+            if str(prompt.index) == index:
+                return replace(prompt, uid=uid)
+        problem = f"has responses to row {index}, which is not among the {len(self.prompts)} prompts"
+        raise DataError("checkpoint", problem, "", RESTORE)
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Does nothing: a fixed order does not depend on scores."""
+        """Receives all scored groups, also groups that a filter drops. A fixed order does not depend on them."""
+
+    def state(self) -> dict[str, Any]:
+        """Returns the position of the next `take`. Key `first` has the uids of prompts that were put back, if any."""
+        return {**self.position(), **({"first": [each.uid for each in self._first]} if self._first else {})}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continues from a position.  Raises: DataError for the position of another source."""
+        self.move_to(state)
+        self._first = [self.find(uid) for uid in state.get("first", ())]
+
+    def position(self) -> dict[str, Any]:
+        """Returns the position of the next `draw`."""
+        return {}
+
+    def move_to(self, state: Mapping[str, Any]) -> None:
+        """Continues to draw from a position."""
+
+
+class PromptLoader(PromptSource):
+    """Draws the prompts of a run. Each has the `uid` "<epoch>:<index in the data set>"."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True, order: Order | None = None
+    ) -> None:
+        super().__init__(prompts)
+        self._rows = OrderLoader(prompts, seed=seed, shuffle=shuffle, order=order)
+
+    def draw(self, n: int) -> list[Prompt]:
+        """Draws the next n prompts; after the end of an epoch, continues with the next epoch."""
+        return [replace(prompt, uid=f"{name}:{prompt.index}") for name, prompt in self._rows.take_named(n)]
+
+    def position(self) -> dict[str, Any]:
+        return self._rows.state()
+
+    def move_to(self, state: Mapping[str, Any]) -> None:
+        self._rows.load_state(state)
 
 
 @runtime_checkable
@@ -149,48 +208,35 @@ class Sampler(Protocol):
         """Restores a state."""
 
 
-class SamplerLoader:
+class SamplerLoader(PromptSource):
     """Draws the prompts that a `Sampler` chooses. Each has the `uid` "<number of the draw>:<row number>"."""
 
     def __init__(self, prompts: Sequence[Prompt], sampler: Sampler, name: str) -> None:
-        self.prompts, self.sampler, self._name, self._drawn = prompts, sampler, name, 0
+        super().__init__(prompts)
+        self.sampler, self._name, self._drawn = sampler, name, 0
 
-    def take(self, n: int) -> list[Prompt]:
+    def draw(self, n: int) -> list[Prompt]:
         """Draws the next n prompts.  Raises: DataError if the sampler does not return n row numbers."""
-        rows = checked_rows(self.sampler.take(n), len(self.prompts), self._name).tolist() if n else []
+        rows = checked_rows(self.sampler.take(n), len(self.prompts), self._name).tolist()
         if len(rows) != n:
             raise DataError(f"{self._name}: take({n})", f"returned {len(rows)} row numbers", str(n))
         self._drawn += n
         chosen = [self.prompts[row] for row in rows]
         return [replace(p, uid=f"{draw}:{p.index}") for draw, p in enumerate(chosen, self._drawn - n)]
 
-    def find(self, uid: str) -> Prompt:
-        return found(self.prompts, uid)
-
     def observe(self, groups: Sequence[Group]) -> None:
         self.sampler.observe(groups)
 
-    def state(self) -> dict[str, Any]:
+    def position(self) -> dict[str, Any]:
         """The number of draws, and the state of the sampler."""
         return {"drawn": self._drawn, "sampler": dict(self.sampler.state())}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores a state.  Raises: DataError for the state of another sampler."""
+    def move_to(self, state: Mapping[str, Any]) -> None:
         if "sampler" not in state:
             found = f"has no state of {self._name}"
             raise DataError("checkpoint", found, "", "restore data.sampler, which changed since")
         self._drawn = state["drawn"]
         self.sampler.load_state(state["sampler"])
-
-
-def found(prompts: Sequence[Prompt], uid: str) -> Prompt:
-    """Finds the prompt whose row number is at the end of `uid`, and gives it this uid.  Raises: DataError."""
-    index = uid.rpartition(":")[2]
-    for prompt in prompts:
-        if str(prompt.index) == index:
-            return replace(prompt, uid=uid)
-    problem = f"has responses to row {index}, which is not among the {len(prompts)} prompts"
-    raise DataError("checkpoint", problem, "", RESTORE)
 
 
 def checked_rows(given: object, count: int, name: str) -> RowNumbers:

@@ -22,11 +22,11 @@ from whet.data.load import Loaded, difficulty, users_code
 from whet.data.loader import (
     Order,
     PromptLoader,
+    PromptSource,
     RowNumbers,
     Sampler,
     SamplerLoader,
     checked_rows,
-    found,
     generator,
     in_order,
     mixture,
@@ -50,9 +50,7 @@ def order_of(loaded: Loaded[Any], *, seed: int, shuffle: bool) -> Order | None:
     return mixture(orders, counts, weights, seed)
 
 
-def make_loader(
-    data: DataConfig, loaded: Loaded[Prompt], *, seed: int, total_draws: int
-) -> PromptLoader | SamplerLoader | MixedLoader:
+def make_loader(data: DataConfig, loaded: Loaded[Prompt], *, seed: int, total_draws: int) -> PromptSource:
     """Makes the loader of a run's prompts, in the order that `data` configures.  Raises: DataError."""
     prompts = loaded.items
     weights, counts = _weights(loaded)
@@ -225,18 +223,19 @@ def by_kind(prompts: Sequence[Prompt], mix: Mapping[str, MixShare]) -> dict[str,
     return kinds
 
 
-class MixedLoader:
+class MixedLoader(PromptSource):
     """Draws each batch from several loaders, one for each kind, by the shares of `mix`. Shares of a batch are rounded;
     the rounded-off fractions are added to the next batch, so that a small share does not vanish.
 
     `batch_size` draws are one step of the shares' schedule; draws that replace groups dropped by a filter count too."""
 
     def __init__(self, loaders: Mapping[str, PromptLoader], mix: Mapping[str, MixShare], batch_size: int) -> None:
+        super().__init__([prompt for loader in loaders.values() for prompt in loader.prompts])
         self._loaders, self._mix, self._batch_size = dict(loaders), mix, batch_size
         self._owed = dict.fromkeys(self._loaders, 0.0)
         self._drawn = 0
 
-    def take(self, n: int) -> list[Prompt]:
+    def draw(self, n: int) -> list[Prompt]:
         """Draws the next n prompts. The kinds (domains or data sources) are interleaved."""
         shares = shares_at(self._mix, self._drawn / self._batch_size)
         owed = {name: self._owed[name] + shares[name] * n for name in self._loaders}
@@ -249,19 +248,12 @@ class MixedLoader:
         self._owed, self._drawn = owed, self._drawn + n
         return [next(drawn[name]) for name in turns]
 
-    def find(self, uid: str) -> Prompt:
-        return found([prompt for loader in self._loaders.values() for prompt in loader.items], uid)
-
-    def observe(self, groups: Sequence[Group]) -> None:
-        """Does nothing: a fixed order does not depend on scores."""
-
-    def state(self) -> dict[str, Any]:
+    def position(self) -> dict[str, Any]:
         """The number of draws, and for each kind its carried fraction and the position of its loader."""
         kinds = {name: {"owed": self._owed[name], **loader.state()} for name, loader in self._loaders.items()}
         return {"drawn": self._drawn, "kinds": kinds}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores a state.  Raises: DataError if data.mix named other kinds."""
+    def move_to(self, state: Mapping[str, Any]) -> None:
         kinds = state.get("kinds", {})
         if kinds.keys() != self._loaders.keys():
             found, change = f"names {', '.join(self._loaders)}", "restore it, or set trainer.resume=never"

@@ -22,6 +22,7 @@ from whet.config.digests import digests
 from whet.config.load import to_yaml
 from whet.config.schema import DataConfig, EvalConfig, ModelConfig, RolloutConfig
 from whet.data.load import VAL, load_items, numbered_rows
+from whet.data.loader import PromptSource
 from whet.data.prompts import UNKNOWN
 from whet.data.sources import DataRow, write_rows
 from whet.environments.toolbox import with_tools
@@ -113,7 +114,9 @@ def evaluate(
         params = sampling_params(config.rollout, config.data.max_response_length, stop_ids, tokenizer)
         collector = build_collector(config, tokenizer, engine, config.seed)
         started.callback(collector.close)
-        rollouts = Rollouts(None, collector, scorer, tokenizer, n=n, params=params, correct_threshold=threshold)
+        rollouts = Rollouts(
+            PromptSource(), collector, scorer, tokenizer, n=n, params=params, correct_threshold=threshold
+        )
 
         journal, rows_of_files = None, list[tuple[int, DataRow]]()
         if config.output is not None and config.data.difficulty_key is not None and data is None:

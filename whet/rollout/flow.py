@@ -15,73 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
+from whet.data.loader import PromptSource
 from whet.errors import DataError
 from whet.rollout.episode import Episode
 from whet.types import Group, Prompt, Trajectory
 
 log = logging.getLogger(__name__)
-
-
-class PromptSource(Protocol):
-    """A source of prompts, such as the data loader."""
-
-    def take(self, n: int) -> list[Prompt]:
-        """Returns the next `n` prompts."""
-        ...
-
-    def find(self, uid: str) -> Prompt:
-        """Returns the prompt with this `uid`, as `take` returned it.  Raises: DataError."""
-        ...
-
-    def observe(self, groups: Sequence[Group]) -> None:
-        """Receives all scored groups, also groups that a filter drops; the next prompts may depend on them."""
-        ...
-
-    def state(self) -> Mapping[str, Any]:
-        """Returns the position of the next `take`."""
-        ...
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from a position."""
-        ...
-
-
-class ReturnedFirst:
-    """A source that first returns the prompts that were put back, then the prompts of another source, if it has one."""
-
-    def __init__(self, source: PromptSource | None, first: Sequence[Prompt] = ()) -> None:
-        self.source, self._returned = source, list(first)
-
-    def put_back(self, uids: Sequence[str]) -> None:
-        """Puts prompts back so that they come first, and logs this.  Raises: DataError for a uid not in the data."""
-        if uids:
-            log.warning("%d prompts that were sampled ahead start again; they are the next to be sampled", len(uids))
-        self._returned = [*map(self.find, uids), *self._returned]
-
-    def take(self, n: int) -> list[Prompt]:
-        first, self._returned = self._returned[:n], self._returned[n:]
-        return first if self.source is None else [*first, *self.source.take(n - len(first))]
-
-    def find(self, uid: str) -> Prompt:
-        if self.source is None:
-            raise DataError("source of prompts", None, "a source that finds prompts by uid", "pass a data loader")
-        return self.source.find(uid)
-
-    def observe(self, groups: Sequence[Group]) -> None:
-        if self.source is not None:
-            self.source.observe(groups)
-
-    def state(self) -> dict[str, Any]:
-        """The position of the source. Key `first` has the uids of prompts that were put back, if any."""
-        state = {} if self.source is None else {**self.source.state()}
-        return {**state, **({"first": [each.uid for each in self._returned]} if self._returned else {})}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        if self.source is not None:
-            self.source.load_state(state)
-        self._returned = [self.find(uid) for uid in state.get("first", ())]
 
 
 @dataclass(frozen=True)
@@ -183,7 +124,7 @@ class Flow:
 
     n: int  # trajectories of a prompt
     batch_size: int  # groups of a step
-    source: ReturnedFirst
+    source: PromptSource
     episodes: Callable[[Sequence[Prompt], int], list[Episode]]  # makes n episodes of each prompt, in order, for a step
     max_staleness: float = 0.0
     group_filter: Filter | None = None

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from whet.data.loader import PromptSource
 from whet.errors import DataError
 from whet.metrics import Metrics
 from whet.phases import phase, watching
@@ -27,8 +28,6 @@ from whet.rollout.flow import (
     Filter,
     Flow,
     HandOut,
-    PromptSource,
-    ReturnedFirst,
     RunEpisodes,
     Score,
 )
@@ -90,7 +89,7 @@ class Rollouts:
 
     def __init__(
         self,
-        prompts: PromptSource | None,
+        prompts: PromptSource,
         collector: Collector,
         scorer: Scorer | None,
         tokenizer: PreTrainedTokenizerBase,
@@ -116,7 +115,7 @@ class Rollouts:
         self.spent: dict[str, float] = {}  # by judges, since the run began
         self._kept_some = True
         self.may_stop: Callable[[], None] = lambda: None  # called in waits that may be abandoned; may raise
-        self.prompts = ReturnedFirst(prompts)
+        self.prompts = prompts
         self._restored: Sequence[Mapping[str, Any]] | None = ()  # of a checkpoint, until the first weights come
         self._watched, self._idle_seconds = ExitStack(), 0.0  # phases of the loop; the engine's idle time so far
         self._noted = Future[None]()  # done once the flow knows the last version
@@ -135,8 +134,6 @@ class Rollouts:
 
     def start(self, n: int, *, step: int) -> SampledTrajectories[Taken]:
         """Samples `n` groups for `step`; returns once they are sampled and, if there is a filter, scored."""
-        if self.prompts.source is None:
-            raise DataError("source of prompts", None, "prompts to sample", "pass prompts to Rollouts, or call sample")
         metrics, flow = Metrics(), self.flow
         if not flow.is_ahead:
             flow.batch_size = n
@@ -165,7 +162,7 @@ class Rollouts:
             return self.collector.episodes(prompts, n, params, step=step, purpose=purpose)
 
         scores_alone = all(each.scores_alone for each in self._scorers(purpose)) and self.scorer is not None
-        flow = Flow(n, len(prompts), ReturnedFirst(None, prompts), episodes, scores_alone=scores_alone)
+        flow = Flow(n, len(prompts), PromptSource(first=prompts), episodes, scores_alone=scores_alone)
         between = self.may_stop if purpose == "validation" else None
         groups = self._begin(Asked(flow, purpose), step, metrics, between).result().kept
         count_failures(groups, metrics, self.spent)

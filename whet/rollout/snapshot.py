@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import TypeAdapter
 
+from whet.data.loader import PromptSource
 from whet.keyed import key
 from whet.rollout.episode import Episode
-from whet.rollout.flow import Admitted, Command, Flow, ReturnedFirst, RunEpisodes
+from whet.rollout.flow import Admitted, Command, Flow, RunEpisodes
 from whet.rollout.protocol import Completion
 from whet.types import Media, Prompt, RewardResult, Trajectory, Turn
 
@@ -42,7 +43,7 @@ def snapshot(flow: Flow, running: Iterable[Episode]) -> list[dict[str, Any]]:
     return [_entry(admitted, by_prompt[admitted.prompt.uid], flow.scoring) for admitted in waiting]
 
 
-def restore(flow: Flow, source: ReturnedFirst, version: int, entries: Sequence[Mapping[str, Any]]) -> list[Command]:
+def restore(flow: Flow, source: PromptSource, version: int, entries: Sequence[Mapping[str, Any]]) -> list[Command]:
     """Restores the groups of a snapshot. Scored groups go into the queue; the others continue to be sampled or scored.
 
     A group starts again from its prompt if its row has changed in the data, or if its tokens are too old for this run.

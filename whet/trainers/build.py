@@ -21,7 +21,7 @@ from whet.controller.launch import launch_roles
 from whet.controller.worker import WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.data.load import VAL, Loaded, load_items
-from whet.data.loader import run_steps
+from whet.data.loader import PromptSource, run_steps
 from whet.data.preview import shortened
 from whet.data.samplers import make_loader
 from whet.domains import Domains
@@ -54,7 +54,7 @@ from whet.rollout.build import (
 )
 from whet.rollout.collect import Collector
 from whet.rollout.driver import BackgroundDriver, Driver
-from whet.rollout.flow import Filter, PromptSource, keep_all
+from whet.rollout.flow import Filter, keep_all
 from whet.rollout.protocol import Restarts, SamplingParams
 from whet.rollout.replicas import Replicas
 from whet.rollout.requirements import Lengths
@@ -368,7 +368,7 @@ def judge_of(group: WorkerGroup, config: TrainConfig) -> Rollouts:
     collector = Collector(engine, tokenizer, deadline_seconds=config.rollout.deadline_seconds)
     stop_ids = stop_token_ids(path, tokenizer, config.data.template_options)
     params = SamplingParams(config.data.max_response_length, stop_token_ids=stop_ids)
-    return Rollouts(None, collector, None, tokenizer, n=1, params=params)
+    return Rollouts(PromptSource(), collector, None, tokenizer, n=1, params=params)
 
 
 def _engine(config: TrainConfig, roles: Mapping[str, WorkerGroup]) -> Replicas | Direct:

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from whet.config import TrainConfig, load_config
 from whet.data.load import TRAIN, load_items
+from whet.data.loader import PromptSource
 from whet.environments.toolbox import with_tools
 from whet.metrics import Metrics
 from whet.rewards.pool import scorer_of
@@ -53,7 +54,7 @@ def test_annotated_solutions_are_right(shared_data: Path, qwen25_folder: Path, t
         for turn in ("\n".join(call(expression) for expression, _ in steps), f"So it is {final}.\n#### {final}")
     ]
     collector = build_collector(config, tokenizer, Says(tokenizer, turns, "<|im_end|>"), 0)  # type: ignore[arg-type]
-    rollouts = Rollouts(None, collector, scorer, tokenizer, n=1, params=SamplingParams(4000))
+    rollouts = Rollouts(PromptSource(), collector, scorer, tokenizer, n=1, params=SamplingParams(4000))
     for row, steps, prompt in zip(rows, steps_of, prompts, strict=True):  # one at a time: turns are said in order
         [group] = rollouts.sample([prompt], 1, SamplingParams(4000), step=0, metrics=Metrics(), purpose="evaluation")
         [trajectory] = group.trajectories
