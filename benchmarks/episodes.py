@@ -16,11 +16,11 @@ from benchmarks.setting import Setting
 from whet.data.loader import PromptSource
 from whet.environments.host import open_host
 from whet.environments.protocol import Answer
-from whet.metrics import Metrics
 from whet.models.load import load_policy, load_tokenizer
 from whet.plugins.lessons.init_model import init_model
-from whet.rollout.collect import Collector, Stage
-from whet.rollout.episode import EpisodeLimits
+from whet.rollout.codec import TemplateCodec
+from whet.rollout.driver import Driver
+from whet.rollout.episode import MAIN, EpisodeLimits, Stage
 from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import Completion, Event, Finished, Request, RolloutEngine, SamplingParams, generate
 from whet.rollout.rollouts import Rollouts
@@ -114,10 +114,9 @@ def turns_per_second(model: Path, prompt: int, *, keeps_cache: bool, episodes: i
 
 def steps_per_second(tokenizer: PreTrainedTokenizerBase, environment: str, *, episodes: int, turns: int = 10) -> float:
     """Steps of environments a second, from prompts to scored groups."""
-    collector = _collector(tokenizer, Stage(environment, {"turns": turns}, EpisodeLimits(max_turns=turns)))
-    rollouts = Rollouts(PromptSource(), collector, None, tokenizer, n=8, params=SamplingParams(max_new_tokens=10_000))
-    start = time.perf_counter()
-    groups = rollouts.sample(_prompts(tokenizer, episodes // 8), 8, rollouts.params, step=1, metrics=Metrics())
+    rollouts = _rollouts(tokenizer, environment, {"turns": turns}, EpisodeLimits(max_turns=turns))
+    params, start = SamplingParams(max_new_tokens=10_000), time.perf_counter()
+    groups = rollouts.sample(_prompts(tokenizer, episodes // 8), 8, params, step=1)
     seconds = time.perf_counter() - start
     rollouts.close()
     steps = sum(len(each.turns) for group in groups for each in group.trajectories)
@@ -127,13 +126,13 @@ def steps_per_second(tokenizer: PreTrainedTokenizerBase, environment: str, *, ep
 
 def seconds_with_a_slow_one(tokenizer: PreTrainedTokenizerBase, environment: str, *, episodes: int) -> float:
     """Seconds until all episodes are over, of which one waits two seconds; its process is started before."""
-    collector = _collector(tokenizer, Stage(environment))
-    collector.collect(_prompts(tokenizer, 1), 1, SamplingParams(max_new_tokens=8), step=1)
+    rollouts = _rollouts(tokenizer, environment, {}, EpisodeLimits())
+    rollouts.sample(_prompts(tokenizer, 1), 1, rollouts.params, step=1, is_scored=False)
     start = time.perf_counter()
-    [*groups] = collector.collect(_prompts(tokenizer, episodes), 1, SamplingParams(max_new_tokens=8), step=2)
+    groups = rollouts.sample(_prompts(tokenizer, episodes), 1, rollouts.params, step=2, is_scored=False)
     seconds = time.perf_counter() - start
-    collector.close()
-    assert all(each.failure is None for group in groups for each in group)
+    rollouts.close()
+    assert all(each.failure is None for group in groups for each in group.trajectories)
     return seconds
 
 
@@ -165,9 +164,12 @@ def seconds_of_calls(environment: str, *, episodes: int, turns: int = 3) -> dict
     return {"reset": found["reset"], "step": found["step"] / turns}
 
 
-def _collector(tokenizer: PreTrainedTokenizerBase, stage: Stage) -> Collector:
-    engine = cast(RolloutEngine, Instant(tokenizer.encode("12")))
-    return Collector(engine, tokenizer, stage=stage, apply_chat_template=False)
+def _rollouts(
+    tokenizer: PreTrainedTokenizerBase, environment: str, options: Mapping[str, Any], limits: EpisodeLimits
+) -> Rollouts:
+    driver = Driver(cast(RolloutEngine, Instant(tokenizer.encode("12"))), {MAIN: open_host(environment, options)})
+    stages = {MAIN: Stage(TemplateCodec(tokenizer, apply_chat_template=False), limits)}
+    return Rollouts(PromptSource(), driver, stages, None, tokenizer, n=1, params=SamplingParams(max_new_tokens=8))
 
 
 def _prompts(tokenizer: PreTrainedTokenizerBase, count: int) -> list[Prompt]:

@@ -59,7 +59,7 @@ from whet.registry import ENVIRONMENTS
 from whet.rewards.pool import RewardPool
 from whet.roles.workers import check_reward_model
 from whet.rollout.build import check_engine, open_environments
-from whet.rollout.episode import Episode, EpisodeLimits, Rules
+from whet.rollout.episode import Episode, EpisodeLimits, Rules, Stage
 from whet.rollout.protocol import Completion, SamplingParams
 from whet.rollout.reports import FailureWatch
 from whet.trainers.build import setup
@@ -833,10 +833,8 @@ def test_what_ends_an_episode(qwen25_folder: Path, tokenizer: PreTrainedTokenize
         def calls(self, token_ids: Any, turn: int) -> list[Any]:
             return []
 
-    rules = Rules(
-        Plain(), SamplingParams(max_new_tokens=20), 0, 1, limits=EpisodeLimits(fails_at=frozenset({"overflow"}))
-    )  # type: ignore[arg-type]
-    rules = replace(rules, agents={"worker": rules})
+    stage = Stage(Plain(), EpisodeLimits(fails_at=frozenset({"overflow"})))  # type: ignore[arg-type]
+    rules = Rules({"": stage, "worker": stage}, SamplingParams(max_new_tokens=20), 0, 1)
 
     def ended(observation: Observation) -> str:
         episode = Episode(Prompt("0:0", 0, (), (1,), "", None), 0, rules)
@@ -846,7 +844,7 @@ def test_what_ends_an_episode(qwen25_folder: Path, tokenizer: PreTrainedTokenize
         return str(episode.on_observation(observation)[-1].trajectory.failure)  # type: ignore[union-attr]
 
     wrong("observation longer than the context", ended(Observation(False, (Message("user", "long" * 9),))))
-    short = replace(rules, limits=replace(rules.limits, max_context_tokens=10))
+    short = replace(rules, stages={"": replace(stage, limits=replace(stage.limits, max_context_tokens=10))})
     episode = Episode(Prompt("0:0", 0, (Message("user", "?"),), (1,), "", None), 0, short)
     opened = episode.on_observation(Observation(False, (Message("user", "long" * 9),)))
     wrong("conversation that begins too long", str(opened[-1].trajectory.failure))  # type: ignore[union-attr]

@@ -33,7 +33,7 @@ def main() -> None:
         row.update(prompt=f"<image>{row['prompt']}", images=[image])
     run = build(config, build_scorer(config.reward, compute_score), rows)
     waiting = Waiting()
-    run.rollouts.collector.driver.engine = WithLengths(run.rollouts.driver.engine, settings["lengths"])
+    run.rollouts.driver.engine = WithLengths(run.rollouts.driver.engine, settings["lengths"])
 
     def end_turn(run: Run, step: int, numbers: Mapping[str, float]) -> None:
         turns.done(

@@ -12,14 +12,13 @@ import pytest
 from scripted import text_prompt
 from transformers import PreTrainedTokenizerBase
 
+from tests.rollout.playing import Playing
 from tests.rollout.test_continuous import Slow, continuous, uids
 from whet.data.loader import SamplerLoader
 from whet.data.samplers import Learnability
-from whet.rollout.collect import Collector
 from whet.rollout.episode import Episode
 from whet.rollout.flow import Filter, Flow, keep_all
 from whet.rollout.protocol import Completion, Request
-from whet.rollout.rollouts import Rollouts
 from whet.types import Group, Prompt, Trajectory
 
 
@@ -80,8 +79,8 @@ def test_an_adaptive_sampler_observes_each_group_once(tokenizer: PreTrainedToken
     assert set(uids(seen)) - set(uids(trained)) <= waiting
     if k == 0:
         loader, engine = adaptive(tokenizer), ByRow(tokenizer, "")
-        plain, alone = Collector(engine, tokenizer, apply_chat_template=False, seed=1), list[Group]()
-        synchronous = Rollouts(loader, plain, of.scorer, tokenizer, n=2, params=of.params)
+        given = {"prompts": loader, "scorer": of.scorer, "n": 2, "params": of.params}
+        synchronous, alone = Playing(engine, tokenizer, apply_chat_template=False, seed=1, **given), list[Group]()
         for step in (1, 2, 3, 4):
             engine.version = step - 1
             alone += synchronous.start(2, step=step).result().groups

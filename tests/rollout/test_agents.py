@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,12 @@ from scripted import Scripted, text_prompt
 from transformers import PreTrainedTokenizerBase
 
 from tests.algorithms.calling import estimate
+from tests.rollout.playing import Playing, World
 from whet.environments.host import Deadlines
 from whet.environments.protocol import Observation, unpaid
 from whet.metrics import Metrics
 from whet.registry import ADV_ESTIMATORS
 from whet.rollout.batch import rows_of, to_batch
-from whet.rollout.collect import Collector, Stage
 from whet.rollout.episode import EpisodeLimits
 from whet.rollout.flow import Filter, by_player
 from whet.rollout.protocol import SamplingParams
@@ -109,14 +111,14 @@ def play(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Any:
     """Collects the trajectories of one prompt in an environment of the file, with an engine that says `answers`."""
     (tmp_path / "worlds.py").write_text(WORLDS)
 
-    def stage(name: str, **settings: Any) -> Stage:
-        return Stage(f"{tmp_path / 'worlds.py'}:{name}", **settings)
+    def stage(name: str, **settings: Any) -> World:
+        return World(f"{tmp_path / 'worlds.py'}:{name}", **settings)
 
     def played(name: str, *answers: str, n: int = 1, agents: tuple[str, ...] = (), **settings: Any) -> list[Trajectory]:
-        collector = Collector(
+        collector = Playing(
             Scripted(tokenizer, *answers, by_sample=n > 1),
             tokenizer,
-            stage=stage(name, **settings),
+            world=stage(name, **settings),
             agents={each.lower(): stage(each) for each in agents},
             apply_chat_template=False,
         )
@@ -238,10 +240,10 @@ def test_a_task_for_an_agent_that_is_not_configured(play: Any) -> None:
 @pytest.mark.parametrize("limit", ["step", "episode"])
 def test_deadlines_truncate_by_option(play: Any, limit: str) -> None:
     seconds = Deadlines(step=1.0 if limit == "step" else 100.0, close=0.5)
-    settings = {"seconds": seconds, "episode_seconds": 100.0 if limit == "step" else 3.0}
-    [failed] = play("Slow", "1", "2", **settings)
+    limits = EpisodeLimits(seconds=100.0 if limit == "step" else 3.0)
+    [failed] = play("Slow", "1", "2", seconds=seconds, limits=limits)
     assert failed.failure is not None and failed.failure.timed_out and failed.limit is None
-    [cut] = play("Slow", "1", "2", limits=EpisodeLimits(fails_at=frozenset()), **settings)
+    [cut] = play("Slow", "1", "2", seconds=seconds, limits=replace(limits, fails_at=frozenset()))
     assert cut.failure is None and cut.limit == "time" and len(cut.turns) == 2
 
 
@@ -251,11 +253,11 @@ def test_an_episode_and_its_tasks_that_are_late_together(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, first: str
 ) -> None:
     (tmp_path / "worlds.py").write_text(WORLDS)
-    collector = Collector(
+    collector = Playing(
         Scripted(tokenizer, "1", "2", "2"),  # of the manager, and of its workers, which then hang
         tokenizer,
-        stage=Stage(f"{tmp_path / 'worlds.py'}:Manager"),
-        agents={"worker": Stage(f"{tmp_path / 'worlds.py'}:Slow")},
+        world=World(f"{tmp_path / 'worlds.py'}:Manager"),
+        agents={"worker": World(f"{tmp_path / 'worlds.py'}:Slow")},
         apply_chat_template=False,
     )
     driver, done, now = collector.driver, list[Trajectory](), 0.0
@@ -267,14 +269,14 @@ def test_an_episode_and_its_tasks_that_are_late_together(
             assert time.monotonic() < until
             driver.turn(0.1)
         if first == "worker":
-            driver._late_at = dict(reversed(driver._late_at.items()))
+            driver._open = dict(reversed(driver._open.items()))
         now = 3601.0
         driver.turn(0.0)
     finally:
         collector.close()
     [late] = done
     assert late.failure is not None and late.failure.message == "the episode took longer than 3600 s"
-    assert driver.is_idle and driver._stepping == {} and driver._late_at == {"": {}, "worker": {}}
+    assert driver.is_idle and driver._stepping == {} and driver._first_late_at == math.inf
 
 
 def test_tokens_of_turns_and_episodes(play: Any) -> None:
@@ -340,11 +342,11 @@ def test_a_task_without_room_is_a_result(
 ) -> None:
     """The fixture `play` writes the file."""
     for length, said in ((12, "None"), (13, "the task and the environment's messages have 13 tokens, more than")):
-        collector = Collector(
+        collector = Playing(
             Scripted(tokenizer, "1"),
             tokenizer,
-            stage=Stage(f"{tmp_path / 'worlds.py'}:Asks", options={"length": length}),
-            agents={"worker": Stage(f"{tmp_path / 'worlds.py'}:Worker", limits=EpisodeLimits(max_context_tokens=12))},
+            world=World(f"{tmp_path / 'worlds.py'}:Asks", options={"length": length}),
+            agents={"worker": World(f"{tmp_path / 'worlds.py'}:Worker", limits=EpisodeLimits(max_context_tokens=12))},
             apply_chat_template=False,
         )
         try:
@@ -361,8 +363,8 @@ def test_the_deadline_of_an_episode_counts_from_its_reset(
     """Of two episodes one has a place. The first is late after 3600 s, the second 3600 s after it got the place."""
     (tmp_path / "worlds.py").write_text(WORLDS)
     name = environment if environment == "calculator" else f"{tmp_path / 'worlds.py'}:{environment}"
-    collector = Collector(
-        Scripted(tokenizer, "1"), tokenizer, stage=Stage(name, max_episodes=1), apply_chat_template=False
+    collector = Playing(
+        Scripted(tokenizer, "1"), tokenizer, world=World(name, max_episodes=1), apply_chat_template=False
     )
     driver, done, now = collector.driver, list[Trajectory](), 0.0
     driver._clock = lambda: now
@@ -384,13 +386,13 @@ def test_the_deadline_of_an_episode_counts_from_its_reset(
         until_begun(1)
         begun_at, now = now, now + 3599.0
         driver.turn(0.0)
-        assert len(done) == 1 and driver._late_at == {"": {"rollout:1:0:1:0": begun_at + 3600.0}}
+        assert len(done) == 1 and driver._open["rollout:1:0:1:0"].late_at == begun_at + 3600.0
         now += 2.0
         driver.turn(0.0)
     finally:
         collector.close()
     assert [str(each.failure.message) for each in done if each.failure] == ["the episode took longer than 3600 s"] * 2
-    assert driver.is_idle and driver._late_at == {"": {}}
+    assert driver.is_idle and driver._first_late_at == math.inf
 
 
 def test_limits_and_fields_are_metrics(play: Any) -> None:

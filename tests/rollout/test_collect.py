@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.data.seeing import IMAGE, encoded, picture, seeing
 from tests.raising import raises
+from tests.rollout.playing import Playing, World
 from whet.config import TrainConfig
 from whet.config.schema import DataConfig
 from whet.data.load import load_items
@@ -27,7 +28,7 @@ from whet.models.load import load_tokenizer
 from whet.phases import watching
 from whet.plugins.lessons.init_model import init_model
 from whet.rollout.batch import rows_of, to_batch
-from whet.rollout.collect import BARE_TAG, Collector, Stage
+from whet.rollout.codec import BARE_TAG
 from whet.rollout.episode import EpisodeLimits
 from whet.rollout.protocol import Completion, Event, Request, SamplingParams
 from whet.trainers.build import build, build_scorer
@@ -164,7 +165,7 @@ def one(episodes: list[list[Trajectory]]) -> Trajectory:
 
 def test_one_question_one_answer(tokenizer: PreTrainedTokenizerBase) -> None:
     engine, prompt = Scripted(tokenizer, "4"), text_prompt(tokenizer)
-    answer = one(Collector(engine, tokenizer, apply_chat_template=False).collect([prompt], 1, PARAMS, step=1))
+    answer = one(Playing(engine, tokenizer, apply_chat_template=False).collect([prompt], 1, PARAMS, step=1))
     [turn] = answer.turns
     assert turn.context_ids == prompt.token_ids
     assert turn.token_ids == (*tokenizer.encode("4"), tokenizer.eos_token_id)
@@ -176,22 +177,22 @@ def test_one_question_one_answer(tokenizer: PreTrainedTokenizerBase) -> None:
 def test_answers_come_by_prompt_and_every_draw_has_a_key_of_its_own(tokenizer: PreTrainedTokenizerBase) -> None:
     engine = Scripted(tokenizer, "0", "1", "2", "3", "4", "5")
     prompts = [text_prompt(tokenizer, "1+1=", 0), text_prompt(tokenizer, "2+2=", 1)]
-    collector = Collector(engine, tokenizer, apply_chat_template=False, seed=7)
+    collector = Playing(engine, tokenizer, apply_chat_template=False, seed=7)
     groups = collector.collect(prompts, 3, PARAMS, step=1)
     assert [[answer.messages[0].content for answer in group] for group in groups] == [["0", "1", "2"], ["3", "4", "5"]]
     assert [[answer.uid for answer in group] for group in groups][1] == ["0:1:0", "0:1:1", "0:1:2"]
     collector.collect(prompts, 3, PARAMS, step=2)
     collector.collect(prompts, 3, PARAMS, step=2, purpose="validation")
-    Collector(engine, tokenizer, apply_chat_template=False, seed=8).collect(prompts, 3, PARAMS, step=1)
+    Playing(engine, tokenizer, apply_chat_template=False, seed=8).collect(prompts, 3, PARAMS, step=1)
     assert len({request.key for request in engine.requests}) == 24
     again = Scripted(tokenizer, "0")
-    Collector(again, tokenizer, apply_chat_template=False, seed=7).collect(prompts[1:], 3, PARAMS, step=1)
+    Playing(again, tokenizer, apply_chat_template=False, seed=7).collect(prompts[1:], 3, PARAMS, step=1)
     assert [request.key for request in again.requests] == [request.key for request in engine.requests[3:6]]
 
 
 def test_sampling_tells_the_progress_and_its_speed(tokenizer: PreTrainedTokenizerBase) -> None:
     prompts, told = [text_prompt(tokenizer, "1+1=", 0)], list[tuple[int, int, str]]()
-    collector = Collector(Scripted(tokenizer, "0", "1", "2"), tokenizer, apply_chat_template=False)
+    collector = Playing(Scripted(tokenizer, "0", "1", "2"), tokenizer, apply_chat_template=False)
     seconds = iter(range(100, 10_000, 2))
     collector.driver._clock = lambda: float(next(seconds))
     with watching(lambda name: nullcontext(), lambda *counted: told.append(counted)):
@@ -212,7 +213,7 @@ def test_a_stop_string_ends_a_turn_and_the_template_closes_it(tokenizer: PreTrai
             return replace(said, token_ids=ids, log_probs=log_probs, versions=versions, stop="</calc>", preemptions=2)
 
     engine, prompt = Stopping(tokenizer, "<calc>12*3</calc>", "36"), chat_prompt(tokenizer, "12*3=")
-    answer = one(Collector(engine, tokenizer, stage=Stage("calculator")).collect([prompt], 1, PARAMS, step=1))
+    answer = one(Playing(engine, tokenizer, world=World("calculator")).collect([prompt], 1, PARAMS, step=1))
     first, second = answer.turns
     assert (first.stop, first.preemptions, second.stop, second.preemptions) == ("</calc>", 2, None, 0)
     asked, told = Message("assistant", "<calc>12*3</calc>"), Message("tool", "36")  # the environment reads all of it
@@ -223,8 +224,8 @@ def test_a_stop_string_ends_a_turn_and_the_template_closes_it(tokenizer: PreTrai
 def test_what_the_environment_says_at_the_end_is_kept_as_text(
     tokenizer: PreTrainedTokenizerBase, environments: str
 ) -> None:
-    collector = Collector(Scripted(tokenizer, "4"), tokenizer, stage=Stage(f"{environments}:Ends"))
-    collector.codecs[""].read = lambda observation: observation  # type: ignore[method-assign]  # as for a model that sees
+    collector = Playing(Scripted(tokenizer, "4"), tokenizer, world=World(f"{environments}:Ends"))
+    collector.stages[""].codec.read = lambda observation: observation  # type: ignore[method-assign]  # as for a model that sees
     try:
         ended = one(collector.collect([chat_prompt(tokenizer, "2+2=")], 1, PARAMS, step=1))
     finally:
@@ -239,7 +240,7 @@ def test_the_calculator_in_two_turns_continues_the_chat_as_the_template_writes_i
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     engine, prompt = Scripted(tokenizer, "<calc>12*3</calc>", "36"), chat_prompt(tokenizer, "12*3=")
-    answer = one(Collector(engine, tokenizer, stage=Stage("calculator")).collect([prompt], 1, PARAMS, step=1))
+    answer = one(Playing(engine, tokenizer, world=World("calculator")).collect([prompt], 1, PARAMS, step=1))
     asked, told = Message("assistant", "<calc>12*3</calc>"), Message("tool", "36")
     assert answer.messages == (asked, told, Message("assistant", "36"))
     first, second = answer.turns
@@ -258,7 +259,7 @@ def test_the_calculator_in_two_turns_continues_the_chat_as_the_template_writes_i
 
 def test_without_a_chat_template_the_tools_words_follow_as_they_are(tokenizer: PreTrainedTokenizerBase) -> None:
     engine, prompt = Scripted(tokenizer, "<calc>2+2</calc>", "4"), text_prompt(tokenizer)
-    collector = Collector(engine, tokenizer, stage=Stage("calculator"), apply_chat_template=False)
+    collector = Playing(engine, tokenizer, world=World("calculator"), apply_chat_template=False)
     answer = one(collector.collect([prompt], 1, PARAMS, step=1))
     assert tokenizer.decode(list(answer.turns[1].context_ids)) == "2+2=<calc>2+2</calc><|im_end|>4"
 
@@ -266,7 +267,7 @@ def test_without_a_chat_template_the_tools_words_follow_as_they_are(tokenizer: P
 def test_only_those_that_are_not_done_go_on(tokenizer: PreTrainedTokenizerBase) -> None:
     engine = Scripted(tokenizer, "4", "<calc>1+1</calc>", "2")
     prompts = [text_prompt(tokenizer, "2+2=", 0), text_prompt(tokenizer, "1+1=", 1)]
-    collector = Collector(engine, tokenizer, stage=Stage("calculator"), apply_chat_template=False)
+    collector = Playing(engine, tokenizer, world=World("calculator"), apply_chat_template=False)
     [[done], [asking]] = collector.collect(prompts, 1, PARAMS, step=1)
     assert len(engine.requests) == 3 and len(done.turns) == 1 and len(asking.turns) == 2
     assert asking.messages[-1].content == "2"
@@ -275,7 +276,7 @@ def test_only_those_that_are_not_done_go_on(tokenizer: PreTrainedTokenizerBase) 
 @pytest.mark.slow
 def test_what_an_environment_raises_is_data(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
     engine = Scripted(tokenizer, "5", "9", "77", by_sample=True)
-    collector = Collector(engine, tokenizer, stage=Stage(f"{environments}:Broken"), apply_chat_template=False)
+    collector = Playing(engine, tokenizer, world=World(f"{environments}:Broken"), apply_chat_template=False)
     [[fine, failed, also_fine]] = collector.collect([text_prompt(tokenizer)], 3, PARAMS, step=1)
     assert fine.failure is None and also_fine.failure is None
     assert failed.failure is not None and failed.failure.source == "environment"
@@ -284,7 +285,7 @@ def test_what_an_environment_raises_is_data(tokenizer: PreTrainedTokenizerBase, 
     assert to_batch([Group(failed.prompt, (failed,))], pad_token_id=0)["response_mask"].tolist() == [[0, 0]]
     assert fine.turns[0].reward == 0.25 and dict(also_fine.fields) == {"seen": 2}
 
-    unmade = Collector(engine, tokenizer, stage=Stage(f"{environments}:Unmade"), apply_chat_template=False)
+    unmade = Playing(engine, tokenizer, world=World(f"{environments}:Unmade"), apply_chat_template=False)
     before = len(engine.requests)
     answer = one(unmade.collect([text_prompt(tokenizer)], 1, PARAMS, step=1))
     assert answer.failure is not None and answer.failure.message.startswith("KeyError: 0 (")
@@ -292,10 +293,10 @@ def test_what_an_environment_raises_is_data(tokenizer: PreTrainedTokenizerBase, 
 
 
 def test_options_reach_the_environment(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
-    collector = Collector(
+    collector = Playing(
         Scripted(tokenizer, "123"),
         tokenizer,
-        stage=Stage(f"{environments}:Broken", {"note": "length"}),
+        world=World(f"{environments}:Broken", {"note": "length"}),
         apply_chat_template=False,
     )
     assert dict(one(collector.collect([text_prompt(tokenizer)], 1, PARAMS, step=1)).fields) == {"length": 3}
@@ -306,7 +307,7 @@ def test_an_environment_speaks_first_limits_a_turn_and_replaces_the_context(
     tokenizer: PreTrainedTokenizerBase, environments: str
 ) -> None:
     engine, prompt = Scripted(tokenizer, "2", "123", "14"), chat_prompt(tokenizer, "2+2=")
-    collector = Collector(engine, tokenizer, stage=Stage(f"{environments}:World"))
+    collector = Playing(engine, tokenizer, world=World(f"{environments}:World"))
     answer = one(collector.collect([prompt], 1, SamplingParams(max_new_tokens=40), step=1))
     asked = (*prompt.messages, Message("user", "1+1="))
     first, second, third = answer.turns
@@ -324,24 +325,24 @@ def test_an_environment_speaks_first_limits_a_turn_and_replaces_the_context(
     assert [row.prompt_ids for row in rows_of(answer)] == [first.context_ids, third.context_ids]
     assert dict(answer.fields) == {"cut": "stop"} and answer.failure is None
 
-    collector = Collector(engine, tokenizer, stage=Stage(f"{environments}:World"), apply_chat_template=False)
+    collector = Playing(engine, tokenizer, world=World(f"{environments}:World"), apply_chat_template=False)
     answer = one(collector.collect([prompt], 1, SamplingParams(max_new_tokens=40), step=1))
     assert tokenizer.decode(list(answer.turns[0].context_ids)) == "2+2=1+1="
     assert tokenizer.decode(list(answer.turns[2].context_ids)) == "7+7="
 
 
 def test_an_episode_that_is_over_at_its_reset_has_failed(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
-    collector = Collector(Scripted(tokenizer, "2"), tokenizer, stage=Stage(f"{environments}:Over"))
+    collector = Playing(Scripted(tokenizer, "2"), tokenizer, world=World(f"{environments}:Over"))
     answer = one(collector.collect([chat_prompt(tokenizer, "2+2=")], 1, PARAMS, step=1))
     assert answer.failure == Failure("environment", "reset ended the episode before its first response")
 
 
 def test_an_episode_ends_after_max_turns(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
     engine = Scripted(tokenizer, "1")
-    collector = Collector(
+    collector = Playing(
         engine,
         tokenizer,
-        stage=Stage(f"{environments}:Endless", limits=EpisodeLimits(max_turns=3)),
+        world=World(f"{environments}:Endless", limits=EpisodeLimits(max_turns=3)),
         apply_chat_template=False,
     )
     answer = one(collector.collect([text_prompt(tokenizer)], 1, PARAMS, step=1))
@@ -352,7 +353,7 @@ def test_an_episode_ends_after_max_turns(tokenizer: PreTrainedTokenizerBase, env
 def test_the_budget_is_for_the_whole_response(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
     # two tokens an answer (1, end) and four that are read (m o r e): 2, 6 -> 8, 12 -> the next may have 1 of 13
     engine = Scripted(tokenizer, "1")
-    collector = Collector(engine, tokenizer, stage=Stage(f"{environments}:Endless"), apply_chat_template=False)
+    collector = Playing(engine, tokenizer, world=World(f"{environments}:Endless"), apply_chat_template=False)
     answer = one(collector.collect([text_prompt(tokenizer)], 1, SamplingParams(max_new_tokens=13), step=1))
     assert [request.params.max_new_tokens for request in engine.requests] == [13, 7, 1]
     assert [turn.finish_reason for turn in answer.turns] == ["stop", "stop", "length"]
@@ -360,17 +361,17 @@ def test_the_budget_is_for_the_whole_response(tokenizer: PreTrainedTokenizerBase
 
     # with 12 nothing is left after the second reading, which is then no part of the row
     engine = Scripted(tokenizer, "1")
-    collector = Collector(engine, tokenizer, stage=Stage(f"{environments}:Endless"), apply_chat_template=False)
+    collector = Playing(engine, tokenizer, world=World(f"{environments}:Endless"), apply_chat_template=False)
     answer = one(collector.collect([text_prompt(tokenizer)], 1, SamplingParams(max_new_tokens=12), step=1))
     assert len(engine.requests) == 2 and len(rows_of(answer)[0].response_ids) == 8
 
 
 def test_a_template_that_rewrites_is_refused_with_what_to_change(tokenizer: PreTrainedTokenizerBase) -> None:
     forgetful = "{% for message in messages[-2:] %}{{ message.role }}\n{{ message.content }}\n{% endfor %}"
-    collector = Collector(
+    collector = Playing(
         Scripted(tokenizer, "<calc>1+1</calc>"),
         tokenizer,
-        stage=Stage("calculator", chat_template_kwargs={"chat_template": forgetful}),
+        world=World("calculator", chat_template_kwargs={"chat_template": forgetful}),
     )
     with raises(DataError, re.compile("^chat template: "), change=re.compile("data.chat_template_kwargs")):
         collector.collect([chat_prompt(tokenizer, "1+1=")], 1, PARAMS, step=1)
@@ -432,10 +433,10 @@ def test_observations_have_images(
     [prompt] = load_items(data, sighted, rows=[row], with_answers=False).items
     reader = MediaReader(MediaLimits(), sighted.encoders, tmp_path / "media")
     warn_once.cache_clear()  # another test may have had the warning
-    collector = Collector(
+    collector = Playing(
         Scripted(sighted, *"abcd"),
         sighted,
-        stage=Stage(f"{environments}:Shows"),
+        world=World(f"{environments}:Shows"),
         reader=reader,
         apply_chat_template=apply_chat_template,
     )
@@ -473,7 +474,7 @@ def test_observations_have_images(
 
 
 def test_images_for_a_model_of_text_fail_their_episode(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
-    collector = Collector(Scripted(tokenizer, "a"), tokenizer, stage=Stage(f"{environments}:Shows"))
+    collector = Playing(Scripted(tokenizer, "a"), tokenizer, world=World(f"{environments}:Shows"))
     done = one(collector.collect([chat_prompt(tokenizer, "2+2=")], 1, PARAMS, step=1))
     assert (
         done.failure is not None and done.failure.source == "environment" and done.failure.message[:11] == "observation"
@@ -487,10 +488,10 @@ def test_a_silent_environment_is_not_run_and_its_deadline_holds(tokenizer: PreTr
         def poll(self, timeout_seconds: float) -> list[Event]:
             return []
 
-    collector = Collector(
-        Silent(tokenizer, "a"), tokenizer, stage=Stage(episode_seconds=5.0), apply_chat_template=False
+    collector = Playing(
+        Silent(tokenizer, "a"), tokenizer, world=World(limits=EpisodeLimits(seconds=5.0)), apply_chat_template=False
     )
-    assert collector.environments == {} and collector.silent == {""}
+    assert collector.driver.environments == {} and collector.stages[""].is_silent
     now, done = 0.0, list[Trajectory]()
     collector.driver._clock = lambda: now
     collector.driver.add(collector.episodes([text_prompt(tokenizer)], 1, PARAMS, step=1), done.append)
@@ -500,6 +501,6 @@ def test_a_silent_environment_is_not_run_and_its_deadline_holds(tokenizer: PreTr
     now = 5.1
     collector.driver.turn(0.0)
     assert [each.failure and each.failure.timed_out for each in done] == [True] and collector.driver.is_idle
-    limited = Collector(Silent(tokenizer, "a"), tokenizer, stage=Stage(max_episodes=1), apply_chat_template=False)
-    assert limited.environments.keys() == {""}, "a bound of episodes at a time is kept by a host"
+    limited = Playing(Silent(tokenizer, "a"), tokenizer, world=World(max_episodes=1), apply_chat_template=False)
+    assert limited.driver.environments.keys() == {""}, "a bound of episodes at a time is kept by a host"
     limited.close()

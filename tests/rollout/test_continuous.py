@@ -22,16 +22,15 @@ from scripted import Scripted, text_prompt
 from transformers import PreTrainedTokenizerBase
 
 from tests.raising import raises
+from tests.rollout.playing import Playing
 from whet.algorithms.filters import dynamic_sampling
 from whet.data.loader import PromptLoader, PromptSource
 from whet.errors import DeadlineError, EngineError
-from whet.metrics import Metrics
 from whet.phases import phase
 from whet.rewards.pool import RewardPool
-from whet.rollout.collect import Collector
-from whet.rollout.driver import SWITCH_SECONDS, BackgroundDriver
+from whet.rollout.driver import SWITCH_SECONDS
 from whet.rollout.flow import Admitted, Command, Filter, Flow, HandOut, RunEpisodes, keep_all
-from whet.rollout.protocol import Completion, Event, Finished, Partial, Request, SamplingParams
+from whet.rollout.protocol import Completion, Event, Finished, Partial, Request
 from whet.rollout.rollouts import Rollouts
 from whet.types import Failure, Prompt, RewardResult, Trajectory
 
@@ -319,21 +318,24 @@ def continuous(
     scorer: Any = None,
     loader: Any = None,
     **options: Any,
-) -> Iterator[Rollouts]:
+) -> Iterator[Playing]:
     pool = scorer or RewardPool("exact_match", num_workers=0, timeout_seconds=5.0, correct_threshold=1.0)
-    collector = Collector(
+    rows = [text_prompt(tokenizer, f"{index}+0=", index) for index in range(6)]
+    loader = loader or PromptLoader(rows, seed=0, shuffle=False)
+    made = Playing(
         engine or Slow(tokenizer, *answers),
         tokenizer,
         apply_chat_template=False,
         seed=1,
         deadline_seconds=deadline_seconds,
-        driver=BackgroundDriver,
-    )
-    rows = [text_prompt(tokenizer, f"{index}+0=", index) for index in range(6)]
-    loader = loader or PromptLoader(rows, seed=0, shuffle=False)
-    params = SamplingParams(8)
-    made = Rollouts(
-        loader, collector, pool, tokenizer, n=n, params=params, batch_size=2, max_staleness=k, last_step=9, **options
+        in_thread=True,
+        prompts=loader,
+        scorer=pool,
+        n=n,
+        batch_size=2,
+        max_staleness=k,
+        last_step=9,
+        **options,
     )
     with closing(made):
         if state is not None:
@@ -357,6 +359,7 @@ def uids(groups: Any) -> list[str]:
 def test_the_next_step_is_sampled_while_one_trains(tokenizer: PreTrainedTokenizerBase) -> None:
     with continuous(tokenizer, "4") as of:
         taken = of.start(2, step=1).result()
+        first = of.metrics.reduce()
         assert uids(taken.groups) == ["0:0", "0:1"]
         wait_for_all(of)
         assert of.flow.ready == 2 and of.flow.outstanding == 4
@@ -365,10 +368,10 @@ def test_the_next_step_is_sampled_while_one_trains(tokenizer: PreTrainedTokenize
         of.on_weights(1)
         second = of.start(2, step=2).result()
         assert uids(second.groups) == ["0:2", "0:3"]
-        numbers = second.metrics.reduce()
+        numbers = of.metrics.reduce()
         assert numbers["staleness/mean"] == numbers["staleness/max"] == numbers["staleness/stale_fraction"] == 1.0
-        assert taken.metrics.reduce()["staleness/max"] == 0.0
-        assert {"time/rollout", "time/rollout_idle"} <= second.metrics.timings().keys()
+        assert first["staleness/max"] == 0.0
+        assert {"time/rollout", "time/rollout_idle"} <= of.metrics.timings().keys()
 
 
 def test_without_staleness_the_groups_are_those_of_the_synchronous_rollouts(
@@ -381,10 +384,8 @@ def test_without_staleness_the_groups_are_those_of_the_synchronous_rollouts(
             got.append(of.start(2, step=step).result().groups)
             of.on_weights(step)
         loader = PromptLoader([text_prompt(tokenizer, f"{i}+0=", i) for i in range(6)], seed=0, shuffle=False)
-        plain = Collector(Slow(tokenizer, *answers), tokenizer, apply_chat_template=False, seed=1)
-        synchronous = Rollouts(
-            loader, plain, of.scorer, tokenizer, n=2, params=of.params, group_filter=Filter(dynamic_sampling, {})
-        )
+        given = {"prompts": loader, "scorer": of.scorer, "n": 2, "group_filter": Filter(dynamic_sampling, {})}
+        synchronous = Playing(Slow(tokenizer, *answers), tokenizer, apply_chat_template=False, seed=1, **given)
         assert got == [synchronous.start(2, step=step).result().groups for step in (1, 2, 3)]
 
 
@@ -540,7 +541,7 @@ def test_the_loop_and_the_thread_take_turns_often_until_the_run_ends(tokenizer: 
 def test_a_validation_runs_beside_the_stream(tokenizer: PreTrainedTokenizerBase) -> None:
     with continuous(tokenizer, "4") as of:
         held_out = [text_prompt(tokenizer, "2+2=", 0)]  # the uid of a prompt that is being trained on
-        groups = of.sample(held_out, 3, of.params, step=0, metrics=Metrics(), purpose="validation")
+        groups = of.sample(held_out, 3, of.params, step=0, purpose="validation")
         assert [each.accuracy for each in groups[0].trajectories] == [1.0] * 3
         assert uids(of.start(2, step=1).result().groups) == ["0:0", "0:1"]
 
@@ -579,7 +580,7 @@ def sampled_ahead(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         wait_for_all(of)
         engine.version = 1
         of.on_weights(1)
-        of.driver.call(lambda: None).result(60.0)  # the thread has begun those of the new weights
+        of.driver.submit(lambda: None).result(60.0)  # the thread has begun those of the new weights
         wait_for_all(of)
         state: dict[str, Any] = json.loads(json.dumps(of.state()))
     assert [entry["uid"] for entry in state["stream"]] == ["0:2", "0:3", "0:4", "0:5", "1:0", "1:1"]
@@ -671,9 +672,9 @@ def test_a_run_without_staleness_begins_with_the_prompts_of_an_asynchronous_one(
 
     def synchronous() -> Rollouts:
         loader = PromptLoader([text_prompt(tokenizer, f"{i}+0=", i) for i in range(6)], seed=0, shuffle=False)
-        plain = Collector(Slow(tokenizer, "4"), tokenizer, apply_chat_template=False, seed=1)
         pool = RewardPool("exact_match", num_workers=0, timeout_seconds=5.0, correct_threshold=1.0)
-        return Rollouts(loader, plain, pool, tokenizer, n=2, params=SamplingParams(8))
+        given = {"prompts": loader, "scorer": pool, "n": 2}
+        return Playing(Slow(tokenizer, "4"), tokenizer, apply_chat_template=False, seed=1, **given)
 
     with closing(synchronous()) as of:
         of.load_state(state)
@@ -700,9 +701,11 @@ def test_tokens_of_failed_responses_are_unused(tokenizer: PreTrainedTokenizerBas
             return done
 
     with continuous(tokenizer, "4", scorer=Failing()) as of:
-        numbers = [of.start(2, step=1).result().metrics.reduce()]
+        of.start(2, step=1).result()
+        numbers = [of.metrics.reduce()]
         of.on_weights(1)
-        numbers.append(of.start(2, step=2).result().metrics.reduce())
+        of.start(2, step=2).result()
+        numbers.append(of.metrics.reduce())
     assert [each["rollout/unused_tokens"] for each in numbers] == [2 * 2, 0]
 
 

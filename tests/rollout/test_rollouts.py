@@ -14,17 +14,16 @@ from scripted import Scripted, text_prompt
 from transformers import PreTrainedTokenizerBase
 
 from tests.raising import raises
+from tests.rollout.playing import Playing, World
 from whet.algorithms.filters import dynamic_sampling
 from whet.data.loader import PromptLoader, PromptSource
 from whet.errors import DataError, EngineError
-from whet.metrics import Metrics
 from whet.rewards.pool import RewardPool
 from whet.rollout.batch import to_batch, with_scores
-from whet.rollout.collect import Collector, Stage
 from whet.rollout.driver import Driver
 from whet.rollout.flow import Filter
 from whet.rollout.protocol import Event, Failed, Request, SamplingParams
-from whet.rollout.rollouts import Rollouts, Taken
+from whet.rollout.rollouts import Rollouts
 from whet.types import Failure, Group
 
 DYNAMIC = Filter(dynamic_sampling, {}, max_refills=3)
@@ -55,19 +54,22 @@ def rollouts(
     function: Callable[..., Any] = number,
     environment: str = "single_turn",
     engine: Scripted | None = None,
-) -> Rollouts:
+) -> Playing:
     """Two scripted responses a prompt, to endlessly many prompts in order."""
     pool = RewardPool(function, num_workers=0, timeout_seconds=5.0, correct_threshold=1.0)
-    collector = Collector(
-        engine or Scripted(tokenizer, *answers, by_sample=environment != "single_turn"),
-        tokenizer,
-        stage=Stage(environment),
-        apply_chat_template=False,
-        seed=1,
-    )
     prompts = [text_prompt(tokenizer, f"{index}+0=", index) for index in range(6)]
     loader = PromptLoader(prompts, seed=0, shuffle=False)
-    return Rollouts(loader, collector, pool, tokenizer, n=2, params=SamplingParams(8), group_filter=group_filter)
+    return Playing(
+        engine or Scripted(tokenizer, *answers, by_sample=environment != "single_turn"),
+        tokenizer,
+        world=World(environment),
+        apply_chat_template=False,
+        seed=1,
+        prompts=loader,
+        scorer=pool,
+        n=2,
+        group_filter=group_filter,
+    )
 
 
 def asked(of: Rollouts) -> list[str]:
@@ -88,8 +90,8 @@ def test_n_groups_in_the_order_of_the_data(tokenizer: PreTrainedTokenizerBase) -
     assert rewards(taken.groups) == [[0.0, 1.0], [2.0, 3.0]]
     assert [[answer.accuracy for answer in group.trajectories] for group in taken.groups] == [[0.0, 1.0], [1.0, 1.0]]
     assert taken.groups[1].trajectories[0].parts == {"style": 1.0}
-    assert taken.metrics.reduce() == {}
-    assert taken.metrics.timings().keys() == {"time/rollout", "time/reward"}
+    assert of.metrics.reduce() == {}
+    assert of.metrics.timings().keys() == {"time/rollout", "time/reward"}
     assert [group.prompt.uid for group in of.start(5, step=2).result().groups] == ["0:2", "0:3", "0:4", "0:5", "1:0"]
 
 
@@ -128,10 +130,9 @@ def test_a_response_is_scored_while_others_are_sampled(
     (tmp_path / "slow.py").write_text(SLOW)
     engine = Staggered(tokenizer, *"012345")
     pool = RewardPool(f"{tmp_path}/slow.py:{name}", num_workers=1, timeout_seconds=30.0, correct_threshold=1.0)
-    collector = Collector(engine, tokenizer, apply_chat_template=False, seed=1)
     prompts = [text_prompt(tokenizer, f"{index}+0=", index) for index in range(3)]
     loader = PromptLoader(prompts, seed=0, shuffle=False)
-    of = Rollouts(loader, collector, pool, tokenizer, n=2, params=SamplingParams(8))
+    of = Playing(engine, tokenizer, apply_chat_template=False, seed=1, prompts=loader, scorer=pool, n=2)
     taken = of.start(3, step=1).result()
     of.close()
     assert rewards(taken.groups) == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]  # in the order of the rows
@@ -143,9 +144,9 @@ def test_a_response_is_scored_while_others_are_sampled(
     assert len([each for each in begun if each < engine.ended[-1]]) >= 3, (begun, engine.ended)
 
 
-def filtered(taken: Taken) -> dict[str, float]:
+def filtered(of: Playing) -> dict[str, float]:
     """The filter's metrics, without the scores of sampled groups."""
-    return {name: value for name, value in taken.metrics.reduce().items() if "sampled" not in name}
+    return {name: value for name, value in of.metrics.reduce().items() if "sampled" not in name}
 
 
 def test_groups_that_differ_are_kept_and_only_what_is_missing_is_asked_again(
@@ -156,7 +157,7 @@ def test_groups_that_differ_are_kept_and_only_what_is_missing_is_asked_again(
     taken = of.start(3, step=1).result()
     assert rewards(taken.groups) == [[0.0, 1.0], [0.0, 1.0], [1.0, 0.0]]
     assert asked(of) == ["0+0=", "1+0=", "2+0=", "3+0=", "4+0=", "5+0="]
-    assert filtered(taken) == {"filter/dropped_groups": 3.0, "filter/kept_fraction": 0.5}
+    assert filtered(of) == {"filter/dropped_groups": 3.0, "filter/kept_fraction": 0.5}
 
 
 def test_refills_are_bounded_and_what_there_is_is_trained_on(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -165,8 +166,8 @@ def test_refills_are_bounded_and_what_there_is_is_trained_on(tokenizer: PreTrain
     taken = of.start(2, step=1).result()
     assert rewards(taken.groups) == [[0.0, 1.0]]
     assert len(asked(of)) == 2 + 3
-    assert filtered(taken) == {"filter/dropped_groups": 4.0, "filter/kept_fraction": 0.2}
-    assert taken.metrics.reduce()["filter/sampled_score"] == 0.1  # one of the 10 answers is right
+    assert filtered(of) == {"filter/dropped_groups": 4.0, "filter/kept_fraction": 0.2}
+    assert of.metrics.reduce()["filter/sampled_score"] == 0.1  # one of the 10 answers is right
 
 
 def test_where_everything_is_dropped_the_run_goes_on_without_training_and_says_so(
@@ -175,9 +176,9 @@ def test_where_everything_is_dropped_the_run_goes_on_without_training_and_says_s
     # two steps of three rounds that drop all, one that keeps its group, one more that drops all
     of = rollouts(tokenizer, *"1" * 12, "0", *"1" * 9, group_filter=Filter(dynamic_sampling, {}, max_refills=2))
     taken = of.start(2, step=1).result()
-    assert [group.prompt.uid for group in taken.groups] == ["0:0", "0:1"] and taken.is_dropped
-    assert filtered(taken) == {"filter/dropped_groups": 6.0, "filter/kept_fraction": 0.0}
-    batch = with_scores(to_batch(taken.groups, pad_token_id=0), taken.groups, is_dropped=taken.is_dropped)
+    assert [group.prompt.uid for group in taken.groups] == ["0:0", "0:1"] and not taken.kept
+    assert filtered(of) == {"filter/dropped_groups": 6.0, "filter/kept_fraction": 0.0}
+    batch = with_scores(to_batch(taken.groups, pad_token_id=0), taken.groups, is_dropped=not taken.kept)
     assert batch["response_mask"].sum() == 0 and batch["attention_mask"].sum() > 0
     assert [record.args for record in caplog.records] == [(1, 6)]
 
@@ -187,13 +188,14 @@ def test_failures_are_counted_and_no_part_of_what_a_filter_sees(tokenizer: PreTr
     of = rollouts(tokenizer, *"07 77 01 01".replace(" ", ""), group_filter=DYNAMIC)
     taken = of.start(2, step=1).result()
     assert rewards(taken.groups) == [[0.0, 1.0], [0.0, 1.0]]
-    assert taken.metrics.reduce()["failures/reward"] == 3.0
+    assert of.metrics.reduce()["failures/reward"] == 3.0
 
-    unfiltered = rollouts(tokenizer, "0", "7").start(1, step=1).result()
+    of = rollouts(tokenizer, "0", "7")
+    unfiltered = of.start(1, step=1).result()
     [[fine, failed]] = [group.trajectories for group in unfiltered.groups]
     assert fine.failure is None and failed.reward is None and failed.accuracy is None
     assert failed.failure is not None and failed.failure.message.startswith("ValueError: no sevens")
-    assert unfiltered.metrics.reduce() == {"failures/reward": 1.0}
+    assert of.metrics.reduce() == {"failures/reward": 1.0}
 
 
 class GivesUp(Scripted):
@@ -207,10 +209,11 @@ class GivesUp(Scripted):
 
 
 def test_what_an_engine_gave_up_is_counted(tokenizer: PreTrainedTokenizerBase) -> None:
-    taken = rollouts(tokenizer, engine=GivesUp(tokenizer, "2")).start(2, step=1).result()
+    of = rollouts(tokenizer, engine=GivesUp(tokenizer, "2"))
+    taken = of.start(2, step=1).result()
     failures = [each.failure for group in taken.groups for each in group.trajectories]
     assert failures == [None, Failure("engine", "out of blocks"), None, None]
-    assert rewards(taken.groups) == [[2.0, None], [2.0, 2.0]] and taken.metrics.reduce()["failures/engine"] == 1.0
+    assert rewards(taken.groups) == [[2.0, None], [2.0, 2.0]] and of.metrics.reduce()["failures/engine"] == 1.0
 
 
 def test_what_failed_in_its_environment_is_not_judged(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -219,7 +222,7 @@ def test_what_failed_in_its_environment_is_not_judged(tokenizer: PreTrainedToken
     seen: list[str] = []
     of = rollouts(tokenizer, "1", function=lambda solution_str: seen.append(solution_str), environment=f"{path}:Broken")
     taken = of.start(2, step=1).result()
-    assert seen == [] and taken.metrics.reduce() == {"failures/environment": 4.0}
+    assert seen == [] and of.metrics.reduce() == {"failures/environment": 4.0}
     found = re.compile(" 0:0:0 in the environment: OSError: no room")
     with raises(EngineError, key="all 4 trajectories", found=found):
         of.failures.record(taken.groups)
@@ -305,7 +308,7 @@ def test_without_a_scorer_an_answer_is_worth_what_its_environment_paid(
     path = tmp_path / "paying.py"
     path.write_text(PAYING)
     of = rollouts(tokenizer, "5", "12", environment=f"{path}:Paying")
-    of.scorer, of.correct_threshold = None, 2.0
+    of.scorer, of._training.scorers, of.correct_threshold = None, [], 2.0
     [group] = of.start(1, step=1).result().groups
     assert [(answer.reward, answer.score, answer.accuracy) for answer in group.trajectories] == [
         (0.0, 1.0, 0.0),
@@ -316,21 +319,17 @@ def test_without_a_scorer_an_answer_is_worth_what_its_environment_paid(
 def test_without_a_source_prompts_are_given(tokenizer: PreTrainedTokenizerBase) -> None:
     of = rollouts(tokenizer, "1", "2")
     of.flow.source = of.prompts = PromptSource()
-    prompt, metrics = text_prompt(tokenizer), Metrics()
-    [group] = of.sample([prompt], 2, SamplingParams(8), step=0, metrics=metrics, purpose="evaluation")
+    prompt = text_prompt(tokenizer)
+    [group] = of.sample([prompt], 2, SamplingParams(8), step=0, purpose="evaluation")
     assert group.prompt is prompt and rewards([group]) == [[1.0, 2.0]]
-    assert of.sample([], 2, SamplingParams(8), step=0, metrics=metrics) == []
+    assert of.sample([], 2, SamplingParams(8), step=0) == []
     assert of.state() == {}
     with raises(DataError, key="source of prompts", found=None):
         of.start(1, step=1).result()
 
 
 def test_lengths_come_in_stages() -> None:
-    class Nothing:
-        tokenizer, driver = None, Driver(None, {}, {})  # type: ignore[arg-type]
-
-    params = SamplingParams(max_new_tokens=16)
-    rollouts = Rollouts(
-        PromptSource(), Nothing(), None, Nothing(), n=1, params=params, length_stages={1: 4, 10: 8, 20: 99}
-    )  # type: ignore[arg-type]
+    params, stages = SamplingParams(max_new_tokens=16), {1: 4, 10: 8, 20: 99}
+    driver = Driver(None, {})  # type: ignore[arg-type]
+    rollouts = Rollouts(PromptSource(), driver, {}, None, None, n=1, params=params, length_stages=stages)  # type: ignore[arg-type]
     assert [rollouts.params_at(step).max_new_tokens for step in (0, 1, 9, 10, 19, 20)] == [16, 4, 4, 8, 8, 16]

@@ -17,7 +17,7 @@ import pytest
 
 from tests.rollout.test_continuous import Numbered, no_episodes
 from whet.environments.protocol import Observation
-from whet.rollout.episode import Command, End, Episode, EpisodeLimits, Reset, Rules, Sample, Step
+from whet.rollout.episode import Command, End, Episode, EpisodeLimits, Reset, Rules, Sample, Stage, Step
 from whet.rollout.flow import Filter, Flow, HandOut, RunEpisodes
 from whet.rollout.protocol import Completion, Partial, Request, SamplingParams
 from whet.types import Failure, Group, Media, Message, Prompt, Trajectory, Turn
@@ -46,7 +46,7 @@ class Letters:
         return [ord(letter) - 96 for message in new for letter in str(message.content)]
 
 
-RULES = Rules(Letters(), SamplingParams(max_new_tokens=24), seed=5, step=1, limits=EpisodeLimits(max_turns=4))
+RULES = Rules({"": Stage(Letters(), EpisodeLimits(max_turns=4))}, SamplingParams(max_new_tokens=24), seed=5, step=1)
 
 
 def prompts(count: int) -> list[Prompt]:

@@ -14,7 +14,7 @@ import pytest
 from tests.simulation.actors import Letters
 from whet.data.loader import PromptLoader
 from whet.environments.protocol import Observation
-from whet.rollout.episode import Episode, Rules, Sample
+from whet.rollout.episode import Episode, Rules, Sample, Stage
 from whet.rollout.flow import Command, Flow, RunEpisodes, Score
 from whet.rollout.protocol import Completion, Partial, Request, SamplingParams
 from whet.rollout.snapshot import restore, snapshot
@@ -24,7 +24,7 @@ from whet.types import Failure, Media, Message, Prompt, Trajectory, Turn
 def made(media: tuple[Media, ...] = ()) -> Flow:
     """One prompt a step and two ahead, each with two responses."""
     rows = [Prompt("", index, (Message("user", "p"),), (ord("p"),), "test", None, media=media) for index in range(9)]
-    rules = Rules(Letters(), SamplingParams(8), seed=1, step=1)
+    rules = Rules({"": Stage(Letters())}, SamplingParams(8), seed=1, step=1)
 
     def episodes(prompts: Sequence[Prompt], step: int) -> list[Episode]:
         return [Episode(prompt, sample, rules) for prompt in prompts for sample in range(2)]

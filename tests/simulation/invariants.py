@@ -331,7 +331,7 @@ def a_rank_plays_an_episode_from_its_reset_on(world: World, turn: int | None, me
 def open_episodes_are_on_ranks_that_are_not_missed(world: World) -> None:
     """Each with one, or waiting."""
     _permits(19, world.placed["environments"].fleet)
-    open_ = {each.id for each in world.driver.episodes if not each.rules.is_silent}
+    open_ = {each.id for each in world.driver.episodes if not each.stage.is_silent}
     there = set(world.placed["environments"].fleet.flights)
     require(19, open_ == there, f"episodes {sorted(open_)} are open, and {sorted(there)} on ranks")
 

@@ -13,7 +13,7 @@ from tests.simulation.actors import END, Letters, Prompts, log_probs_of, observa
 from whet.environments.protocol import Answer, Observation
 from whet.rollout.driver import Driver
 from whet.rollout.episode import Episode
-from whet.rollout.protocol import Completion, Event, Finished, Request, SamplingParams, Status
+from whet.rollout.protocol import Completion, Event, Finished, Request, Status
 from whet.rollout.rollouts import Rollouts
 from whet.types import Failure, Group, Outcome, Outcomes, Prompt, Trajectory
 
@@ -71,23 +71,17 @@ class EnvironmentsAtOnce:
         return results
 
 
-class Collector:
-    """The episodes of a schedule."""
+class Synchronous(Rollouts):
+    """whet's rollouts, with the episodes and scores of the simulation."""
 
-    def __init__(self, plan: Plan, engine: AtOnce) -> None:
-        self.plan = plan
-        self.driver = Driver(engine, {"": EnvironmentsAtOnce()}, {"": 1e9}, 60.0)  # type: ignore[arg-type]
+    plan: Plan
 
-    def episodes(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int) -> list[Episode]:
+    def episodes(self, prompts: Sequence[Prompt], n: int, *given: Any, step: int, **named: Any) -> list[Episode]:
         from tests.simulation.world import episodes_of
 
-        return episodes_of(self.plan, prompts, step)
+        return episodes_of(replace(self.plan, episode_seconds=1e9), prompts, step)
 
-
-class Synchronous(Rollouts):
-    """whet's rollouts, with the scores of the simulation."""
-
-    def _submit(self, trajectories: Sequence[Trajectory], purpose: str) -> list[Outcomes]:
+    def _submit(self, trajectories: Sequence[Trajectory], scorers: Any) -> list[Outcomes]:
         scored: Future[list[Outcome]] = Future()
         scored.set_result([outcome_of(each) for each in trajectories if each.failure is None])
         return [scored]
@@ -106,18 +100,19 @@ def _steps(plan: Plan) -> list[tuple[list[Group], int]]:
     engine = AtOnce(SEED)
     rollouts = Synchronous(
         Prompts(),
-        Collector(plan, engine),  # type: ignore[arg-type]
+        Driver(engine, {"": EnvironmentsAtOnce()}, 60.0),  # type: ignore[arg-type,dict-item]
+        {},
         None,
         Letters(),  # type: ignore[arg-type]
         n=plan.n,
         params=params_of(plan),
         group_filter=filter_of(plan),
     )
-    steps = []
+    rollouts.plan, steps = plan, []
     for step in range(1, plan.steps + 1):
         taken = rollouts.start(plan.batch_size, step=step).result()
         steps.append((taken.groups, engine.weights))
-        engine.weights = trained_weights(engine.weights, [] if taken.is_dropped else taken.groups)
+        engine.weights = trained_weights(engine.weights, taken.kept)
         engine.version = step
         rollouts.on_weights(step)
     return steps

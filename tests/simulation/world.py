@@ -25,7 +25,7 @@ from tests.simulation.placed import EnvironmentRanks, Environments, PlacedRanks,
 from tests.simulation.plan import PLACED, Fault, Plan
 from whet.rollout import flow as flowing, snapshot as saving
 from whet.rollout.driver import Driver
-from whet.rollout.episode import Episode, EpisodeLimits, Rules
+from whet.rollout.episode import Episode, EpisodeLimits, Rules, Stage
 from whet.rollout.fleet import RETRIES, Done, FleetTask, Give, Router
 from whet.rollout.flow import Filter, Flow, HandOut, keep_all
 from whet.rollout.protocol import Request, SamplingParams
@@ -53,7 +53,8 @@ class Saved:
 
 def episodes_of(plan: Plan, prompts: Sequence[Prompt], step: int) -> list[Episode]:
     """The episodes of prompts."""
-    rules = Rules(Letters(), params_of(plan), SEED, step, limits=EpisodeLimits(max_turns=plan.max_turns))
+    limits = EpisodeLimits(max_turns=plan.max_turns, seconds=plan.episode_seconds)
+    rules = Rules({"": Stage(Letters(), limits)}, params_of(plan), SEED, step)
     return [Episode(prompt, sample, rules) for prompt in prompts for sample in range(plan.n)]
 
 
@@ -156,7 +157,7 @@ class World:
         }
         self.scoring, self.scored = dict[str, list[Trajectory]](), set[str]()  # by uid of the task
         self.engine, self.environments = RoutedEngine(self), Environments(self, own)
-        self.driver = Driver(self.engine, {"": self.environments}, {"": plan.episode_seconds}, clock=lambda: self.now)  # type: ignore[arg-type]
+        self.driver = Driver(self.engine, {"": self.environments}, clock=lambda: self.now)  # type: ignore[arg-type]
         limits = (plan.staleness, filter_of(plan))
         self.flow = Flow(
             plan.n, plan.batch_size, self.source, partial(episodes_of, plan), *limits, last_step=plan.steps

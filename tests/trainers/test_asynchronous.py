@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from whet.config import TrainConfig
-from whet.rollout.driver import BackgroundDriver
+from whet.rollout.driver import Driver
 from whet.trainers import build
 from whet.trainers.build import train
 
@@ -174,14 +174,14 @@ def test_without_staleness_the_bits_are_those_of_the_synchronous_run(
     def bits(name: str) -> dict[str, bytes]:
         config = train_config({**keys, "trainer.run_dir": str(tmp_path / name)})
         run = train(config, reward=pays_for_sevens, data=additions)
-        assert isinstance(run.rollouts.driver, BackgroundDriver) == (name == "thread")
+        assert run.rollouts.driver._in_thread == (name == "thread")
         drawn = [*(run.run_dir / "rollouts").glob("step_*.jsonl"), *run.run_dir.rglob("*.safetensors")]
         kept = {str(path.relative_to(run.run_dir)): path.read_bytes() for path in drawn}
         history = [{key: line[key] for key in line.keys() - ONLY_AHEAD} for line in run.history]
         return {**kept, "metrics": json.dumps(history, sort_keys=True).encode()}
 
     own = bits("loop")
-    monkeypatch.setattr(build, "Driver", BackgroundDriver)
+    monkeypatch.setattr(build, "Driver", lambda *given, in_thread: Driver(*given, in_thread=True))
     assert bits("thread") == own
 
 

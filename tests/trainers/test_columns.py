@@ -294,7 +294,7 @@ def test_models_read_answers_side_by_side_and_while_they_are_judged(train_config
     )
     sampler = run.roles["rollout"]
     run.roles = {name: Waited(name, events) for name in run.roles} | {"rollout": sampler}  # type: ignore[assignment,dict-item]
-    run.rollouts.collector.driver.engine = SixTokens(run.tokenizer, "")
+    run.rollouts.driver.engine = SixTokens(run.tokenizer, "")
     batch = sample(run, 1, Metrics())
     sampler.close()
     assert events == [

@@ -324,18 +324,18 @@ def test_failed_answers_teach_nothing(train_config: MakeConfig, additions: Rows,
 
     config = train_config({"trainer.total_steps": 1})
     run = build(config, build_scorer(config.reward, picky), additions)
-    taken = run.rollouts.start(4, step=1).result()
+    taken = run.rollouts.start(4, step=1, metrics=(metrics := Metrics())).result()
     without = [
         replace(group, trajectories=tuple(a for a in group.trajectories if a.failure is None)) for group in taken.groups
     ]
     run.close()
-    assert taken.metrics.reduce()["failures/reward"] > 0
+    assert metrics.reduce()["failures/reward"] > 0
 
     def after(groups: Any, folder: str) -> torch.Tensor:
         again = train_config({"trainer.total_steps": 1, "trainer.run_dir": str(tmp_path / folder)})
         fresh = build(again, build_scorer(again.reward, picky), additions)
-        given = SampledTrajectories(groups, lambda: replace(taken, groups=groups))
-        fresh.rollouts.start = lambda n, step: given  # type: ignore[method-assign]
+        given = SampledTrajectories(groups, lambda: replace(taken, kept=groups))
+        fresh.rollouts.start = lambda n, step, metrics: given  # type: ignore[method-assign]
         fit(fresh)
         fresh.close()
         return weights(tmp_path / folder, 1)

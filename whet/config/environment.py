@@ -124,6 +124,11 @@ class StageConfig(ToolsConfig):
     step_seconds: PositiveFloat = key(60.0, "deadline of one step of the environment, in seconds")
     episode_seconds: PositiveFloat = key(3600.0, "deadline of an episode, in seconds")
 
+    @property
+    def is_silent(self) -> bool:
+        """Tells whether the environment needs no host. It never replies; each episode ends after its first turn."""
+        return not self.tools and self.max_episodes is None and bool(ENVIRONMENTS[self.name].marks.get("silent"))
+
 
 class EnvironmentConfig(StageConfig):
     """The environment of the run, which gives observations between the turns of the model, and its sub-agents."""

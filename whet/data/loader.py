@@ -121,7 +121,7 @@ class OrderLoader(Generic[T]):
 
 
 class PromptSource:
-    """A source of prompts: first those that were put back, then those that a subclass draws; none without one."""
+    """A source of prompts: returns prompts that were put back, then prompts that a subclass draws."""
 
     def __init__(self, prompts: Sequence[Prompt] = (), *, first: Sequence[Prompt] = ()) -> None:
         """`prompts` are all that can be drawn; `first` are to be taken before."""

@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any, cast
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from whet import devices
 from whet.checkpoints.export import find_model, model_folder
@@ -29,24 +30,25 @@ from whet.environments.toolbox import with_tools
 from whet.errors import ConfigError
 from whet.evaluation.answers import Journal, Record, by_prompt, readable
 from whet.evaluation.estimators import MeanEstimate, best_at_k, estimate, maj_at_k, mean_at_n, pass_at_k
-from whet.metrics import Metrics
 from whet.models.load import context_length, load_tokenizer, stop_token_ids, torch_dtype
 from whet.phases import counted, phase
 from whet.planning.dtypes import with_dtypes
 from whet.rewards.pool import checked, scorer_of
 from whet.rollout.build import (
-    build_collector,
     check_media,
     check_sampling,
     chosen_engine,
     load_model,
+    open_environments,
     rollout_engine,
     sampling_params,
+    stages_of,
 )
-from whet.rollout.protocol import Restarts, RolloutEngine
+from whet.rollout.driver import Driver
+from whet.rollout.protocol import Restarts, RolloutEngine, SamplingParams
 from whet.rollout.replicas import Restarted
 from whet.rollout.rollouts import Rollouts
-from whet.types import Prompt, trajectories_of
+from whet.types import Prompt, Scorer, trajectories_of
 
 log = logging.getLogger(__name__)
 BATCHES_PER_CHUNK = 2  # more prompts use the engine better; with fewer, an interruption loses less
@@ -109,15 +111,10 @@ def evaluate(
         check_media(config.rollout, tokenizer, prompts)
         engine = open_engine(config.rollout, config.model, model_path)
         started.callback(engine.close)
-        n, threshold = config.rollout.n, config.reward.correct_threshold
+        n = config.rollout.n
         stop_ids = stop_token_ids(model_path, tokenizer, config.data.template_options)
         params = sampling_params(config.rollout, config.data.max_response_length, stop_ids, tokenizer)
-        collector = build_collector(config, tokenizer, engine, config.seed)
-        started.callback(collector.close)
-        rollouts = Rollouts(
-            PromptSource(), collector, scorer, tokenizer, n=n, params=params, correct_threshold=threshold
-        )
-
+        rollouts = _rollouts(config, tokenizer, engine, scorer, params, started)
         journal, rows_of_files = None, list[tuple[int, DataRow]]()
         if config.output is not None and config.data.difficulty_key is not None and data is None:
             rows_of_files += numbered_rows(config.data, VAL)
@@ -130,7 +127,7 @@ def evaluate(
         size = max(1, BATCHES_PER_CHUNK * config.rollout.max_batch_size // n)  # number of prompts between two writes
         started.enter_context(phase("responses"))
         for chunk in (left[start : start + size] for start in range(0, len(left), size)):
-            groups = rollouts.sample(chunk, n, params, step=0, metrics=Metrics(), purpose="evaluation")
+            groups = rollouts.sample(chunk, n, params, step=0, purpose="evaluation")
             rows = [readable(each, tokenizer) for each in trajectories_of(groups)]
             if journal is not None:
                 journal.add(rows)
@@ -143,6 +140,28 @@ def evaluate(
         if rows_of_files:
             _write_pass_rates(config.data, rows_of_files, journal.folder, answers)
     return evaluation
+
+
+def _rollouts(
+    config: EvalConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    engine: RolloutEngine,
+    scorer: Scorer | None,
+    params: SamplingParams,
+    undo: ExitStack,
+) -> Rollouts:
+    driver = Driver(engine, open_environments(config.environment, undo), config.rollout.deadline_seconds)
+    return Rollouts(
+        PromptSource(),
+        driver,
+        stages_of(config, tokenizer),
+        scorer,
+        tokenizer,
+        n=config.rollout.n,
+        params=params,
+        seed=config.seed,
+        correct_threshold=config.reward.correct_threshold,
+    )
 
 
 def _write_pass_rates(

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the rollout engine and the collector of episodes from a config."""
+"""Builds the rollout engine, environments and settings of episodes from a config."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +26,7 @@ from whet.config.schema import (
 from whet.config.section import entry_at
 from whet.data.chat import encode_texts, template_text
 from whet.data.media import MediaLimits, MediaReader
-from whet.environments.host import Deadlines, EnvironmentHost
+from whet.environments.host import Deadlines, EnvironmentHost, open_host
 from whet.environments.toolbox import tools_of, with_tools
 from whet.errors import ConfigError, DataError, EnvError
 from whet.models.encoders.base import keep_prepared
@@ -37,9 +36,8 @@ from whet.models.general import LOST
 from whet.models.load import cast_weights, load_policy, outline, rollout_tensors
 from whet.models.supported import support_of
 from whet.registry import ENGINES, ENVIRONMENTS, ROLLOUT_ENGINES
-from whet.rollout.collect import Collector, Stage
-from whet.rollout.driver import Driver
-from whet.rollout.episode import MAIN, EpisodeLimits
+from whet.rollout.codec import TemplateCodec
+from whet.rollout.episode import MAIN, EpisodeLimits, Stage
 from whet.rollout.protocol import RolloutEngine, SamplingParams, SharesModule, Span
 from whet.rollout.requirements import CacheRoom, ChecksAhead, ChecksMedia
 from whet.types import Limit, Prompt
@@ -163,12 +161,6 @@ def check_media(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, prom
             engine.check_media(encoders, prompt.media, f"row {prompt.index}")
 
 
-def check_stages(config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Checks the config's environments and tools, without starting any.  Raises: the errors of `stage_of`."""
-    for stage in (config.environment, *config.environment.agents.values()):
-        _stage(stage, config, tokenizer)
-
-
 def load_model(
     engine: RolloutEngine, model: ModelConfig, device: torch.device, dtype: torch.dtype, *, version: int = 0
 ) -> None:
@@ -191,43 +183,18 @@ def load_model(
         engine.load(iter(rollout_tensors(module).items()), version=version)
 
 
-def build_collector(
-    config: TrainConfig | EvalConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    engine: RolloutEngine,
-    seed: int,
-    driver: type[Driver] = Driver,
-    hosts: Mapping[str, EnvironmentHost] | None = None,
-    media_folder: Path | None = None,
-) -> Collector:
-    """Builds the collector that runs the config's environment and tools on an engine. `hosts`, by sub-agent, run the
-    environments; by default this process runs them. `media_folder` stores the images and videos of observations.
-
-    Raises: ConfigError, ToolError."""
-    environment, encoders = config.environment, getattr(tokenizer, "encoders", None)
-    return Collector(
-        engine,
-        tokenizer,
-        stage=_stage(environment, config, tokenizer),
-        agents={name: _stage(agent, config, tokenizer) for name, agent in environment.agents.items()},
-        apply_chat_template=config.data.apply_chat_template,
-        seed=seed,
-        deadline_seconds=config.rollout.deadline_seconds,
-        hosts=hosts,
-        reader=None if encoders is None else MediaReader(MediaLimits.of(config.data), encoders, media_folder),
-        driver=driver,
-    )
-
-
 def open_environments(environment: EnvironmentConfig, undo: ExitStack) -> dict[str, EnvironmentHost]:
     """Opens the hosts of an environment and of its sub-agents, by name of the sub-agent; `undo` closes the hosts.
 
-    Raises: the errors of `stage_of`; EnvError if an environment's constructor refuses its options."""
+    Raises: ConfigError, ToolError, the errors of `open_host`; EnvError if an environment refuses its options."""
     hosts = dict[str, EnvironmentHost]()
     for agent, stage in {MAIN: environment, **environment.agents}.items():
-        if (opened := stage_of(stage)).is_silent:
+        if stage.is_silent:
             continue
-        hosts[agent] = opened.open()
+        seconds = Deadlines(reset=stage.reset_seconds, step=stage.step_seconds)
+        hosts[agent] = open_host(
+            stage.name, stage.options, tools=tools_of(stage), deadlines=seconds, max_episodes=stage.max_episodes
+        )
         undo.callback(hosts[agent].shutdown)
         if refusal := hosts[agent].refusal():
             at = f"environment.agents.{agent}" if agent else "environment"
@@ -235,27 +202,30 @@ def open_environments(environment: EnvironmentConfig, undo: ExitStack) -> dict[s
     return hosts
 
 
-def stage_of(stage: StageConfig) -> Stage:
-    """Makes an environment's settings from a config section, with default `limits`.  Raises: ConfigError, ToolError."""
-    return Stage(
-        stage.name,
-        stage.options,
-        seconds=Deadlines(reset=stage.reset_seconds, step=stage.step_seconds),
-        episode_seconds=stage.episode_seconds,
-        max_episodes=stage.max_episodes,
-        tools=tools_of(stage),
-    )
+def stages_of(
+    config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase, media_folder: Path | None = None
+) -> dict[str, Stage]:
+    """Makes the settings of each agent's episodes, by name, without starting an environment. `media_folder` stores the
+    images and videos of observations.  Raises: ConfigError; ToolError for an MCP server that does not start."""
+    environment, encoders = config.environment, getattr(tokenizer, "encoders", None)
+    reader = None if encoders is None else MediaReader(MediaLimits.of(config.data), encoders, media_folder)
+    agents = {MAIN: environment, **environment.agents}
+    return {name: _stage(stage, config, tokenizer, reader) for name, stage in agents.items()}
 
 
-def _stage(stage: StageConfig, config: TrainConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase) -> Stage:
-    whole, data, known = config.environment, with_tools(config.data, stage), stage_of(stage)
-    tools = known.tools
-    if tools is not None:
-        template = template_text(tokenizer, data.chat_template_kwargs) if data.apply_chat_template else None
-        tools = tools.with_parser(template)
+def _stage(
+    stage: StageConfig,
+    config: TrainConfig | EvalConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    reader: MediaReader | None,
+) -> Stage:
+    whole, data, tools = config.environment, with_tools(config.data, stage), tools_of(stage)
     turns = stage.max_turns
     if tools is None:
         turns = min(turns, ENVIRONMENTS[stage.name].marks.get("max_turns", turns))
+    else:
+        template = template_text(tokenizer, data.chat_template_kwargs) if data.apply_chat_template else None
+        tools = tools.with_parser(template)
     choices: dict[Limit, str] = {"time": whole.on_timeout, "overflow": whole.on_overflow}
     limits = EpisodeLimits(
         max_turns=turns,
@@ -263,8 +233,16 @@ def _stage(stage: StageConfig, config: TrainConfig | EvalConfig, tokenizer: PreT
         max_episode_tokens=stage.max_episode_tokens,
         max_context_tokens=config.data.max_prompt_length,
         fails_at=frozenset(limit for limit, choice in choices.items() if choice == "fail"),
+        seconds=stage.episode_seconds,
     )
-    return replace(known, limits=limits, tools=tools, chat_template_kwargs=data.chat_template_kwargs)
+    codec = TemplateCodec(
+        tokenizer,
+        apply_chat_template=data.apply_chat_template,
+        chat_template_kwargs=data.chat_template_kwargs,
+        reader=reader,
+        tools=tools,
+    )
+    return Stage(codec, limits, stage.is_silent)
 
 
 def sampling_params(

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drivers run many episodes concurrently, in turns (`Driver.turn`): while a caller waits, or in a thread, so that
+"""A driver runs many episodes concurrently, in turns (`Driver.turn`): while a caller waits, or in a thread, so that
 sampling continues while models train."""
 
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
@@ -13,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, takewhile
-from typing import Any, TypeVar
+from itertools import chain
+from typing import TypeVar
 
 from whet.environments.host import EnvironmentHost
 from whet.environments.protocol import Observation
@@ -35,34 +36,34 @@ T = TypeVar("T")
 OnScored = Callable[[list[list[Outcome]]], None]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Open:
     episode: Episode
     on_done: Callable[[Trajectory], None]
+    late_at: float = math.inf
     children: list[str] = field(default_factory=list)  # ids of the episodes of its sub-agents
 
 
-class Driver:
-    """Carries out the commands of episodes. A caller that waits makes its turns; a turn sends requests and collects
-    results. Episodes may be added at any time. All calls come from one thread."""
-
-    blocks = True  # a caller that waits makes the turns, and has nothing else to do
-    turn_seconds = POLL_SECONDS
+class Driver(Mailbox):
+    """Carries out the commands of episodes. A turn sends requests and collects results. Episodes may be added at any
+    time. A caller that waits makes the turns. With `in_thread` a thread makes them, from the first call on; its errors
+    are raised in waiting callers."""
 
     def __init__(
         self,
         engine: RolloutEngine,
         environments: Mapping[str, EnvironmentHost],
-        episode_seconds: Mapping[str, float],
         deadline_seconds: float = 3600.0,
+        *,
+        in_thread: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`environments` and `episode_seconds` are keyed by the name of the sub-agent; `deadline_seconds` limits each
-        wait of a caller."""
-        self.engine, self.environments, self.episode_seconds = engine, environments, episode_seconds
-        self.deadline_seconds, self._clock = deadline_seconds, clock
+        """`environments` are keyed by the name of the sub-agent; `deadline_seconds` limits each wait of a caller."""
+        super().__init__()
+        self.engine, self.environments = engine, environments
+        self.deadline_seconds, self._in_thread, self._clock = deadline_seconds, in_thread, clock
         self._open: dict[str, _Open] = {}  # by id of the episode
-        self._late_at = {agent: dict[str, float]() for agent in episode_seconds}  # by sub-agent and id
+        self._first_late_at = math.inf  # no episode is late before
         self._unsent = deque[tuple[Episode, Request]]()
         self._sampling: dict[str, Episode] = {}  # by the uid of their request
         self._stepping: dict[str, str] = {}  # sub-agent by id of the episode, while its environment resets or steps
@@ -72,6 +73,8 @@ class Driver:
         self.does, self._num_waiting = "", 0  # phase of the loop; number of callers that wait
         self.limit_seconds = defaultdict[str | None, float](float)  # by bottleneck (`_limit`)
         self.idle_seconds = 0.0  # in which the engine had nothing to sample
+        self._thread: threading.Thread | None = None
+        self._is_closing, self._switch_seconds = False, sys.getswitchinterval()
 
     @property
     def is_idle(self) -> bool:
@@ -90,34 +93,36 @@ class Driver:
 
     # ---- for its callers
 
-    def promise(self) -> Future[Any]:
-        """Returns an open future. Its caller sets the result in a call between two turns of the driver."""
-        return Future()
-
-    def call(self, function: Callable[[], T]) -> Future[T]:
+    def submit(self, call: Callable[[], T]) -> Future[T]:
         """Calls a function between two turns.  Returns a future of its result."""
-        future = self.promise()
-        try:
-            future.set_result(function())
-        except Exception as error:  # errors belong to the caller
-            future.set_exception(error)
+        future = super().submit(call)
+        if not self._in_thread:
+            self.serve(0.0)
+        elif self._thread is None and not future.done():
+            sys.setswitchinterval(SWITCH_SECONDS)
+            self._thread = threading.Thread(target=self._go, name="rollouts", daemon=True)
+            self._thread.start()
         return future
 
     def finish(self, function: Callable[[], T]) -> T:
         """Calls a function between two turns, waits for its result and returns it."""
-        return self.wait(self.call(function), lambda: (0, 1))
+        return self.wait(self.submit(function), lambda: (0, 1))
 
     def wait(
         self, future: Future[T], progress: Callable[[], tuple[int, int]], between: Callable[[], None] | None = None
     ) -> T:
-        """Makes turns until the future has a result, at most `deadline_seconds`; returns the result. `progress` returns
-        the numbers of finished items and of all items. `between` is called between turns and may raise.
+        """Waits for the result of a future, at most `deadline_seconds`; returns it. `progress` returns the numbers of
+        finished items and of all items. `between` is called between turns and may raise. Without a thread an error ends
+        all episodes, without results.
 
         Raises: DeadlineError; errors of a turn."""
         began, before, self._num_waiting = self._clock(), self._num_tokens, self._num_waiting + 1
         try:
             while not future.done():
-                self.pass_time(future)
+                if self._in_thread:
+                    wait([future], TURN_SECONDS)
+                else:
+                    self._take_turn(POLL_SECONDS)
                 if between is not None:
                     between()
                 (done, total), tokens, seconds = progress(), self._num_tokens - before, self._clock() - began
@@ -126,36 +131,42 @@ class Driver:
                     raise late(self.engine, self.deadline_seconds, total - done, total)
             return future.result()
         except BaseException:
-            self.leave()
+            if not self._in_thread:
+                drop(self.engine, list(self._sampling))
+                self._sampling, self._to_score, self._scoring = {}, [], []
+                self._abandon(list(self._open))
             raise
         finally:
             self._num_waiting, self.does = self._num_waiting - 1, self.does or "training"
 
-    def pass_time(self, future: Future[Any], began: float | None = None) -> None:
-        """Makes a turn. Adds its duration, or the time since `began`, to the seconds of the bottleneck (`_limit`)."""
-        began, was_sampling, limit = began or time.monotonic(), self.is_sampling, self._limit()
-        self.turn(self.turn_seconds)
-        seconds = time.monotonic() - began
-        self.idle_seconds += 0.0 if was_sampling else seconds
-        self.limit_seconds[limit] += seconds
-
-    def leave(self) -> None:
-        """Ends all episodes without results, after an error of a caller."""
-        drop(self.engine, list(self._sampling))
-        self._sampling, self._to_score, self._scoring = {}, [], []
-        self._abandon(list(self._open))
-
     def close(self) -> None:
-        """Stops making turns."""
+        """Ends the thread and the processes of environments."""
+        self._is_closing = True
+        if self._thread is not None:
+            sys.setswitchinterval(self._switch_seconds)
+            self._thread.join(CLOSE_SECONDS)
+            if self._thread.is_alive():
+                log.warning("the thread of the rollouts did not end within %g s", CLOSE_SECONDS)
+        self.fail(WorkerError("rollouts", "they are closed", change="build the run again"))
+        for host in self.environments.values():
+            host.shutdown()
+
+    def _go(self) -> None:
+        """Main function of the thread: runs calls and turns until the driver is closed."""
+        try:
+            while not self._is_closing:
+                self._take_turn(TURN_SECONDS)
+        except BaseException as error:
+            self.fail(error)
 
     # ---- between two turns
 
     def add(self, episodes: Sequence[Episode], on_done: Callable[[Trajectory], None]) -> None:
         """Starts episodes. `on_done` is called with the trajectory of each."""
         for episode in episodes:
-            self._open[episode.id] = _Open(episode, on_done)
-            if episode.rules.is_silent:
-                self._late_at[episode.agent][episode.id] = self._clock() + self.episode_seconds[episode.agent]
+            self._open[episode.id] = opened = _Open(episode, on_done)
+            if episode.stage.is_silent:
+                self._set_deadline(opened)
             self._carry_out(episode, episode.start())
 
     def abandon_prompts(self, uids: Sequence[str]) -> None:
@@ -177,11 +188,22 @@ class Driver:
 
     # ---- a turn
 
+    def _take_turn(self, timeout_seconds: float) -> None:
+        """Makes a turn; in a thread also calls. Adds its duration to the seconds of the bottleneck (`_limit`)."""
+        began = time.monotonic()
+        if self._in_thread:
+            self.serve(TURN_SECONDS if self.is_idle else 0.0)
+        was_sampling, limit = self.is_sampling, self._limit()
+        self.turn(timeout_seconds)
+        seconds = time.monotonic() - began
+        self.idle_seconds += 0.0 if was_sampling else seconds
+        self.limit_seconds[limit] += seconds
+
     def turn(self, timeout_seconds: float) -> None:
         """Submits requests, waits up to `timeout_seconds` for observations and completions, and collects scores.
 
         Raises: errors of the engine and of scoring functions."""
-        waits = self.blocks and self.is_idle  # for scores, if there is nothing else to do
+        waits = not self._in_thread and self.is_idle  # for scores, if there is nothing else to do
         self._send()
         if self._stepping:
             self._take_observations(0.0 if self._sampling else timeout_seconds)
@@ -221,10 +243,9 @@ class Driver:
                     self.environments[episode.agent].start(episode.id, episode.prompt, episode.seed)
 
     def _let_go(self, episode: Episode) -> None:
-        """Closes the environment of an episode, and drops its deadline."""
-        if not episode.rules.is_silent:
+        """Closes the environment of an episode."""
+        if not episode.stage.is_silent:
             self.environments[episode.agent].close(episode.id)
-        self._late_at[episode.agent].pop(episode.id, None)
 
     def _on_delegated(self, parent: Episode, trajectory: Trajectory) -> None:
         self._carry_out(parent, parent.on_delegated(trajectory))
@@ -284,23 +305,26 @@ class Driver:
         for outcomes, on_scored in ready:
             on_scored([each.result() for each in outcomes])
 
+    def _set_deadline(self, opened: _Open) -> None:
+        opened.late_at = min(opened.late_at, self._clock() + opened.episode.stage.limits.seconds)
+        self._first_late_at = min(self._first_late_at, opened.late_at)
+
     def _fail_late_episodes(self) -> None:
         """Fails episodes over their time limit. It counts from the reset, not while they wait for an environment."""
-        now, late = self._clock(), list[str]()
-        for agent, host in self.environments.items():
-            for uid in host.begun():
-                if uid in self._open:
-                    self._late_at[agent].setdefault(uid, now + self.episode_seconds[agent])
-        for deadlines in self._late_at.values():
-            late += [uid for uid, _ in takewhile(lambda each: now > each[1], deadlines.items())]
-        if late:
-            self._stop_calls(late)
+        for uid in chain.from_iterable(host.begun() for host in self.environments.values()):
+            if uid in self._open:
+                self._set_deadline(self._open[uid])
+        if (now := self._clock()) <= self._first_late_at:
+            return
+        late = [uid for uid, each in self._open.items() if now > each.late_at]
+        self._stop_calls(late)
         for uid in late:
             if uid in self._open:  # else it was a task of another late episode
                 self._stepping.pop(uid, None)  # the end of a late task may just have started a step
                 episode = self._open[uid].episode
-                why = f"the episode took longer than {self.episode_seconds[episode.agent]:g} s"
+                why = f"the episode took longer than {episode.stage.limits.seconds:g} s"
                 self._carry_out(episode, episode.on_failure(Failure("environment", why, timed_out=True)))
+        self._first_late_at = min((each.late_at for each in self._open.values()), default=math.inf)
 
     def _stop_calls(self, ids: Sequence[str]) -> None:
         """Aborts the requests of episodes. Later results of their environments are ignored."""
@@ -319,61 +343,6 @@ def _read(episode: Episode, result: Observation | Failure) -> Observation | Fail
     if isinstance(result, Failure) or not (result.messages or result.media or result.tasks):
         return result
     try:
-        return episode.rules.codec.read(result)
+        return episode.stage.codec.read(result)
     except DataError as error:
         return Failure("environment", str(error))
-
-
-class BackgroundDriver(Driver):
-    """Makes turns continuously in a thread, started by the first call. Its errors are raised in waiting callers."""
-
-    blocks = False
-    turn_seconds = TURN_SECONDS
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._calls = Mailbox()
-        self._is_closing = False
-        self._thread: threading.Thread | None = None
-        self._switch_seconds = sys.getswitchinterval()
-
-    def promise(self) -> Future[Any]:
-        """Returns a future that the thread completes. It fails if the thread fails."""
-        return self._calls.promise()
-
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        """Calls a function in the thread, between two turns.  Returns a future of its result."""
-        future = self._calls.submit(function)
-        if self._thread is None and not future.done():
-            sys.setswitchinterval(SWITCH_SECONDS)
-            self._thread = threading.Thread(target=self._go, name="rollouts", daemon=True)
-            self._thread.start()
-        return future
-
-    def pass_time(self, future: Future[Any], began: float | None = None) -> None:
-        """Waits for `future`, at most for the time of one turn, while the thread makes turns."""
-        wait([future], TURN_SECONDS)
-
-    def leave(self) -> None:
-        """Does nothing, so that the thread continues after an error of a caller."""
-
-    def close(self) -> None:
-        """Ends the thread."""
-        self._is_closing = True
-        if self._thread is not None:
-            sys.setswitchinterval(self._switch_seconds)
-            self._thread.join(CLOSE_SECONDS)
-            if self._thread.is_alive():
-                log.warning("the thread of the rollouts did not end within %g s", CLOSE_SECONDS)
-        self._calls.fail(WorkerError("rollouts", "they are closed", change="build the run again"))
-
-    def _go(self) -> None:
-        """Main function of the thread: runs calls and turns until the driver is closed."""
-        never = Future[None]()
-        try:
-            while not self._is_closing:
-                began = time.monotonic()
-                self._calls.serve(TURN_SECONDS if self.is_idle else 0.0)
-                super().pass_time(never, began)
-        except BaseException as error:
-            self._calls.fail(error)

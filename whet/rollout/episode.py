@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An episode as a state machine: it takes completions, observations and failures, and returns commands.
 
-It has no clock, thread or socket. A driver carries out the commands: `Collector` as fast as it can, the simulator of
-the tests in any order of events.
+It has no clock, thread or socket. A driver carries out the commands: `Driver` as fast as it can, the simulator of the
+tests in any order of events.
 """
 
 from __future__ import annotations
@@ -61,6 +61,16 @@ class EpisodeLimits:
     max_episode_tokens: int | None = None  # sampled in all turns
     max_context_tokens: int | None = None  # of a conversation before its first turn
     fails_at: frozenset[Limit] = frozenset({"time"})  # at other limits an episode ends with its turns so far
+    seconds: float = 3600.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The settings of the episodes of one agent."""
+
+    codec: Codec
+    limits: EpisodeLimits = EpisodeLimits()
+    is_silent: bool = False  # no environment replies: the episode ends after its first turn
 
 
 @dataclass(frozen=True)
@@ -70,14 +80,11 @@ class Rules:
     `params.max_new_tokens` bounds the whole response: all turns and the text of the environment between them. `purpose`
     and `step` are part of the key of random draws, so that validation never changes training."""
 
-    codec: Codec
+    stages: Mapping[str, Stage]  # of the main agent and its sub-agents, by name
     params: SamplingParams
     seed: int
     step: int
     purpose: str = "rollout"
-    limits: EpisodeLimits = EpisodeLimits()
-    is_silent: bool = False  # no environment replies: the episode ends after its first turn
-    agents: Mapping[str, Rules] = field(default_factory=dict)  # of sub-agents, by name
 
 
 @dataclass(frozen=True)
@@ -151,12 +158,13 @@ class Episode:
     _num_tasks: int = 0
 
     def __post_init__(self) -> None:
+        self.stage = self.rules.stages[self.agent]
         self.uid = f"{self.prompt.uid}:{self.sample}"  # names the trajectory in the run
         self.id = f"{self.rules.purpose}:{self.rules.step}:{self.uid}"  # names the episode among all that run
 
     def start(self) -> list[Command]:
         """Starts the episode. A silent environment needs no reset."""
-        return self._next_turn(GOES_ON) if self.rules.is_silent else [Reset()]
+        return self._next_turn(GOES_ON) if self.stage.is_silent else [Reset()]
 
     def on_observation(self, observation: Observation) -> list[Command]:
         """Reads the observation from the environment's reset or step. Then continues or ends the episode."""
@@ -186,7 +194,7 @@ class Episode:
 
     def _next_turn(self, observation: Observation) -> list[Command]:
         self._to_context(observation)
-        if self._num_turns == self.rules.limits.max_turns:
+        if self._num_turns == self.stage.limits.max_turns:
             return self._end(limit="turns")
         return self._check_length() or [Sample(self._request())]
 
@@ -199,11 +207,11 @@ class Episode:
             self._partial, self._attempt, self._noted = whole, self._attempt + 1, None
             return [Sample(self._request())]
         self._partial, self._attempt, self._noted = None, 0, None
-        text, read, context = self.rules.codec.decode(whole.token_ids), self._read, self._context
+        text, read, context = self.stage.codec.decode(whole.token_ids), self._read, self._context
         calls: tuple[Mapping[str, Any], ...] = ()
         failure: Failure | None = None
         try:
-            calls = tuple(self.rules.codec.calls(whole.token_ids, self._num_turns))
+            calls = tuple(self.stage.codec.calls(whole.token_ids, self._num_turns))
         except ToolError as error:
             failure = Failure("tool", str(error))
         sampled = {name: each for name, each in vars(whole).items() if name != "likeliest"}  # for a server's clients
@@ -223,7 +231,7 @@ class Episode:
         self._contexts[read.player] = replace(context, messages=(*context.messages, self.messages[-1]))
         if failure is not None:
             return self._end(failure)
-        if self.rules.is_silent:
+        if self.stage.is_silent:
             return self._end()
         return [Step(Answer(text, calls, whole.token_ids, whole.finish_reason, media=turn.media))]
 
@@ -292,8 +300,9 @@ class Episode:
 
     def _delegate(self, tasks: Sequence[Task]) -> list[Command]:
         """Starts an episode for each task."""
-        if unknown := [task.agent for task in tasks if task.agent not in self.rules.agents]:
-            known = ", ".join(self.rules.agents) or "none"
+        agents = {} if self.agent else {name: stage for name, stage in self.rules.stages.items() if name}
+        if unknown := [task.agent for task in tasks if task.agent not in agents]:
+            known = ", ".join(agents) or "none"
             what = f"a task is for the agent {unknown[0]!r}; environment.agents has {known}: add it there"
             return self._end(Failure("environment", what))
         children = []
@@ -301,16 +310,16 @@ class Episode:
             self._num_tasks += 1
             name = f"{self.prompt.uid}/{task.agent}.{self._num_tasks}"
             given = {"ground_truth": task.ground_truth, "extra_info": task.extra_info, "media": ()}
-            ids = tuple(self.rules.agents[task.agent].codec.opening(task.messages, ()))
+            ids = tuple(agents[task.agent].codec.opening(task.messages, ()))
             prompt = replace(self.prompt, uid=name, messages=task.messages, token_ids=ids, **given)
             seed = key(self.seed, "task", self._num_tasks)
-            children.append(Episode(prompt, self.sample, self.rules.agents[task.agent], seed, task.agent))
+            children.append(Episode(prompt, self.sample, self.rules, seed, task.agent))
         self._tasks = {child.uid: None for child in children}
         return [Delegate(child) for child in children]
 
     def _to_context(self, observation: Observation) -> None:
         """Adds an observation to its player's context, or replaces the context."""
-        codec, new, player = self.rules.codec, observation.messages, observation.player
+        codec, new, player = self.stage.codec, observation.messages, observation.player
         self.messages += new
         self._read = observation
         context, ids = self._contexts.get(player), self.prompt.token_ids
@@ -337,7 +346,7 @@ class Episode:
     @property
     def _turn_limit(self) -> int | None:
         """The token limit of the next turn: the environment's, else the config's; None if both set none."""
-        return self._read.max_tokens or self.rules.limits.max_turn_tokens
+        return self._read.max_tokens or self.stage.limits.max_turn_tokens
 
     @property
     def _row_left(self) -> int:
@@ -348,13 +357,13 @@ class Episode:
     def _most_tokens(self) -> int:
         """The largest number of tokens for the next turn."""
         most = self._row_left if self._turn_limit is None else min(self._row_left, self._turn_limit)
-        whole = self.rules.limits.max_episode_tokens
+        whole = self.stage.limits.max_episode_tokens
         return most if whole is None else min(most, whole - sum(len(turn.token_ids) for turn in self.turns))
 
     def _check_length(self) -> list[Command]:
         """Ends the episode if token limits leave no token for a turn, or if a conversation is too long before its first
         turn. The data loader has already checked the length of unchanged prompts."""
-        length, most = len(self._context.token_ids), self.rules.limits.max_context_tokens
+        length, most = len(self._context.token_ids), self.stage.limits.max_context_tokens
         is_given = not self.agent and self._context.token_ids == self.prompt.token_ids
         is_long = most is not None and length == self._context.row_start > most and not is_given
         if is_long or self._row_left < 1:
@@ -381,7 +390,7 @@ class Episode:
             attempt=self._attempt,
             media=self._context.media,
             opening=self._context.row_start if self._context.media else None,
-            keeps_cache=turn + 1 < rules.limits.max_turns,
+            keeps_cache=turn + 1 < self.stage.limits.max_turns,
         )
         return request if self._partial is None else self._continued(self._partial, request)
 
@@ -395,7 +404,7 @@ class Episode:
 
     def _stop(self, limit: Limit, failure: Failure) -> list[Command]:
         """Ends the episode at a limit, with its turns so far or with the failure."""
-        is_failed = limit in self.rules.limits.fails_at or not self.turns
+        is_failed = limit in self.stage.limits.fails_at or not self.turns
         return self._end(failure) if is_failed else self._end(limit=limit)
 
     def _end(self, failure: Failure | None = None, limit: Limit | None = None) -> list[Command]:

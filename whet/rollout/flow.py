@@ -82,8 +82,13 @@ class HandOut:
 
     @property
     def groups(self) -> list[Group]:
-        """The groups for a batch. If no group was kept, these are the dropped groups, so that the run continues."""
+        """The groups for a batch. If no group was kept, these are dropped groups, so that the run continues."""
         return self.kept or self.dropped[: self.wanted]
+
+    @property
+    def unused(self) -> list[Group]:
+        """The dropped groups that are not in the batch."""
+        return self.dropped if self.kept else self.dropped[self.wanted :]
 
 
 Command = RunEpisodes | Score | Chosen | HandOut

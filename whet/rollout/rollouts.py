@@ -11,17 +11,18 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from whet.data.loader import PromptSource
 from whet.errors import DataError
+from whet.keyed import key
 from whet.metrics import Metrics
 from whet.phases import phase, watching
 from whet.rollout.batch import rows_of
-from whet.rollout.collect import Collector
-from whet.rollout.episode import Episode
+from whet.rollout.driver import Driver
+from whet.rollout.episode import Episode, Rules, Stage
 from whet.rollout.flow import (
     Chosen,
     Command,
@@ -51,21 +52,11 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Taken:
-    """The groups of a step and their metrics."""
-
-    groups: list[Group]
-    metrics: Metrics
-    is_dropped: bool = False  # the filter kept none of them
-    dropped: Sequence[Group] = ()  # the other groups that the filter dropped
-
-
-@dataclass(frozen=True)
-class SampledTrajectories(Generic[T]):
+class SampledTrajectories:
     """Groups whose trajectories are sampled; `result` waits for their scores."""
 
     groups: list[Group]  # with rewards only if they are known
-    result: Callable[[], T]  # waits for the scores and returns the same trajectories with them; to be called once
+    result: Callable[[], HandOut]  # waits for the scores and returns the same trajectories with them; to be called once
 
 
 @dataclass
@@ -73,7 +64,8 @@ class Asked:
     """A flow that is asked for groups. `chosen` completes when they are sampled, `handed_out` when they are scored."""
 
     flow: Flow
-    purpose: str = "rollout"
+    scorers: Sequence[Scorer]  # the reward, then the function of the accuracy, if it is another one
+    is_scored: bool = True  # else only sampled
     chosen: Future[list[Group]] = field(default_factory=Future)
     handed_out: Future[HandOut] = field(default_factory=Future)
 
@@ -83,19 +75,21 @@ class Rollouts:
 
     Produces: `start(n)`, n groups in the order of their admission; fewer if the filter drops too many within its limit
     of refills. If it drops all, the dropped groups are returned, not trained on, so that the run continues. With
-    `max_staleness` above 0, groups are sampled ahead, by a driver in a thread. Consumes: prompts, an engine through the
-    collector, a scorer.  Waits: on each of them, within their deadlines. Without a scorer the score is the
-    environment's reward, which counts as correct from `correct_threshold` on."""
+    `max_staleness` above 0, groups are sampled ahead, by a driver in a thread. Consumes: prompts, an engine and
+    environments through the driver, a scorer.  Waits: on each of them, within their deadlines. Without a scorer the
+    score is the environment's reward, which counts as correct from `correct_threshold` on."""
 
     def __init__(
         self,
         prompts: PromptSource,
-        collector: Collector,
+        driver: Driver,
+        stages: Mapping[str, Stage],
         scorer: Scorer | None,
         tokenizer: PreTrainedTokenizerBase,
         *,
         n: int,
         params: SamplingParams,
+        seed: int = 0,
         batch_size: int = 0,
         max_staleness: float = 0.0,
         last_step: float = math.inf,
@@ -104,9 +98,10 @@ class Rollouts:
         length_stages: Mapping[int, int] | None = None,
         sampling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`batch_size` is the number of groups of each step with `max_staleness`; without it `start` sets it."""
-        self.length_stages = dict(length_stages or {})
-        self.collector, self.driver, self.scorer, self.tokenizer = collector, collector.driver, scorer, tokenizer
+        """`stages` are the settings of each agent's episodes. `batch_size` is the number of groups of each step with
+        `max_staleness`; without it `start` sets it."""
+        self.driver, self.stages, self.seed, self.length_stages = driver, stages, seed, dict(length_stages or {})
+        self.scorer, self.tokenizer = scorer, tokenizer
         self.n, self.params, self.correct_threshold = n, params, correct_threshold
         self.sampling = sampling  # entered while the engine is to sample
         self.val_scorer: Scorer | None = None  # accuracy function of validation, if it has its own
@@ -124,17 +119,17 @@ class Rollouts:
             n,
             batch_size,
             self.prompts,
-            lambda prompts, step: collector.episodes(prompts, n, self.params_at(step), step=step),
+            lambda prompts, step: self.episodes(prompts, n, self.params_at(step), step=step),
             max_staleness,
             group_filter,
             scorer is not None and scorer.scores_alone,
             last_step=last_step,
         )
-        self._training = Asked(self.flow)
+        self._training = Asked(self.flow, [] if scorer is None else [scorer])
 
-    def start(self, n: int, *, step: int) -> SampledTrajectories[Taken]:
+    def start(self, n: int, *, step: int, metrics: Metrics | None = None) -> SampledTrajectories:
         """Samples `n` groups for `step`; returns once they are sampled and, if there is a filter, scored."""
-        metrics, flow = Metrics(), self.flow
+        flow, metrics = self.flow, Metrics() if metrics is None else metrics
         if not flow.is_ahead:
             flow.batch_size = n
         elif n != flow.batch_size:
@@ -143,7 +138,7 @@ class Rollouts:
         # without staleness no checkpoint has the groups of an unfinished step, so it is not abandoned
         between = self.may_stop if flow.is_ahead else None
         begun = self._begin(self._training, step, metrics, between)
-        return SampledTrajectories(begun.groups, lambda: self._taken(begun.result(), metrics))
+        return replace(begun, result=lambda: self._measured(begun.result(), metrics))
 
     def sample(
         self,
@@ -152,21 +147,36 @@ class Rollouts:
         params: SamplingParams,
         *,
         step: int,
-        metrics: Metrics,
         purpose: str = "rollout",
+        is_scored: bool = True,
     ) -> list[Group]:
-        """Returns `n` scored trajectories of each prompt. Counts failures in `failures/<source>`; also in
-        `failures/timed_out` if a deadline was the cause. Only such a failure may make a repeated run differ."""
+        """Returns `n` trajectories of each prompt, in order; without scores unless `is_scored`.
+
+        Raises: DeadlineError; errors of the engine and of scorers."""
 
         def episodes(prompts: Sequence[Prompt], step: int) -> list[Episode]:
-            return self.collector.episodes(prompts, n, params, step=step, purpose=purpose)
+            return self.episodes(prompts, n, params, step=step, purpose=purpose)
 
-        scores_alone = all(each.scores_alone for each in self._scorers(purpose)) and self.scorer is not None
+        strict = self.val_scorer if purpose == "validation" else None
+        scorers = [each for each in (self.scorer, strict) if each is not None]
+        scores_alone = self.scorer is not None and all(each.scores_alone for each in scorers)
         flow = Flow(n, len(prompts), PromptSource(first=prompts), episodes, scores_alone=scores_alone)
         between = self.may_stop if purpose == "validation" else None
-        groups = self._begin(Asked(flow, purpose), step, metrics, between).result().kept
-        count_failures(groups, metrics, self.spent)
+        begun = self._begin(Asked(flow, scorers, is_scored), step, Metrics(), between)
+        if not is_scored:
+            return begun.groups
+        groups = begun.result().kept
+        count_failures(groups, Metrics(), self.spent)
         return groups
+
+    def episodes(
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, step: int, purpose: str = "rollout"
+    ) -> list[Episode]:
+        """Makes `n` episodes of each prompt, in order. `step` and `purpose` are in the keys of random draws."""
+        rules = Rules(self.stages, params, self.seed, step, purpose)
+        seeds = [key(self.seed, "environment", purpose, step, prompt.uid) for prompt in prompts]
+        own = ((prompt, sample, seed) for prompt, seed in zip(prompts, seeds, strict=True) for sample in range(n))
+        return [Episode(prompt, sample, rules, seed) for prompt, sample, seed in own]
 
     def on_weights(self, version: int) -> None:
         """Records that the engine has a step's weights, so that groups of later steps may be sampled with them."""
@@ -177,7 +187,7 @@ class Rollouts:
             self._restored = None
             self.driver.finish(lambda: self._carry_out(self._training, again()))
         # Training does not wait for the thread, which runs later calls after this one.
-        self._noted = self.driver.call(lambda: self._carry_out(self._training, self.flow.on_version(version)))
+        self._noted = self.driver.submit(lambda: self._carry_out(self._training, self.flow.on_version(version)))
 
     def state(self) -> Mapping[str, Any]:
         """Returns the position in the prompts for the next step, and under `stream` every group that was sampled ahead.
@@ -194,7 +204,7 @@ class Rollouts:
     def close(self) -> None:
         """Ends the driver and the processes of environments and rewards. Logs the bottleneck of asynchronous runs."""
         self._watched.close()
-        self.collector.close()
+        self.driver.close()
         for scorer in filter(None, (self.scorer, self.val_scorer)):
             scorer.close()
         if self.judge is not None:
@@ -214,7 +224,7 @@ class Rollouts:
 
     def _begin(
         self, asked: Asked, step: int, metrics: Metrics, between: Callable[[], None] | None = None
-    ) -> SampledTrajectories[HandOut]:
+    ) -> SampledTrajectories:
         """Asks a flow for the groups of a step. Waits until they are sampled and, with a filter, scored."""
         asked.chosen, asked.handed_out = self.driver.promise(), self.driver.promise()
 
@@ -239,9 +249,9 @@ class Rollouts:
             match command:
                 case RunEpisodes():
                     self.driver.add(command.episodes, lambda each: self._carry_out(asked, asked.flow.on_sampled(each)))
-                case Score():
+                case Score() if asked.is_scored:
                     ended = command.trajectories
-                    submit = partial(self._submit, ended, asked.purpose)
+                    submit = partial(self._submit, ended, asked.scorers)
                     self.driver.score(submit, partial(self._on_scored, asked, ended))
                 case Chosen():
                     asked.chosen.set_result(command.groups)
@@ -256,16 +266,11 @@ class Rollouts:
         outcomes = found[0] if len(found) == 1 else list(map(_with_accuracy, *found))
         self._carry_out(asked, asked.flow.on_scored(with_outcomes(trajectories, outcomes)))
 
-    def _scorers(self, purpose: str) -> list[Scorer]:
-        """The scorers for a purpose: the reward, then the function of the accuracy, if any."""
-        strict = self.val_scorer if purpose == "validation" else None
-        return [each for each in (self.scorer, strict) if each is not None]
-
-    def _submit(self, trajectories: Sequence[Trajectory], purpose: str) -> list[Outcomes]:
+    def _submit(self, trajectories: Sequence[Trajectory], scorers: Sequence[Scorer]) -> list[Outcomes]:
         """Starts to score the trajectories that did not fail, with each scorer. Without a scorer the outcomes come from
         the environment's rewards, immediately."""
         alive = [trajectory for trajectory in trajectories if trajectory.failure is None]
-        if alive and (scorers := self._scorers(purpose)):
+        if alive and scorers:
             items = [self._item(trajectory) for trajectory in alive]
             return [each.submit_batch(items) for each in scorers]
         paid: Future[list[Outcome]] = Future()
@@ -292,8 +297,9 @@ class Rollouts:
         finally:
             self.driver.does = before
 
-    def _taken(self, found: HandOut, metrics: Metrics) -> Taken:
-        """Makes the result of `start` and measures its groups: dropped groups if the filter kept none."""
+    def _measured(self, found: HandOut, metrics: Metrics) -> HandOut:
+        """Records metrics of a step's groups. A deadline counts in `failures/timed_out` too: no other failure may make
+        a repeated run differ."""
         count_failures((*found.kept, *found.dropped), metrics, self.spent)
         if self.flow.is_ahead:
             measure_staleness(found, metrics)
@@ -304,8 +310,7 @@ class Rollouts:
         if self.flow.group_filter is not None:
             measure_filter(found, metrics, warns=self._kept_some)
             self._kept_some = bool(found.kept)
-        unused = found.dropped if found.kept else found.dropped[found.wanted :]
-        return Taken(found.groups, metrics, is_dropped=not found.kept, dropped=unused)
+        return found
 
     def _snapshot(self) -> Mapping[str, Any]:
         if not self.flow.is_ahead:

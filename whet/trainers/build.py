@@ -42,18 +42,18 @@ from whet.roles.placed import ENVIRONMENT, REWARD, EnvironmentWorker, PlacedRewa
 from whet.roles.rollout_worker import Direct, Modes, RolloutWorker
 from whet.roles.workers import TrainWorker
 from whet.rollout.build import (
-    build_collector,
     check_engine,
     check_media,
     check_sampling,
-    check_stages,
     chosen_engine,
     open_environments,
     sampling_params,
+    stages_of,
     with_engine,
 )
-from whet.rollout.collect import Collector
-from whet.rollout.driver import BackgroundDriver, Driver
+from whet.rollout.codec import TemplateCodec
+from whet.rollout.driver import Driver
+from whet.rollout.episode import MAIN, Stage
 from whet.rollout.flow import Filter, keep_all
 from whet.rollout.protocol import Restarts, SamplingParams
 from whet.rollout.replicas import Replicas
@@ -193,6 +193,7 @@ class Begun:
     columns: ColumnPlan
     callbacks: list[Callable[..., Any]]
     stop_ids: tuple[int, ...]
+    stages: Mapping[str, Stage]  # how the episodes of each agent run
 
     @property
     def lengths(self) -> list[int]:
@@ -214,7 +215,7 @@ def begin(
     tokenizer = workers.tokenizer_of(config, *read)
     workers.check_vocabularies(config, tokenizer)
     workers.check_reward_model(config, tokenizer)
-    check_stages(config, tokenizer)
+    stages = stages_of(config, tokenizer, media_folder)
     loaded, val_prompts = _prompts(config, tokenizer, data, val_data, reward, media_folder)
     total_steps = run_steps(config.trainer, len(loaded.items), config.data.train_batch_size)
     draws = total_steps * config.data.train_batch_size
@@ -224,7 +225,7 @@ def begin(
         log.warning("%s", line)
     callbacks = [load_target(path) for path in config.trainer.callbacks]
     stop_ids = stop_token_ids(str(config.model.path), tokenizer, config.data.template_options)
-    return Begun(tokenizer, loaded.items, val_prompts, loader, total_steps, columns, callbacks, stop_ids)
+    return Begun(tokenizer, loaded.items, val_prompts, loader, total_steps, columns, callbacks, stop_ids, stages)
 
 
 def _prompts(
@@ -338,13 +339,14 @@ def _rollouts(
     tokenizer, engine = begun.tokenizer, _engine(config, roles)
     if ENVIRONMENT in roles:
         hosts = placed_hosts(roles[ENVIRONMENT], config.environment)
-    folder, staleness = run_folder(config.trainer) / MEDIA, config.rollout.max_staleness
-    driver = BackgroundDriver if staleness else Driver
+    staleness = config.rollout.max_staleness
     made = Rollouts(
         begun.loader,
-        build_collector(config, tokenizer, engine, config.trainer.seed, driver, hosts, folder),
+        Driver(engine, hosts or {}, config.rollout.deadline_seconds, in_thread=staleness > 0),
+        begun.stages,
         scorer,
         tokenizer,
+        seed=config.trainer.seed,
         n=config.rollout.n,
         params=sampling_params(config.rollout, config.data.max_response_length, begun.stop_ids, tokenizer),
         batch_size=config.data.train_batch_size,
@@ -365,10 +367,11 @@ def judge_of(group: WorkerGroup, config: TrainConfig) -> Rollouts:
     path, trusted = str(config.reward_model.judge), config.model.trust_remote_code
     tokenizer = load_tokenizer(path, trust_remote_code=trusted)
     engine = Replicas(group, config.rollout.max_batch_size, gathers=group.here is None)
-    collector = Collector(engine, tokenizer, deadline_seconds=config.rollout.deadline_seconds)
+    driver = Driver(engine, {}, config.rollout.deadline_seconds)
     stop_ids = stop_token_ids(path, tokenizer, config.data.template_options)
     params = SamplingParams(config.data.max_response_length, stop_token_ids=stop_ids)
-    return Rollouts(PromptSource(), collector, None, tokenizer, n=1, params=params)
+    stages = {MAIN: Stage(TemplateCodec(tokenizer), is_silent=True)}
+    return Rollouts(PromptSource(), driver, stages, None, tokenizer, n=1, params=params)
 
 
 def _engine(config: TrainConfig, roles: Mapping[str, WorkerGroup]) -> Replicas | Direct:

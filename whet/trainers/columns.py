@@ -343,7 +343,7 @@ def reward_baselines(batch: Batch, sources: Sources) -> torch.Tensor:
     greedy = replace(sources.rollouts.params, temperature=0.0, top_p=1.0, top_k=0)
     prompts = [group.prompt for group in sources.groups]
     step = sources.step
-    groups = sources.rollouts.sample(prompts, 1, greedy, step=step, metrics=Metrics(), purpose="reward_baselines")
+    groups = sources.rollouts.sample(prompts, 1, greedy, step=step, purpose="reward_baselines")
     return torch.tensor([group.trajectories[0].score for group in groups])[batch["uid"]]
 
 

@@ -46,17 +46,16 @@ def sample(run: Run, step: int, metrics: Metrics) -> Batch:
     and adds all columns that the algorithm reads. Columns that need no scores are computed during scoring.
 
     Raises: RewardError, SandboxError, ToolError or EngineError if too many responses failed."""
-    sampled = run.rollouts.start(run.config.data.train_batch_size, step=step)
+    sampled = run.rollouts.start(run.config.data.train_batch_size, step=step, metrics=metrics)
     batch = unscored(sampled.groups, pad_token_id=run.pad_token_id)
     batch = run.columns.add(batch, run.sources(sampled.groups, step), metrics, is_scored=False)
     scored = sampled.result()
-    metrics.merge(scored.metrics)
-    batch = with_scores(batch, scored.groups, columns=run.config.reward.columns, is_dropped=scored.is_dropped)
+    batch = with_scores(batch, scored.groups, columns=run.config.reward.columns, is_dropped=not scored.kept)
     batch = run.columns.add(batch, run.sources(scored.groups, step), metrics)
     groups = judged(scored.groups, batch)
     measure_groups(metrics, groups, run.environment_name)
     run.write_rollouts(step, groups)
-    run.write_rollouts(step, scored.dropped, purpose="dropped")
+    run.write_rollouts(step, scored.unused, purpose="dropped")
     run.rollouts.failures.record(groups)
     return batch
 
@@ -120,10 +119,7 @@ def validate(run: Run, step: int) -> Metrics:
     """Measures accuracy, reward and length on the held-out prompts: over all, by data source and by domain."""
     metrics, n = Metrics(), run.config.trainer.validation.n
     with metrics.time("time/validation"):
-        # Its own collector: these seconds and failures are no part of a step's.
-        groups = run.rollouts.sample(
-            run.val_prompts, n, run.val_params, step=step, metrics=Metrics(), purpose="validation"
-        )
+        groups = run.rollouts.sample(run.val_prompts, n, run.val_params, step=step, purpose="validation")
         groups = run.judge(groups, step)
     for group in groups:
         for trajectory in group.trajectories:

@@ -161,7 +161,7 @@ class Run(Frame):
             if purpose == "dropped":
                 line["dropped_by"] = f"{dropping.name}, which reads the group's {dropping.metric}"
         files.write(path, "".join(map(json_line, chain.from_iterable(lines))))
-        if self.rollouts.collector.reader is not None:
+        if getattr(self.tokenizer, "encoders", None) is not None:
             copy_media(self.run_dir / MEDIA, groups)
         if purpose == "validation":
             self._write_jumps(path, list(chain.from_iterable(lines)))

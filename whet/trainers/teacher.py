@@ -170,8 +170,9 @@ def own(
     encoded = chat.encode([prompt.messages for prompt in asking])
     asking = [replace(prompt, token_ids=tuple(ids)) for prompt, ids in zip(asking, encoded, strict=True)]
     params = replace(sources.rollouts.params, max_new_tokens=max_tokens)
-    sampled = sources.rollouts.collector.collect(asking, 1, params, step=sources.step, purpose="hint")
-    return [[text(trajectory)] * len(group.trajectories) for group, [trajectory] in zip(groups, sampled, strict=True)]
+    sampled = sources.rollouts.sample(asking, 1, params, step=sources.step, purpose="hint", is_scored=False)
+    texts = [text(trajectory) for trajectory in trajectories_of(sampled)]
+    return [[hint] * len(group.trajectories) for group, hint in zip(groups, texts, strict=True)]
 
 
 def text(trajectory: Trajectory) -> str | None:

@@ -8,11 +8,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from tests.rollout.playing import Playing, World
 from whet.config.schema import DataConfig, EnvironmentConfig
 from whet.data.chat import encode_rendered, render_chat
 from whet.environments.toolbox import with_tools
 from whet.plugins.agents.tools.toolbox import toolbox_of
-from whet.rollout.collect import Collector, Stage
 from whet.rollout.protocol import Completion, Finished, Request, SamplingParams
 from whet.types import Message, Prompt
 
@@ -55,10 +55,10 @@ def episode(
     prompt = Prompt("0:0", 0, asked, tuple(encode_rendered(tokenizer, [text])[0]), "s", None)
     tools = toolbox_of(config)
     parsed = tools.with_parser(tokenizer.get_chat_template(tools=[{}]))
-    collector = Collector(
+    collector = Playing(
         Says(tokenizer, turns, end),  # type: ignore[arg-type]
         tokenizer,
-        stage=Stage(config.name, tools=parsed, chat_template_kwargs=options),
+        world=World(config.name, tools=parsed, chat_template_kwargs=options),
         deadline_seconds=60.0,
     )
     try:

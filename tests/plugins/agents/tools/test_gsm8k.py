@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from whet.config import TrainConfig, load_config
 from whet.data.load import TRAIN, load_items
 from whet.data.loader import PromptSource
 from whet.environments.toolbox import with_tools
-from whet.metrics import Metrics
 from whet.rewards.pool import scorer_of
-from whet.rollout.build import build_collector
+from whet.rollout.build import open_environments, stages_of
+from whet.rollout.driver import Driver
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.rollouts import Rollouts
 
@@ -53,14 +54,16 @@ def test_annotated_solutions_are_right(shared_data: Path, qwen25_folder: Path, t
         for steps, final in zip(steps_of, finals, strict=True)
         for turn in ("\n".join(call(expression) for expression, _ in steps), f"So it is {final}.\n#### {final}")
     ]
-    collector = build_collector(config, tokenizer, Says(tokenizer, turns, "<|im_end|>"), 0)  # type: ignore[arg-type]
-    rollouts = Rollouts(PromptSource(), collector, scorer, tokenizer, n=1, params=SamplingParams(4000))
+    undo = ExitStack()
+    driver = Driver(Says(tokenizer, turns, "<|im_end|>"), open_environments(config.environment, undo))  # type: ignore[arg-type]
+    stages, params = stages_of(config, tokenizer), SamplingParams(4000)
+    rollouts = Rollouts(PromptSource(), driver, stages, scorer, tokenizer, n=1, params=params)
     for row, steps, prompt in zip(rows, steps_of, prompts, strict=True):  # one at a time: turns are said in order
-        [group] = rollouts.sample([prompt], 1, SamplingParams(4000), step=0, metrics=Metrics(), purpose="evaluation")
+        [group] = rollouts.sample([prompt], 1, SamplingParams(4000), step=0, purpose="evaluation")
         [trajectory] = group.trajectories
         results = [float(message.content) for message in trajectory.messages if message.role == "tool"]
         assert results == pytest.approx([float(value) for _, value in steps], abs=0.02), row["answer"]
         assert trajectory.failure is None and trajectory.accuracy == 1.0 and len(trajectory.turns) == 2
         assert trajectory.fields["tools/calls"] == len(steps) and trajectory.fields["tools/errors"] == 0.0
-    collector.close()
+    undo.close()
     scorer.close()

@@ -24,11 +24,11 @@ from whet.models.load import load_policy, load_tokenizer
 from whet.plugins.lessons.init_model import init_model
 from whet.plugins.scores.judge.role import UNREADABLE
 from whet.plugins.scores.judge.rubrics import load_rubric
-from whet.rollout.collect import Collector
+from whet.rollout.rollouts import Rollouts
 from whet.trainers.build import train
 from whet.trainers.columns import ColumnPlan
 from whet.trainers.sft import train_sft
-from whet.types import Failure, Message, Prompt, Trajectory
+from whet.types import Failure, Group, Message, Prompt
 
 JUDGED = {"reward.function": None, "reward_model.rubric": "yes_no"}
 TRAINED = {"trainer.total_steps": 2, "trainer.log_rollouts": 1, "actor.optim.lr": 1e-2}
@@ -42,9 +42,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def saying(found: list[list[Trajectory]], words: list[str]) -> list[list[Trajectory]]:
-    """The trajectories, one of a prompt, with other words."""
-    return [[replace(each, messages=(Message("assistant", said),))] for [each], said in zip(found, words, strict=True)]
+def saying(found: list[Group], words: list[str]) -> list[Group]:
+    """The groups, of one trajectory each, with other words."""
+    return [of_one(group, messages=(Message("assistant", said),)) for group, said in zip(found, words, strict=True)]
+
+
+def of_one(group: Group, **changes: Any) -> Group:
+    [trajectory] = group.trajectories
+    return replace(group, trajectories=(replace(trajectory, **changes),))
 
 
 def test_its_verdicts_are_the_reward(
@@ -55,9 +60,9 @@ def test_its_verdicts_are_the_reward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[Prompt] = []
-    sampled = Collector.collect
+    sampled = Rollouts.sample
 
-    def collect(self: Collector, prompts: Sequence[Prompt], *given: Any, **named: Any) -> list[list[Trajectory]]:
+    def sample(self: Rollouts, prompts: Sequence[Prompt], *given: Any, **named: Any) -> list[Group]:
         """Samples like the model, except for verdicts: yes for a response of even length."""
         found = sampled(self, prompts, *given, **named)
         if named["purpose"] != "judge":
@@ -66,7 +71,7 @@ def test_its_verdicts_are_the_reward(
         verdicts = [len(response_in(prompt)) % 2 == 0 for prompt in prompts]
         return saying(found, [f"Hm.\nVerdict: {'yes' if verdict else 'no'}" for verdict in verdicts])
 
-    monkeypatch.setattr(Collector, "collect", collect)
+    monkeypatch.setattr(Rollouts, "sample", sample)
     run = train(train_config({**JUDGED, **TRAINED, "model.path": model}), data=additions)
     files = sorted((tmp_path / "run" / "rollouts").glob("step_*.jsonl"))
     for record, file in zip(run.history, files, strict=True):
@@ -96,16 +101,16 @@ def test_a_verdict_that_cannot_be_read_fails_its_trajectory(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sampled, batches = Collector.collect, list[Batch]()
+    sampled, batches = Rollouts.sample, list[Batch]()
     lost = Failure("engine", "no rank is left", timed_out=True)
 
-    def collect(self: Collector, prompts: Sequence[Prompt], *given: Any, **named: Any) -> list[list[Trajectory]]:
+    def sample(self: Rollouts, prompts: Sequence[Prompt], *given: Any, **named: Any) -> list[Group]:
         """Every second verdict, from the first on, has no score; the third is lost in the engine."""
         found = sampled(self, prompts, *given, **named)
         if named["purpose"] != "judge":
             return found
         verdicts = saying(found, ["Verdict: yes" if place % 2 else "Hm." for place in range(len(found))])
-        verdicts[2] = [replace(found[2][0], messages=(), failure=lost)]
+        verdicts[2] = of_one(found[2], messages=(), failure=lost)
         return verdicts
 
     added = ColumnPlan.add
@@ -115,7 +120,7 @@ def test_a_verdict_that_cannot_be_read_fails_its_trajectory(
         batches.extend([batch] if is_scored else [])
         return batch
 
-    monkeypatch.setattr(Collector, "collect", collect)
+    monkeypatch.setattr(Rollouts, "sample", sample)
     monkeypatch.setattr(ColumnPlan, "add", add)
     changes = {**JUDGED, **TRAINED, "model.path": model, "trainer.total_steps": 1, "reward_model.combine": "add"}
     run = train(train_config(changes), reward=lambda solution_str: 0.5, data=additions)

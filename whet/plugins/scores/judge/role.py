@@ -32,10 +32,9 @@ def judge_scores(batch: Batch, sources: Sources, *, rubric: str, data: DataConfi
     template = PromptFormat(rollouts.tokenizer, chat_template_kwargs=data.chat_template_kwargs)
     asking = _questions(judged, asks, template)
     params = replace(rollouts.params, temperature=0.0, top_p=1.0, top_k=0)
-    with rollouts.sampling():
-        replies = rollouts.collector.collect(asking, 1, params, step=sources.step, purpose="judge")
+    replies = rollouts.sample(asking, 1, params, step=sources.step, purpose="judge", is_scored=False)
     given: dict[str, float] = {}
-    for each, [reply] in zip(judged, replies, strict=True):
+    for each, reply in zip(judged, trajectories_of(replies), strict=True):
         said = text(reply) or ""
         if reply.failure is not None:
             why = f"the judge gave no verdict, it failed in the {reply.failure.source}: {reply.failure.message}"
