@@ -346,7 +346,7 @@ class World:
             self.driver.turn(0.0)
             self.direct()
             can_submit = bool(self.driver._unsent) and len(self.router.flights) < self.plan.capacity
-            has_events = bool(self.engine.events) and self.driver.is_sampling
+            has_events = bool(self.engine.events) and self.driver._sampling
             has_results = bool(self.placed["environments"].events) and bool(self.driver._stepping)
             if not (has_events or has_results or can_submit):
                 return

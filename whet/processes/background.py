@@ -59,9 +59,7 @@ class Mailbox:
                 try:
                     future.set_result(call())
                 except BaseException as error:  # a library may call sys.exit
-                    future.set_exception(
-                        error if isinstance(error, Exception | KeyboardInterrupt) else RuntimeError(repr(error))
-                    )
+                    future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
             return True
         return False
 

@@ -86,19 +86,26 @@ class Driver(Mailbox):
         """Episodes that have not ended."""
         return (each.episode for each in self._open.values())
 
-    @property
-    def is_sampling(self) -> bool:
-        """Tells whether the engine has requests."""
-        return bool(self._sampling)
-
     # ---- for its callers
+
+    def promise(self) -> Future[Any]:
+        """Returns a future whose result is set between two turns. It fails if the thread fails."""
+        return super().promise() if self._in_thread else Future()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Calls a function between two turns.  Returns a future of its result."""
+        if self._in_thread:
+            return self._submit(call)
+        future = Future[T]()
+        try:
+            future.set_result(call())
+        except BaseException as error:  # errors belong to the caller
+            future.set_exception(error)
+        return future
+
+    def _submit(self, call: Callable[[], T]) -> Future[T]:
         future = super().submit(call)
-        if not self._in_thread:
-            self.serve(0.0)
-        elif self._thread is None and not future.done():
+        if self._thread is None and not future.done():
             sys.setswitchinterval(SWITCH_SECONDS)
             self._thread = threading.Thread(target=self._go, name="rollouts", daemon=True)
             self._thread.start()
@@ -112,8 +119,7 @@ class Driver(Mailbox):
         self, future: Future[T], progress: Callable[[], tuple[int, int]], between: Callable[[], None] | None = None
     ) -> T:
         """Waits for the result of a future, at most `deadline_seconds`; returns it. `progress` returns the numbers of
-        finished items and of all items. `between` is called between turns and may raise. Without a thread an error ends
-        all episodes, without results.
+        finished items and of all items. `between` is called between turns and may raise.
 
         Raises: DeadlineError; errors of a turn."""
         began, before, self._num_waiting = self._clock(), self._num_tokens, self._num_waiting + 1
@@ -132,12 +138,16 @@ class Driver(Mailbox):
             return future.result()
         except BaseException:
             if not self._in_thread:
-                drop(self.engine, list(self._sampling))
-                self._sampling, self._to_score, self._scoring = {}, [], []
-                self._abandon(list(self._open))
+                self._abandon_all()
             raise
         finally:
             self._num_waiting, self.does = self._num_waiting - 1, self.does or "training"
+
+    def _abandon_all(self) -> None:
+        """Ends all episodes without results, after an error of a caller."""
+        drop(self.engine, list(self._sampling))
+        self._sampling, self._to_score, self._scoring = {}, [], []
+        self._abandon(list(self._open))
 
     def close(self) -> None:
         """Ends the thread and the processes of environments."""
@@ -193,7 +203,7 @@ class Driver(Mailbox):
         began = time.monotonic()
         if self._in_thread:
             self.serve(TURN_SECONDS if self.is_idle else 0.0)
-        was_sampling, limit = self.is_sampling, self._limit()
+        was_sampling, limit = bool(self._sampling), self._limit()
         self.turn(timeout_seconds)
         seconds = time.monotonic() - began
         self.idle_seconds += 0.0 if was_sampling else seconds
@@ -215,8 +225,8 @@ class Driver(Mailbox):
     def _limit(self) -> str | None:
         """The bottleneck: the part of the run that callers wait for. Without callers: None in sampling, else `does`."""
         if not self._num_waiting:
-            return None if self.is_sampling else self.does or None
-        if self.is_sampling:
+            return None if self._sampling else self.does or None
+        if self._sampling:
             return "sampling"
         return "rewards" if self.is_idle else "environments"
 

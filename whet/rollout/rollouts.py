@@ -256,7 +256,8 @@ class Rollouts:
                 case Chosen():
                     asked.chosen.set_result(command.groups)
                 case HandOut():
-                    self.driver.abandon_prompts(command.aborted)
+                    if command.aborted:
+                        self.driver.abandon_prompts(command.aborted)
                     if not asked.chosen.done():
                         asked.chosen.set_result(command.groups)
                     asked.handed_out.set_result(command)
@@ -298,8 +299,7 @@ class Rollouts:
             self.driver.does = before
 
     def _measured(self, found: HandOut, metrics: Metrics) -> HandOut:
-        """Records metrics of a step's groups. A deadline counts in `failures/timed_out` too: no other failure may make
-        a repeated run differ."""
+        """Records metrics of the groups of a step."""
         count_failures((*found.kept, *found.dropped), metrics, self.spent)
         if self.flow.is_ahead:
             measure_staleness(found, metrics)
