@@ -27,7 +27,7 @@ from xml.etree import ElementTree as ET
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG = ROOT / "LOG.md"
-GATE = "gate"
+GATES = ("gate", "gate-trainers")  # parts that always run
 ACCELERATOR = re.compile("CUDA|accelerator")  # in the reason of a skipped test: no machine without one can run it
 HEADER = "| part | last whole run | commit |\n|---|---|---|\n"
 ROW = re.compile(r"^\| ([a-z0-9-]+) \| ([\d-]+) \| ([0-9a-f]{7,40}) \|$", re.MULTILINE)
@@ -89,7 +89,7 @@ def reason_due(part: Part, last: tuple[str, str] | None, changed: Sequence[str] 
 def choose(parts: Mapping[str, Part], due: Mapping[str, str | None], minutes: float, turn: int) -> list[str]:
     """Names of long parts that fit into the minutes: first parts that are due, then the others; both start with another
     part at another turn, so that all run in time."""
-    names = sorted(parts.keys() - {GATE})
+    names = sorted(parts.keys() - {*GATES})
     shift = turn % len(names) if names else 0
     rotated = names[shift:] + names[:shift]
     chosen = []
@@ -158,7 +158,7 @@ def show(parts: Mapping[str, Part]) -> None:
     last, due = last_runs(LOG.read_text(encoding="utf-8")), look(parts)
     for name, part in sorted(parts.items()):
         ran = " ".join(last[name]) if name in last else "not recorded"
-        told = "the gate: always" if name == GATE else f"due: {due[name]}" if due[name] else "not due"
+        told = "the gate: always" if name in GATES else f"due: {due[name]}" if due[name] else "not due"
         sys.stdout.write(f"{name:13} {part.minutes:3} min  {ran:20} {told}\n")
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from tests.parts import (
-    GATE,
+    GATES,
     HEADER,
     LOG,
     ROOT,
@@ -75,8 +75,9 @@ def test_a_part_is_due_when_what_it_watches_changed(
 
 
 def test_due_parts_come_first_and_one_other_takes_its_turn() -> None:
-    parts = {name: Part(name, [], [], minutes) for name, minutes in (("a", 4), ("b", 3), ("c", 2), ("d", 1), (GATE, 9))}
-    due = {"a": None, "b": "changed", "c": None, "d": "changed", GATE: "changed"}
+    parts = {name: Part(name, [], [], minutes) for name, minutes in (("a", 4), ("b", 3), ("c", 2), ("d", 1))}
+    parts |= {name: Part(name, [], [], 9) for name in GATES}
+    due = {"a": None, "b": "changed", "c": None, "d": "changed", **dict.fromkeys(GATES, "changed")}
     assert choose(parts, due, 100, turn=0) == ["b", "d", "a"]
     assert choose(parts, due, 100, turn=1) == ["b", "d", "c"]
     assert choose(parts, due, 100, turn=3) == ["d", "b", "a"]
