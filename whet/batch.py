@@ -11,7 +11,7 @@ import torch
 
 from whet import column_rules as rules, serialization
 from whet.column_rules import Column, ObjectArray, RowIndex
-from whet.errors import DataError
+from whet.errors import DataError, of_extra
 
 if TYPE_CHECKING:  # importing it takes 2.5 CPU seconds
     from tensordict import TensorDict
@@ -88,9 +88,9 @@ class Batch:
         return dict(self._tensors.items())
 
     def tensor_dict(self) -> TensorDict:
-        """Returns the tensor columns as a TensorDict with batch size [B]."""
-        from tensordict import TensorDict
-
+        """Returns the tensor columns as a TensorDict with batch size [B].  Raises: ConfigError without `tensordict`."""
+        with of_extra("verl", "tensordict"):
+            from tensordict import TensorDict
         return TensorDict(self.tensors(), batch_size=[len(self)])
 
     def __contains__(self, name: str) -> bool:
