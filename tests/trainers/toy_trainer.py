@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer in one file: imitates examples of which each has a weight, and compares its log-probs with those of a
-frozen model. Its recipe is toy_trainer.yaml."""
+"""A trainer in one file: imitates examples of which each has a weight. Its recipe is toy_trainer.yaml.
+
+With `anchor_path` a run has a second, frozen model, and reports how far its log-probs have moved from it."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class ToyConfig(ExamplesConfig):
     data: ToyDataConfig = ToyDataConfig()
     trainer: TrainerConfig = TrainerConfig(experiment_name="toy")
     weights: WeightsConfig = WeightsConfig()
-    anchor_path: str | None = key(None, "frozen model that log-probs are compared with; unset: none")
+    anchor_path: str | None = key(None, "frozen model whose log-probs the run is compared with; unset: none")
 
 
 @dataclass(frozen=True)

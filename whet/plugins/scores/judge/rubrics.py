@@ -176,7 +176,7 @@ _PARSERS = {
 
 @cache
 def known_rubrics() -> dict[str, Rubric]:
-    """Returns the rubrics of this process by name: those that ship with whet, then those of `register_rubric`."""
+    """Returns the known rubrics by name: first the shipped ones, then the ones that `register_rubric` added."""
     shipped = shipped_yaml("plugins/scores/judge/rubrics.yaml")
     return {name: Rubric(name, **values) for name, values in shipped.items()}
 
