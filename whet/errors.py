@@ -110,7 +110,10 @@ class EnvError(WhetError, ValueError):
 
 
 class EngineError(WhetError, RuntimeError):
-    """A training or rollout engine that cannot continue."""
+    """A training or rollout engine that cannot continue. `option` is set if a request is too long for a rollout engine:
+    the bare name of the engine's option that makes room for it."""
+
+    option = ""
 
 
 class LostReplicaError(EngineError):

@@ -412,7 +412,7 @@ TOOLS = Registry("tool", None, "register_tool", has_foreign_form=False)
 TOOL_PARSERS = Registry("tool parser", None, "register_tool_parser", ("text", "schemas"))
 SAMPLERS = Registry("sampler", "data", "register_sampler", ("prompts", "epoch", "seed", "total_draws"))
 ENGINES = Registry("training engine", "engines", "register_engine", ("role", "process_group", "device"))
-ROLLOUT_ENGINES = Registry(
+ROLLOUT_ENGINES = Registry(  # marks: compiles, and those of `requirement` in whet/rollout/requirements.py
     "rollout engine",
     "rollout",
     "register_rollout",

@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.raising import raises
 from whet import devices
+from whet.config import TrainConfig
 from whet.devices import HOST, MemoryUse, room_for_tensors
+from whet.errors import ConfigError, EngineError
 from whet.models.load import load_policy
+from whet.registry import ROLLOUT_ENGINES
 from whet.rollout import requirements
+from whet.rollout.build import check_engine, check_media, check_sampling
 from whet.rollout.native import engine as native
 from whet.rollout.native.engine import NativeEngine
-from whet.rollout.requirements import CacheRoom
+from whet.rollout.requirements import CacheRoom, requirement
+from whet.types import Media, Prompt
 
 GIB = 2**30
 TOKEN_BYTES = 2 * 2 * 2 * 32 * 4  # of `model_folder`: keys and values, layers, heads, their size, bytes
@@ -75,3 +83,70 @@ def test_where_memory_is_not_known_it_is_a_gibibyte(model_folder: Path, monkeypa
 
     monkeypatch.setattr(torch.accelerator, "get_memory_info", unknown)
     assert devices.memory(torch.device("mps", 0)) is None
+
+
+RECORDED = f"{Path(__file__).parents[2]}/examples/extending/rollout_engine.py:Recorded"
+OWN = """
+from whet import register_rollout
+from whet.errors import ConfigError, EngineError
+
+
+def checked(model, longest, options):
+    if longest > options["size"]:
+        raise ConfigError("size", options["size"], f"at least {longest}", "raise it")
+
+
+def refused(sampling, options):
+    return ConfigError("top_p", sampling.top_p, "1", "unset it") if sampling.top_p < 1 else None
+
+
+def media_checked(encoders, media, whose):
+    raise EngineError(whose, "has images", "text", "use another engine")
+
+
+@register_rollout("own", checked_by=checked, refuses=refused, media_checked_by=media_checked)
+class Own:
+    def __init__(self, dtype, *, size: int = 8):
+        self.size = size
+
+
+class Derived(Own):
+    pass
+
+
+class Other:
+    def __init__(self, dtype):
+        pass
+"""
+
+
+def test_the_functions_of_an_engine_are_named_by_its_registration_or_by_its_base() -> None:
+    assert requirement(ROLLOUT_ENGINES["native"], "planned_by") == NativeEngine.planned_bytes
+    assert requirement(ROLLOUT_ENGINES[RECORDED], "planned_by") == NativeEngine.planned_bytes
+    assert requirement(ROLLOUT_ENGINES[RECORDED], "media_checked_by") == NativeEngine.check_media
+    assert requirement(ROLLOUT_ENGINES[RECORDED], "checked_by") is None is requirement(ROLLOUT_ENGINES["hf"], "refuses")
+
+
+@pytest.mark.parametrize("name", ["Own", "Derived"])
+def test_an_engine_of_ones_own_is_asked_before_it_is_built(
+    name: str, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ROLLOUT_ENGINES, "_live", {**ROLLOUT_ENGINES._live})
+    (tmp_path / "own.py").write_text(OWN)
+
+    def config(name: str, **rollout: object) -> TrainConfig:
+        engine = {"name": f"{tmp_path}/own.py:{name}", "options": {"size": 600} if name != "Other" else {}}
+        data = {"max_prompt_length": 300, "max_response_length": 301}
+        return TrainConfig.model_validate({"rollout": {"engine": engine, **rollout}, "data": data})
+
+    with raises(ConfigError, "size", found=600, expected="at least 601"):
+        check_engine(config(name))
+    chosen, other = config(name, top_p=0.5).rollout, config("Other", top_p=0.5).rollout
+    with raises(ConfigError, "trainer.validation.top_p", found=0.5):
+        check_sampling(chosen, {"trainer.validation": chosen})
+    prompts = [Prompt("a", 3, (), (1,), "", None, media=(Media("image", "digest", b""),))]
+    with raises(EngineError, "row 3", found=re.compile("images")):
+        check_media(chosen, tokenizer, prompts)
+    check_engine(config("Other"))
+    check_sampling(other, {"rollout": other})
+    check_media(other, tokenizer, prompts)

@@ -98,6 +98,10 @@ def test_python_calls_it(model_folder: Path, tmp_path: Path) -> None:
     sft |= {"data.apply_chat_template": False, "trainer.run_dir": str(tmp_path / "sft")}
     plain = whet.run("sft", data=ROWS, **{**keys, **sft})
     assert whole.history[0]["toy/loss"] == pytest.approx(plain.history[0]["sft/loss"] / 2)
+    anchored = {"anchor_path": str(model_folder), "trainer.run_dir": str(tmp_path / "anchored")}
+    compared = whet.run(TOY, RECIPE, data=ROWS, **{**keys, **anchored})
+    assert compared.history[0]["toy/moved"] == 0.0 and abs(compared.history[3]["toy/moved"]) > 0.01
+    assert losses(str(tmp_path / "anchored")) == losses(str(tmp_path / "run"))
     stopped = replace(read_run(tmp_path / "run"), state="stopped")
     assert next_command(stopped).startswith(f"call whet.run({TOY!r}")
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer in one file: imitates examples of which each has a weight. Its recipe is toy_trainer.yaml."""
+"""A trainer in one file: imitates examples of which each has a weight. Its recipe is toy_trainer.yaml.
+
+With `anchor_path` a run has a second, frozen model, and reports how far its log-probs have moved from it."""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ from whet import register_trainer
 from whet.batch import Batch
 from whet.config.schema import ExamplesConfig, SupervisedDataConfig, TrainerConfig
 from whet.config.section import Section, SectionPlace, key
+from whet.controller.worker import WorkerSpec
 from whet.data.prompts import PromptFormat, Row
 from whet.data.supervised import SupervisedExample, build_examples
 from whet.errors import ConfigError
 from whet.metrics import Metrics
+from whet.roles.workers import TrainWorker, settings_of
 from whet.trainers.sft import Rows, SFTRun, to_batch, train_on_examples
 
 
@@ -46,6 +50,7 @@ class ToyConfig(ExamplesConfig):
     data: ToyDataConfig = ToyDataConfig()
     trainer: TrainerConfig = TrainerConfig(experiment_name="toy")
     weights: WeightsConfig = WeightsConfig()
+    anchor_path: str | None = key(None, "frozen model whose log-probs the run is compared with; unset: none")
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,20 @@ class ToyRun(SFTRun):
     @classmethod
     def objective_of(cls, config: ToyConfig) -> Any:
         return WeightedObjective(config.weights.lowest, config.weights.highest)
+
+    @classmethod
+    def specs(cls, config: ToyConfig, total_steps: int) -> list[WorkerSpec]:
+        specs = super().specs(config, total_steps)
+        if config.anchor_path is None:
+            return specs
+        return [*specs, WorkerSpec("anchor", TrainWorker, (settings_of(config.model, config, config.anchor_path),))]
+
+    def prepared(self, examples: Sequence[Any], metrics: Metrics) -> Batch:
+        batch = super().prepared(examples, metrics)
+        if "anchor" in self.roles:
+            own, anchor = (self.roles[role].forward(batch, ("log_probs",))["log_probs"] for role in ("actor", "anchor"))
+            metrics.mean("toy/moved", (own - anchor).sum() / batch["response_mask"].sum())
+        return batch
 
     def batch(self, examples: Sequence[Any]) -> Batch:
         weights = torch.tensor([each.weight for each in examples])

@@ -39,7 +39,7 @@ from whet.registry import ENGINES, ENVIRONMENTS, ROLLOUT_ENGINES
 from whet.rollout.codec import TemplateCodec
 from whet.rollout.episode import MAIN, EpisodeLimits, Stage
 from whet.rollout.protocol import RolloutEngine, SamplingParams, SharesModule, Span
-from whet.rollout.requirements import CacheRoom, ChecksAhead, ChecksMedia
+from whet.rollout.requirements import CacheRoom, requirement
 from whet.types import Limit, Prompt
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ def check_engine(config: TrainConfig) -> None:
     """Checks that the engine of a run can be built on this machine.  Raises: ConfigError."""
     rollout, model, cluster = config.rollout, config.model, config.cluster
     entry = ROLLOUT_ENGINES[rollout.engine.name]
-    engine, pool = entry.load(), cluster.pool_of("rollout")
+    pool, check = cluster.pool_of("rollout"), requirement(entry, "checked_by")
     if cluster.pools[pool].devices > 1 and "num_devices" not in entry.parameters:
         key, change = f"cluster.placement.{pool}.devices", "lower it, or choose one for more devices, such as vllm"
         expected = f"1, as the rollout engine {rollout.engine.name} samples on one device"
@@ -139,26 +139,27 @@ def check_engine(config: TrainConfig) -> None:
     if rollout.engine.options.get("weight_delta") is True and pool == cluster.pool_of("actor"):
         key, change = "rollout.engine.options.weight_delta", "unset it, or give the rollout a pool of its own"
         raise ConfigError(key, True, f"false in the actor's pool ({pool}), where weights are copied", change)
-    if isinstance(engine, ChecksAhead):
+    if check is not None:
         longest = config.data.max_prompt_length + config.data.max_response_length
-        engine.check_ahead(model, longest, entry.resolve_options(rollout.engine.options, "rollout.engine.options"))
+        check(model, longest, entry.resolve_options(rollout.engine.options, "rollout.engine.options"))
 
 
 def check_sampling(rollout: RolloutConfig, sections: Mapping[str, SamplingConfig]) -> None:
     """Checks that the engine supports the sampling parameters of each config section, by key.  Raises: ConfigError."""
     entry = ROLLOUT_ENGINES[rollout.engine.name]
-    kind, options = entry.load(), entry.resolve_options(rollout.engine.options, "rollout.engine.options")
+    refuses = requirement(entry, "refuses")
+    options = entry.resolve_options(rollout.engine.options, "rollout.engine.options")
     for section, sampling in sections.items():
-        if isinstance(kind, ChecksAhead) and (why := kind.refused(sampling, options)) is not None:
+        if refuses is not None and (why := refuses(sampling, options)) is not None:
             raise ConfigError(f"{section}.{why.key}", why.found, why.expected, why.change)
 
 
 def check_media(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt]) -> None:
     """Checks that the engine supports the prompts' images.  Raises: EngineError with the row number."""
-    engine, encoders = ROLLOUT_ENGINES[rollout.engine.name].load(), encoders_of(tokenizer)
+    check, encoders = requirement(ROLLOUT_ENGINES[rollout.engine.name], "media_checked_by"), encoders_of(tokenizer)
     for prompt in prompts:
-        if prompt.media and isinstance(engine, ChecksMedia):
-            engine.check_media(encoders, prompt.media, f"row {prompt.index}")
+        if prompt.media and check is not None:
+            check(encoders, prompt.media, f"row {prompt.index}")
 
 
 def load_model(

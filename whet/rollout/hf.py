@@ -99,7 +99,7 @@ class PaddedRows:
                 each.tokens, each.log_probs = tokens[:count], log_probs[:count]
 
 
-@register_rollout("hf")
+@register_rollout("hf", planned_by="whet.rollout.hf:HFEngine.planned_bytes")
 class HFEngine(InProcessEngine[LiveRequest]):
     """Uses transformers' forward and cache; a batch runs until all rows end. Slow, but supports every language model.
 

@@ -51,6 +51,15 @@ def check_request(request: Request, vocab_size: int) -> None:
         check_rules((params.allowed_token_ids, params.bad_words), vocab_size)
 
 
+def too_long(request: Request, most: str, option: str) -> EngineError:
+    """Returns the error for a request that may need more tokens than `most`, as an engine's `option` allows."""
+    found = f"may need {len(request.prompt_ids) + request.params.max_new_tokens} tokens"
+    change = f"raise rollout.engine.options.{option} or lower data.max_response_length"
+    error = EngineError(f"request {request.uid}", found, f"at most {most}", change)
+    error.option = option
+    return error
+
+
 def check_whole(coming: int | None, version: int) -> None:
     """Checks that the weights are not a mix of two versions.  Raises: WeightSyncError if `coming` is not None."""
     if coming is not None:

@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from whet.config.schema import KV_CACHE_BYTES, ModelConfig, SamplingConfig
+from whet.config.schema import KV_CACHE_BYTES, SamplingConfig
 from whet.devices import room_for_tensors
-from whet.errors import ConfigError
-from whet.models.encoders.base import Encoders
+from whet.registry import ROLLOUT_ENGINES, Entry
 from whet.rollout.protocol import SamplingParams
-from whet.types import Media
 
 Sampling = SamplingParams | SamplingConfig  # of a request, or of a section of the config
 
@@ -72,33 +70,15 @@ class CacheRoom:
         return max(KV_CACHE_BYTES, int(min(self.most, left)))
 
 
-@runtime_checkable
-class PlansMemory(Protocol):
-    """A class of rollout engines that can compute their memory in advance."""
+def requirement(entry: Entry, mark: str) -> Callable[..., Any] | None:
+    """Returns the function that an engine's registration names by `mark`, for questions before an engine is built. A
+    class has the functions of its registered base class; None without a function. The marks, all optional:
 
-    def planned_bytes(self, decoding: Decoding, options: Mapping[str, Any]) -> RolloutBytes:
-        """Returns the memory of an engine with these options. This is a class method."""
-        ...
-
-
-@runtime_checkable
-class ChecksAhead(Protocol):
-    """A class of rollout engines that can check in advance whether an engine would start on this machine."""
-
-    def check_ahead(self, model: ModelConfig, longest: int, options: Mapping[str, Any]) -> None:
-        """Checks that an engine with these options can sample sequences of `longest` tokens. A class method that starts
-        no process.  Raises: ConfigError."""
-        ...
-
-    def refused(self, sampling: Sampling, options: Mapping[str, Any]) -> ConfigError | None:
-        """Returns the error for a sampling parameter that the engine does not support. This is a class method."""
-        ...
-
-
-@runtime_checkable
-class ChecksMedia(Protocol):
-    """A class of rollout engines that support images only for some models."""
-
-    def check_media(self, encoders: Encoders | None, media: Sequence[Media], whose: str) -> None:
-        """Checks that the engine supports media of the prompt named `whose`. A class method.  Raises: EngineError."""
-        ...
+    planned_by(decoding, options) -> RolloutBytes: the memory of an engine.
+    checked_by(model, longest, options): can an engine start here, and sample `longest` tokens?  Raises: ConfigError.
+    refuses(sampling, options) -> ConfigError or None: the error for a sampling parameter that it does not support.
+    media_checked_by(encoders, media, whose): can it read media of the prompt named `whose`?  Raises: EngineError."""
+    if mark in entry.marks:
+        return entry.marked(mark)  # type: ignore[no-any-return]
+    bases = [ROLLOUT_ENGINES.registered(each) for each in getattr(entry.function, "__mro__", ())]
+    return next((each.marked(mark) for each in bases if each is not None and mark in each.marks), None)

@@ -24,6 +24,7 @@ LORA = {"model.lora.rank": 8}
 PRIME = {"algorithm.adv_estimator": "prime", "critic.value_loss": "implicit_reward"}
 KL = {"algorithm.kl.where": "loss"}
 TEACHERS = {"teacher.model_paths": {"*": "t", "code": "u"}, "algorithm.adv_estimator": "on_policy_distillation"}
+TOY = f"{Path(__file__).parents[2] / 'trainers' / 'toy_trainer.py'}:train_toy"
 REF, TEACHER, REWARD_MODEL = {"ref": "p"}, {"teacher:*": "t"}, {"reward_model": "r"}
 
 
@@ -60,6 +61,9 @@ def config_of(command: str, **changes: object) -> Any:
         ("train", {"reward_model.rubric": "accuracy"}, {}),
         ("train", TEACHERS, {**TEACHER, "teacher:code": "u"}),
         ("train", {"teacher.model_paths": {"*": "t"}}, {}),  # that no function reads
+        (TOY, {}, {}),
+        (TOY, {"anchor_path": "r"}, {"anchor": "r"}),
+        (TOY, {**LORA, "anchor_path": "r"}, {"anchor": "r"}),
     ],
 )
 def test_the_models_are_those_of_the_setup(
@@ -94,6 +98,9 @@ def test_a_frozen_model_counts_with_its_own_size(tmp_path: Path) -> None:
     alone = gib(config_of("sft", **plain), small)
     distilled = config_of("distill", **plain, teachers={"*": large})
     assert gib(distilled, small) == pytest.approx(alone + 1.05 * of_large, rel=0.02)
+    anchored = gib(config_of(TOY, **plain, anchor_path=large), small)
+    assert anchored == pytest.approx(gib(config_of(TOY, **plain), small) + 1.05 * of_large, rel=0.02)
+    assert frozen_models(config_of(TOY, **plain, **{"model.dtype": "auto", "anchor_path": large})) == {"anchor": large}
     rewarded = config_of("train", **plain, **{"reward_model.model_path": large})
     assert gib(rewarded, small) == pytest.approx(gib(config_of("train", **plain), small) + 1.25 * of_large, rel=0.02)
     critic = {**plain, "algorithm.adv_estimator": "gae"}

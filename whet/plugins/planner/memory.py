@@ -22,7 +22,7 @@ from whet.plugins.planner.first import tokens_within
 from whet.plugins.planner.outline import FLOAT32, Outline, RowLength, inner_size, tokens_of
 from whet.registry import ENGINES, ROLLOUT_ENGINES, load_target
 from whet.rollout.protocol import SharesModule
-from whet.rollout.requirements import CacheRoom, Decoding, Lengths, PlansMemory, RolloutBytes
+from whet.rollout.requirements import CacheRoom, Decoding, Lengths, RolloutBytes, requirement
 
 log = logging.getLogger(__name__)
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -356,11 +356,12 @@ def rollout_bytes(config: TrainConfig, model: Any, lengths: Lengths) -> RolloutB
     of_token = token_bytes(model, ITEM_BYTES[config.rollout.dtype])
     layers, states = int(model.num_hidden_layers), sequence_bytes(model)
     decoding = Decoding(rows, config.rollout.n, lengths, of_token, layers, states, config.rollout.max_batch_size)
-    engine = entry.load()
-    if not isinstance(engine, PlansMemory):
+    planned = requirement(entry, "planned_by")
+    if planned is None:
         return RolloutBytes(0, 0, False, rows, 0)
     options = entry.resolve_options(config.rollout.engine.options, "rollout.engine.options")
-    return engine.planned_bytes(decoding, options)
+    found: RolloutBytes = planned(decoding, options)
+    return found
 
 
 def outstanding(config: TrainConfig) -> int:

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of a run by role, as the setups of the trainers have them. It loads no torch."""
+"""The models of a run by role, as the setups of the trainers have them. Shipped trainers need no torch for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from whet.columns import COLUMNS, SCORED_BY
 from whet.config.algorithm_checks import uses_critic
-from whet.config.distill import DistillConfig, is_server
-from whet.config.preference import PreferenceConfig
+from whet.config.distill import is_server
 from whet.config.schema import EngineConfig, RunConfig, TrainConfig
-from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS
+from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS, trainer_of
 
 
 def trained_models(config: RunConfig) -> dict[str, str]:
     """Returns the paths of the trained models by role."""
+    if config.command not in FROZEN:
+        return _of_setup(config, trained=True)
     found = {"actor": str(config.model.path)}
     if config.trains_on == "prompts" and uses_critic(config.algorithm):
         found["critic"] = str(config.critic.model_path or config.model.path)
@@ -24,28 +26,49 @@ def trained_models(config: RunConfig) -> dict[str, str]:
 def frozen_models(config: RunConfig) -> dict[str, str]:
     """Returns the paths of the models that are only read, by role. A reference that is the base of an adapter needs no
     memory of its own."""
-    policy, has_adapter = str(config.model.path), config.model.lora.rank is not None
-    match config:
-        case DistillConfig():
-            return {f"teacher:{name}": path for name, path in config.teachers.items() if not is_server(path)}
-        case PreferenceConfig():
-            own = config.reference.model_path
-            is_read = config.reads_reference and (own is not None or config.reference.mode != "cached")
-            return {"ref": str(own or policy)} if is_read and (own is not None or not has_adapter) else {}
-        case TrainConfig():
-            return dict(_of_columns(config, policy, has_adapter))
-    return {}
+    if config.command not in FROZEN:
+        return _of_setup(config, trained=False)
+    return dict(FROZEN[config.command](config))
 
 
-def _of_columns(config: TrainConfig, policy: str, has_adapter: bool) -> Iterator[tuple[str, str]]:
+def _of_setup(config: RunConfig, *, trained: bool) -> dict[str, str]:
+    """Returns the paths of the models in the setup with which a run's trainer is registered. It loads torch."""
+    model = config.model.model_copy(update={"dtype": "float32"})  # a setup has a named dtype, which changes no path
+    setup = trainer_of(config.command).marked("setup")(config.model_copy(update={"model": model}))
+    roles = {role: each for role, each in setup.roles.items() if (role in setup.objectives) == trained}
+    return {role: str(each.model_path) for role, each in roles.items()}
+
+
+def _of_columns(config: TrainConfig) -> Iterator[tuple[str, str]]:
     read, own, reward_model = {*_with_reads(_columns(config))}, config.ref.model_path, config.reward_model
     reads_ref = config.algorithm.kl.where != "none" or any("ref" in COLUMNS[name].roles for name in read)
-    if reads_ref and (own is not None or not has_adapter):
-        yield "ref", str(own or policy)
+    if reads_ref and (own is not None or config.model.lora.rank is None):
+        yield "ref", str(own or config.model.path)
     if "teacher_log_probs" in read:
         yield from ((f"teacher:{name}", path) for name, path in config.teacher.model_paths.items())
     if reward_model.model_path is not None:
         yield "reward_model", reward_model.model_path
+
+
+def _of_preferences(config: Any) -> Iterator[tuple[str, str]]:
+    own = config.reference.model_path
+    is_read = config.reads_reference and (own is not None or config.reference.mode != "cached")
+    if is_read and (own is not None or config.model.lora.rank is None):
+        yield "ref", str(own or config.model.path)
+
+
+def _of_teachers(config: Any) -> Iterator[tuple[str, str]]:
+    yield from ((f"teacher:{name}", path) for name, path in config.teachers.items() if not is_server(path))
+
+
+# The frozen models of shipped trainers, without torch. Those of any other trainer are in its setup, which loads torch.
+FROZEN: dict[str, Callable[[Any], Iterable[tuple[str, str]]]] = {
+    "train": _of_columns,
+    "preference": _of_preferences,
+    "distill": _of_teachers,
+    "sft": lambda config: (),
+    "train-reward": lambda config: (),
+}
 
 
 def _columns(config: TrainConfig) -> Iterator[str]:

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
@@ -441,14 +441,11 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def in_own_words(error: WhetError) -> EngineError:
-    """Converts an engine's error: the new error names server options and request fields instead of config keys."""
-    own = {"rollout.engine.options.": "--option ", "data.max_response_length": "max_tokens"}
-
-    def named(text: str) -> str:
-        return reduce(lambda renamed, key: renamed.replace(key, own[key]), own, text)
-
-    return EngineError(named(error.key), error.found, named(error.expected), named(error.change))
+def in_own_words(error: WhetError) -> WhetError:
+    """Returns an engine's error. The change for a request that is too long names the server's option and its field."""
+    if not (isinstance(error, EngineError) and error.option):
+        return error
+    return EngineError(error.key, error.found, error.expected, f"raise --option {error.option} or lower max_tokens")
 
 
 def _line(content: Raw) -> str:

@@ -58,7 +58,12 @@ SIZES = 256, 512, 768, 1024, 1536, 2048, 3072, 4096  # tokens of recorded batche
 SHARE = 16  # tokens of a batch for each stretch that it has room for
 
 
-@register_rollout("native", compiles=True)
+@register_rollout(
+    "native",
+    compiles=True,
+    planned_by="whet.rollout.native.engine:NativeEngine.planned_bytes",
+    media_checked_by="whet.rollout.native.engine:NativeEngine.check_media",
+)
 class NativeEngine(InProcessEngine[ScheduledRequest]):
     """Continuous batching over a block KV cache, with the model's own modules and whet's attention.
 

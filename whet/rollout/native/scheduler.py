@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from whet.errors import EngineError
 from whet.kernels.paged_attention import BLOCK_SIZE
 from whet.models.positions import next_position, patches, rotary_positions
 from whet.rollout.in_process import LiveRequest
+from whet.rollout.ledger import too_long
 from whet.rollout.native.cache import BlockCache, Prefixes, blocks_for
 from whet.rollout.native.states import End
 from whet.rollout.protocol import Identity, Request
@@ -126,10 +126,8 @@ class Scheduler:
         for a request that the cache cannot hold."""
         most_blocks = blocks_for(len(request.prompt_ids) + request.params.max_new_tokens)
         if most_blocks + 1 > self.cache.num_blocks:
-            found = f"may need {len(request.prompt_ids) + request.params.max_new_tokens} tokens"
-            expected = f"at most {(self.cache.num_blocks - 1) * BLOCK_SIZE}, the size of the KV cache"
-            change = "raise rollout.engine.options.kv_cache_bytes or lower data.max_response_length"
-            raise EngineError(f"request {request.uid}", found, expected, change)
+            most = f"{(self.cache.num_blocks - 1) * BLOCK_SIZE}, the size of the KV cache"
+            raise too_long(request, most, "kv_cache_bytes")
         prompt, earlier = self._prompt_for(request), list(request.sampled_ids)
         live = ScheduledRequest(request, earlier, [0.0] * len(earlier), prompt=prompt, most_blocks=most_blocks)
         prompt.unfinished += 1

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.raising import raises
+from tests.raising import check_fields, raises
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -295,6 +295,15 @@ def test_images_are_refused(start: Start) -> None:
     engine = start()
     with raises(EngineError, key="request 0", found=re.compile("images"), change=re.compile(" native, .*`make vllm`")):
         engine.submit(replace(request(fake.QUICK), media=(Media("image", "d1", None),)))
+
+
+def test_a_request_that_is_too_long_names_the_option_of_the_server(start: Start) -> None:
+    engine = start()
+    change = "raise rollout.engine.options.server.max_model_len or lower data.max_response_length"
+    with pytest.raises(EngineError) as refused:
+        engine.submit(request(fake.QUICK, 10**6))
+    check_fields(refused.value, "request 0", found=re.compile("^may need 1000"), change=change)
+    assert refused.value.option == "server.max_model_len"
 
 
 def test_sampling_that_would_give_other_log_probs(start: Start) -> None:

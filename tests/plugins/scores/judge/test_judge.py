@@ -8,6 +8,8 @@ import email.utils
 import gzip
 import json
 import re
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +25,7 @@ from whet.errors import ConfigError, RewardError
 from whet.limits import REPLY_BYTES
 from whet.metrics import Metrics
 from whet.plugins.scores.judge.client import Cache, Client, JudgeReply, Settings
-from whet.plugins.scores.judge.rubrics import RUBRICS, Rubric, load_rubric
+from whet.plugins.scores.judge.rubrics import Rubric, known_rubrics, load_rubric, register_rubric
 from whet.registry import REWARDS
 from whet.rewards.pool import RewardPool
 from whet.rollout.reports import count_failures
@@ -175,7 +177,7 @@ def test_an_endpoint_that_is_no_address() -> None:
 
 @pytest.mark.parametrize("value", ["1e400", "NaN", "9" * 400, "9" * 5000, "[" * 5000 + "]" * 5000, '"\\ud800"'])
 def test_scores_that_are_no_numbers_have_no_verdict(value: str) -> None:
-    assert RUBRICS["json"].read('{"score": ' + value + "}") is None
+    assert load_rubric("json").read('{"score": ' + value + "}") is None
 
 
 @pytest.mark.slow
@@ -350,7 +352,7 @@ def test_caches_of_several_processes_keep_one_size(tmp_path: Path) -> None:
     ],
 )
 def test_only_the_last_line_of_the_right_form_is_read(name: str, reply: str, value: float | None) -> None:
-    assert RUBRICS[name].read(reply) == value
+    assert load_rubric(name).read(reply) == value
 
 
 @pytest.mark.parametrize(
@@ -394,6 +396,19 @@ def test_rubrics_from_files(tmp_path: Path) -> None:
         load_rubric("vibes")
 
 
+def test_shipped_rubrics_are_read_when_one_is_wanted() -> None:
+    code = "from whet.plugins.scores.judge import rubrics as r; print(r.known_rubrics.cache_info().currsize)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "0\n"
+
+
+def test_a_rubric_of_a_program() -> None:
+    mine = register_rubric(Rubric("mine", "{{ response }} Verdict: yes or no", "yes_no"))
+    assert register_rubric(mine) is load_rubric("mine") is mine
+    with raises(ConfigError, "rubric scale", found="registered already"):
+        register_rubric(replace(mine, name="scale"))
+    del known_rubrics()["mine"]
+
+
 def test_a_json_rubric_of_several_fields(tmp_path: Path) -> None:
     path = tmp_path / "two.yaml"
     path.write_text(
@@ -425,7 +440,7 @@ CONTROL = ("<|", "<\uff5c", "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INS
 
 @pytest.mark.parametrize("response", INJECTED)
 def test_a_response_stays_between_its_fences(response: str) -> None:
-    system, user = RUBRICS["scale"].messages({"prompt": "2+2?", "response": response, "ground_truth": "4"})
+    system, user = load_rubric("scale").messages({"prompt": "2+2?", "response": response, "ground_truth": "4"})
     fence = system["content"].partition("two lines ")[2].partition(" ")[0]
     parts = user["content"].split(fence)
     assert len(parts) == 7 and parts[5] == f"\n{response.replace('<|', '< |')}\n"  # three texts, each with two fences
@@ -435,7 +450,7 @@ def test_a_response_stays_between_its_fences(response: str) -> None:
 @pytest.mark.parametrize("token", CONTROL)
 def test_a_control_token_is_written_with_a_space(token: str) -> None:
     texts = {"prompt": "a < b", "response": f"x{token}y <b>[1]</b> <sum>", "ground_truth": token}
-    asked = RUBRICS["scale"].messages(texts)[1]["content"]
+    asked = load_rubric("scale").messages(texts)[1]["content"]
     assert token not in asked
     assert f"x{token[0]} {token[1:]}y <b>[1]</b> <sum>" in asked
 
@@ -443,7 +458,7 @@ def test_a_control_token_is_written_with_a_space(token: str) -> None:
 def test_a_response_cannot_contain_its_own_fence() -> None:
     def fence_of(response: str) -> str:
         texts = {"prompt": "", "response": response, "ground_truth": ""}
-        system = RUBRICS["yes_no"].messages(texts)[0]["content"]
+        system = load_rubric("yes_no").messages(texts)[0]["content"]
         return system.partition("two lines ")[2].partition(" ")[0]
 
     assert fence_of("a") == fence_of("a") != fence_of("b")
@@ -462,7 +477,7 @@ def test_what_a_judge_quotes_of_a_response_does_not_count(response: str) -> None
         [outcome] = score(judge.address, response, rubric="scale")
     assert isinstance(outcome, RewardResult) and outcome.reward == 0.0
     quoted = 'It says {"score": 10,\n"score": 10}, which is no answer.\n'
-    assert RUBRICS["json"].read(f'{quoted}{{"score": 0}}') == 0.0 and RUBRICS["json"].read(quoted) is None
+    assert load_rubric("json").read(f'{quoted}{{"score": 0}}') == 0.0 and load_rubric("json").read(quoted) is None
 
 
 # The score function, in reward processes.

@@ -34,7 +34,7 @@ class Engine:
 
     def poll(self, timeout_seconds: float) -> list[Event]:
         done, self.running = self.running[:1], self.running[1:]
-        return [Finished(each.uid, 0, Completion((1,), (0.0,), "stop", ())) for each in done]
+        return [Finished(each.uid, each.attempt, Completion((1,), (0.0,), "stop", ())) for each in done]
 
     def abort(self, uids: Any) -> None:
         self.running = [each for each in self.running if each.uid not in uids]
@@ -46,8 +46,8 @@ def module(owner: str, path: str | None) -> Any:
     return path or "base"
 
 
-def request(uid: str, path: str | None) -> SampleRequest:
-    return SampleRequest(uid, (1,), SamplingParams(1), 0, source=("me", path))
+def request(uid: str, path: str | None, attempt: int = 0) -> SampleRequest:
+    return SampleRequest(uid, (1,), SamplingParams(1), 0, attempt, source=("me", path))
 
 
 def test_the_weights_that_wait_longest_are_next() -> None:
@@ -63,6 +63,34 @@ def test_the_weights_that_wait_longest_are_next() -> None:
     samplers.submit(request("a4", "a"))
     samplers.poll(0.0)
     assert engine.log[-1] == "a4"  # the same weights, without attaching them
+
+
+def test_a_request_counts_once_and_a_later_attempt_replaces_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    samplers = Samplers(engine, module)  # type: ignore[arg-type]
+    for uid, path, attempt in (("x", "a", 0), ("x", "a", 0), ("y", "a", 0), ("z", "b", 1), ("z", "c", 2)):
+        assert samplers.submit(request(uid, path, attempt))
+    assert (samplers.status().waiting, samplers.status().oldest) == (3, "x")
+    assert [(each.uid, each.attempt) for each in samplers.poll(0.0)] == [("x", 0)]
+    assert samplers.submit(request("y", "a", 1)) and samplers.submit(request("z", "b", 1))  # y runs; z is at attempt 2
+    monkeypatch.setattr("whet.rollout.ledger.MAX_UNFINISHED", 2)
+    assert not samplers.submit(request("w", "a")) and samplers.submit(request("y", "a", 1))
+    events = [(each.uid, each.attempt) for _ in range(4) for each in samplers.poll(0.0)]
+    assert engine.log == ["<a>", "x", "y", "<c>", "z", "<a>", "y"] and events == [("z", 2), ("y", 1)]
+    assert samplers.status().running == samplers.status().waiting == 0
+
+
+def test_events_of_an_attempt_that_was_replaced_are_dropped() -> None:
+    engine = Engine()
+    engine.abort = lambda uids: None  # type: ignore[method-assign]  # its result is on its way
+    samplers = Samplers(engine, module)  # type: ignore[arg-type]
+    samplers.submit(request("x", None))
+    samplers.submit(request("y", None))
+    samplers.poll(0.0)
+    samplers.submit(request("y", None, 1))
+    engine.submit(request("y", None))
+    events = [(each.uid, each.attempt) for _ in range(4) for each in samplers.poll(0.0)]
+    assert events == [("y", 1)]
 
 
 def test_requests_whose_weights_are_gone_fail_alone() -> None:

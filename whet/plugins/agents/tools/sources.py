@@ -8,11 +8,9 @@ import asyncio
 import inspect
 import json
 import re
-import threading
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from whet.config.environment import read_entry
 from whet.data.media import image
 from whet.errors import ConfigError, describe
+from whet.processes.background import Background
 from whet.registry import TOOLS
 from whet.types import Media, Prompt
 
@@ -152,18 +151,16 @@ async def _run(call: Callable[[], Any], *, is_async: bool) -> Any:
     stopped: it ends with the process of the episode."""
     if is_async:
         return await call()
-    done: Future[Any] = Future()
-    done.set_running_or_notify_cancel()  # so that the deadline cannot cancel it: it ignores a result that comes later
 
-    def work() -> None:
+    def with_place() -> Any:
         try:
-            result = call()
-        except BaseException as error:  # code of the user; SystemExit would end the thread in silence
-            done.set_exception(RuntimeError(describe(error)) if not isinstance(error, Exception) else error)
-        else:
-            done.set_result(result)
+            return call()
+        except SystemExit as error:  # the model reads its place
+            raise RuntimeError(describe(error)) from error
 
-    threading.Thread(target=work, daemon=True).start()
+    thread = Background("whet-tool")
+    done = thread.submit(with_place)
+    thread.close()
     result = await asyncio.wrap_future(done)
     return await result if inspect.isawaitable(result) else result
 

@@ -30,7 +30,7 @@ from whet.plugins.inference.servers.process import HttpError, Server, free_port
 from whet.plugins.inference.servers.weights import KeptWeights, Part, as_in_checkpoints, in_parts
 from whet.plugins.inference.servers.wire_protocol import NEVER_SENT, Live, ServerWords, end_of, in_server
 from whet.rollout.episode import joined
-from whet.rollout.ledger import Ledger, check_request, check_whole, too_late
+from whet.rollout.ledger import Ledger, check_request, check_whole, too_late, too_long
 from whet.rollout.protocol import Completion, Event, Failed, Finished, Request, Span, Status, Weights
 from whet.rollout.requirements import Decoding, RolloutBytes
 from whet.types import Failure, Media
@@ -323,9 +323,8 @@ class ServerEngine(ServerWords):
             self.check_media(self.encoders, request.media, f"request {request.uid}")
         check_request(request, self.vocab_size)
         if needed > self.max_length:
-            expected = f"at most {self.max_length} tokens, which {self.package.title} takes"
-            change = f"shorten prompts or responses, or raise rollout.engine.options.server.{self.length_option}"
-            raise EngineError(f"request {uid}", f"may need {needed} tokens", expected, change)
+            most = f"{self.max_length} tokens, which {self.package.title} takes"
+            raise too_long(request, most, f"server.{self.length_option}")
         if (why := self.refused(params, self.options)) is not None:
             raise EngineError(f"{why.key} of request {uid}", why.found, why.expected, why.change) from why
 

@@ -49,7 +49,13 @@ PACKAGE = Package(
 )
 
 
-@register_rollout("sglang", shares="whet.plugins.inference.servers.options:ServerOptions")
+@register_rollout(
+    "sglang",
+    shares="whet.plugins.inference.servers.options:ServerOptions",
+    planned_by="whet.plugins.inference.sglang.engine:SGLangEngine.planned_bytes",
+    checked_by="whet.plugins.inference.sglang.engine:SGLangEngine.check_ahead",
+    media_checked_by="whet.plugins.inference.sglang.engine:SGLangEngine.check_media",
+)
 class SGLangEngine(ServerEngine):
     """Samples with SGLang, in a server process with its own environment (`make sglang`). float32 requests give the same
     tokens in any batch."""

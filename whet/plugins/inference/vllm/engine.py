@@ -80,7 +80,14 @@ PACKAGE = Package(
 log = logging.getLogger(__name__)
 
 
-@register_rollout("vllm", shares="whet.plugins.inference.servers.options:ServerOptions")
+@register_rollout(
+    "vllm",
+    shares="whet.plugins.inference.servers.options:ServerOptions",
+    planned_by="whet.plugins.inference.vllm.engine:VLLMEngine.planned_bytes",
+    checked_by="whet.plugins.inference.vllm.engine:VLLMEngine.check_ahead",
+    refuses="whet.plugins.inference.vllm.engine:VLLMEngine.refused",
+    media_checked_by="whet.plugins.inference.vllm.engine:VLLMEngine.check_media",
+)
 class VLLMEngine(ServerEngine):
     """Samples with vLLM, in a server process with its own environment (`make vllm`). float32 requests give the same
     tokens in any batch.

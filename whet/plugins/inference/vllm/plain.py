@@ -36,7 +36,7 @@ STOP_REASON = ("entrypoints/scale_out/token_in_token_out/protocol.py", "stop_rea
 GENERATED = "vllm:generation_tokens_total"
 KEY = "rollout.engine.options.routed_experts"
 TOLD = ("sampling_params.py", "routed_experts_prompt_start")  # versions that can leave out the prompt's experts
-INSTEAD = "or use the version of `make vllm` with rollout.engine.options.plain=false"
+INSTEAD = "or use the version of `make vllm` with plain=false"
 
 
 def check_options(found: Interpreter, options: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -171,24 +172,30 @@ _PARSERS = {
         ("Better:", "{{{{ ground_truth }}}}", "A", "B", "tie"), _choice("Better", {"a": 1.0, "b": 0.0, "tie": 0.5})
     ),
 }
-RUBRICS: dict[str, Rubric] = {}
+
+
+@cache
+def known_rubrics() -> dict[str, Rubric]:
+    """Returns the known rubrics by name: first the shipped ones, then the ones that `register_rubric` added."""
+    shipped = shipped_yaml("plugins/scores/judge/rubrics.yaml")
+    return {name: Rubric(name, **values) for name, values in shipped.items()}
 
 
 def register_rubric(rubric: Rubric) -> Rubric:
-    """Registers a rubric under its name.  Raises: ConfigError if another rubric has the name."""
-    if RUBRICS.setdefault(rubric.name, rubric) != rubric:
+    """Adds a rubric of your own under its name.  Raises: ConfigError if another rubric has the name."""
+    if known_rubrics().setdefault(rubric.name, rubric) != rubric:
         raise ConfigError(f"rubric {rubric.name}", "registered already", "a new name", "give this one another name")
     return rubric
 
 
 def load_rubric(reference: str) -> Rubric:
-    """Loads a rubric by its registered name, or from a YAML or JSON file.  Raises: ConfigError."""
-    if reference in RUBRICS:
-        return RUBRICS[reference]
+    """Loads a rubric by its name, or from a YAML or JSON file.  Raises: ConfigError."""
+    if reference in (known := known_rubrics()):
+        return known[reference]
     path = Path(reference)
     if path.suffix not in (".yaml", ".yml", ".json"):
-        expected = f"{', '.join(RUBRICS)}, or a .yaml or .json file with a rubric"
-        raise ConfigError("rubric", reference, expected, did_you_mean(reference, RUBRICS, "name one of them"))
+        expected = f"{', '.join(known)}, or a .yaml or .json file with a rubric"
+        raise ConfigError("rubric", reference, expected, did_you_mean(reference, known, "name one of them"))
     try:
         found: Any = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -203,7 +210,3 @@ def load_rubric(reference: str) -> Rubric:
         if takes is None or not fits(value, takes) or not all(fits(weight, Finite) for weight in weights):
             raise ConfigError(f"rubric {reference}: {name}", value, kind, "correct the file")
     return Rubric(**given)
-
-
-for _name, _fields in shipped_yaml("plugins/scores/judge/rubrics.yaml").items():
-    register_rubric(Rubric(_name, **_fields))

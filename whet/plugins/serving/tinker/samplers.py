@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from transformers import PreTrainedModel
@@ -15,17 +14,8 @@ from transformers import PreTrainedModel
 from whet.errors import WhetError
 from whet.guard import RefusedError
 from whet.plugins.serving.engine_thread import named
-from whet.rollout.protocol import (
-    Completion,
-    Event,
-    Failed,
-    Finished,
-    Partial,
-    Request,
-    RolloutEngine,
-    SharesModule,
-    Status,
-)
+from whet.rollout.ledger import Ledger
+from whet.rollout.protocol import Completion, Event, Failed, Finished, Request, RolloutEngine, SharesModule, Status
 from whet.serialization import MALFORMED
 from whet.types import Failure
 
@@ -47,6 +37,15 @@ class SampleRequest(Request):
     source: Source = ("", None)
 
 
+@dataclass
+class LiveSample:
+    """An unfinished request. It waits for its weights, or the engine has it."""
+
+    request: SampleRequest
+    is_running: bool = False
+    submitted_at: float = field(default_factory=time.monotonic)
+
+
 class Samplers:
     """A rollout engine for several weights: each request names its weights. When idle, it switches to the weights of
     the oldest waiting request. While requests for other weights wait, it starts none for the current weights."""
@@ -54,18 +53,21 @@ class Samplers:
     def __init__(self, engine: Shared, module: Callable[[str, str | None], PreTrainedModel]) -> None:
         """Wraps an engine. `module` returns the module with given weights; it may raise WhetError or RefusedError."""
         self._engine, self._module = engine, module
-        self._waiting: OrderedDict[Source, deque[SampleRequest]] = OrderedDict()
+        self._live = Ledger[LiveSample]()
         self._source: Source | None = None
         self._attached: PreTrainedModel | None = None
-        self._running: set[str] = set()
-        self._lost: list[Event] = []
+        self._ended: list[Event] = []  # of requests that ended outside of the engine
         self._switches = 0
         self.lost: WhetError | None = None  # the error of lost training ranks: no model can be trained any more
         self.spent = 0.0  # seconds of the last call on a model; sampling then gets as many
 
     def submit(self, request: SampleRequest) -> bool:
-        """Queues a request."""
-        self._waiting.setdefault(request.source, deque()).append(request)
+        """Queues a request; returns False at MAX_UNFINISHED requests."""
+        if (answer := self._live.answer(request)) is not None:
+            return answer
+        if (earlier := self._live.pop(request.uid, None)) is not None and earlier.is_running:
+            self._engine.abort([request.uid])
+        self._live[request.uid] = LiveSample(request)
         return True
 
     def poll(self, timeout_seconds: float) -> list[Event]:
@@ -75,21 +77,31 @@ class Samplers:
         until = time.monotonic() + max(timeout_seconds, min(self.spent, MOST_SECONDS))
         self.spent, events = 0.0, list[Event]()
         while True:
-            if not self._running and self._waiting:
-                self._switch()
-            elif self._source in self._waiting and len(self._waiting) == 1:
-                self._begin()
-            events += self._lost
-            self._lost = []
-            found = self._engine.poll(max(0.0, min(timeout_seconds, until - time.monotonic()))) if self._running else []
-            self._running -= {event.uid for event in found if not isinstance(event, Partial)}
-            events += found
-            if time.monotonic() >= until or not (self._running or self._waiting):
+            waiting = self._waiting()
+            if waiting and not any(each.is_running for each in self._live.values()):
+                self._switch(*next(iter(waiting.items())))
+            elif self._source is not None and [*waiting] == [self._source]:
+                self._begin(waiting[self._source])
+            events, self._ended = [*events, *self._ended], []
+            for event in self._engine.poll(max(0.0, min(timeout_seconds, until - time.monotonic()))):
+                live = self._live.get(event.uid)
+                if live is not None and live.request.attempt == event.attempt:  # else it was replaced
+                    events.append(event)
+                    if isinstance(event, Finished | Failed):
+                        del self._live[event.uid]
+            if time.monotonic() >= until or not self._live:
                 return events
 
-    def _switch(self) -> None:
-        """Switches to the weights that have waited longest, and starts all of their requests."""
-        source = next(iter(self._waiting))
+    def _waiting(self) -> dict[Source, list[LiveSample]]:
+        """Returns the waiting requests by their weights. The weights that have waited longest are first."""
+        found: dict[Source, list[LiveSample]] = {}
+        for each in self._live.values():
+            if not each.is_running:
+                found.setdefault(each.request.source, []).append(each)
+        return found
+
+    def _switch(self, source: Source, waiting: Sequence[LiveSample]) -> None:
+        """Switches to the weights `source`, and starts all requests for them."""
         try:
             module = self._loaded(*source)
             if module is not self._attached:
@@ -97,10 +109,10 @@ class Samplers:
                 self._engine.attach(module, self._switches)
             self._source, self._attached = source, module
         except (WhetError, RefusedError) as error:
-            failure = Failure("engine", str(error))
-            self._lost += [Failed(each.uid, each.attempt, failure) for each in self._waiting.pop(source)]
+            for each in waiting:
+                self._fail(each.request, error)
             return
-        self._begin()
+        self._begin(waiting)
 
     def _loaded(self, owner: str, path: str | None) -> PreTrainedModel:
         """Returns the module with given weights.  Raises: WhetError, RefusedError."""
@@ -112,29 +124,28 @@ class Samplers:
             log.error("the weights %s were not loaded", path, exc_info=error)
             raise named(error) from error
 
-    def _begin(self) -> None:
-        assert self._source is not None
-        for request in self._waiting.pop(self._source):
+    def _begin(self, waiting: Sequence[LiveSample]) -> None:
+        for each in waiting:
             try:
-                self._engine.submit(request)
-                self._running.add(request.uid)
+                each.is_running = self._engine.submit(each.request)
             except WhetError as error:
-                self._lost.append(Failed(request.uid, request.attempt, Failure("engine", str(error))))
+                self._fail(each.request, error)
+
+    def _fail(self, request: SampleRequest, error: Exception) -> None:
+        del self._live[request.uid]
+        self._ended.append(Failed(request.uid, request.attempt, Failure("engine", str(error))))
 
     def abort(self, uids: Collection[str]) -> None:
         """Ends requests."""
-        for source, queue in list(self._waiting.items()):
-            ended = [request for request in queue if request.uid in uids]
-            for request in ended:
-                queue.remove(request)
-                self._lost.append(Finished(request.uid, request.attempt, Completion((), (), "abort", ())))
-            if not queue:
-                del self._waiting[source]
-        self._engine.abort(self._running.intersection(uids))
+        live = [self._live[uid] for uid in uids if uid in self._live]
+        for request in (each.request for each in live if not each.is_running):
+            del self._live[request.uid]
+            self._ended.append(Finished(request.uid, request.attempt, Completion((), (), "abort", ())))
+        self._engine.abort([each.request.uid for each in live if each.is_running])
 
     def status(self) -> Status:
-        """Returns the numbers of running and waiting requests."""
-        return Status(self._switches, len(self._running), sum(map(len, self._waiting.values())))
+        """Returns the numbers of running and waiting requests, and the oldest request."""
+        return self._live.status(self._switches, sum(each.is_running for each in self._live.values()))
 
     def close(self) -> None:
         """Frees all resources."""
