@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from whet.environments.host import EnvironmentHost
 from whet.environments.protocol import Observation
