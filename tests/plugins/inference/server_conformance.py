@@ -545,14 +545,16 @@ def check_memory(engine: ServerEngine, model: PreTrainedModel) -> None:
     suite.check_memory(engine, model, server_bytes)
 
 
-CHECKS: tuple[Check, ...] = (
+REQUEST_CHECKS: tuple[Check, ...] = (
     *(check_native_tokens, suite.check_frequencies, check_company, check_streams, check_refusals, check_arrivals),
-    *(check_abort, check_attempts, check_pause, check_arrivals_in_a_pause, check_load, check_load_while_paused),
+    *(check_abort, check_attempts, check_pause, check_arrivals_in_a_pause, check_deadline),
+)
+WEIGHT_CHECKS: tuple[Check, ...] = (
+    *(check_load, check_load_while_paused),
     *(
         check_load_by_abort,
         check_load_by_waiting,
         check_kept_cache,
-        check_deadline,
         check_weights,
         check_parts,
         check_digests,
@@ -561,6 +563,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     *(check_prefixes_per_version, check_other_models_weights, check_broken_weights, check_memory),
 )
+CHECKS = (*REQUEST_CHECKS, *WEIGHT_CHECKS)
 
 
 def check_kill(start: Start, folder: Path, victim: str, answer_seconds: float = 20.0) -> None:

@@ -25,7 +25,7 @@ from whet.rollout.protocol import SamplingParams
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("first_weights")]
 
 
-@pytest.mark.parametrize("check", servers.CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", servers.REQUEST_CHECKS, ids=lambda check: check.__name__)
 def test_as_every_server(engine: VLLMEngine, model: PreTrainedModel, check: servers.Check) -> None:
     check(engine, model)
 
