@@ -32,6 +32,7 @@ from whet_environments.openenv_client import (
     shown,
 )
 
+from tests.raising import raises
 from whet.environments.host import Deadlines, EnvironmentHost, open_host
 from whet.environments.protocol import Answer, Observation
 from whet.environments.running import EnvironmentSpec, Outcome, Running, at_once
@@ -95,13 +96,12 @@ def test_what_is_refused() -> None:
         read_action("up", WALK, None)
     with pytest.raises(RefusedError, match="cells is 'many'; expected integer"):
         read_action("many", WALK, {"direction": "left", "cells": "{text}"})
-    with pytest.raises(
-        ConfigError, match=r"options\.action has the field 'way', which .*; expected metadata, direction"
-    ):
+    with raises(ConfigError, "environment.options.action", found="way", expected=re.compile("metadata, direction")):
         read_action("many", WALK, {"way": "{text}"})
-    with pytest.raises(ConfigError, match="has url and command, or neither"):
-        OpenEnv()
-    with pytest.raises(ConfigError, match="url=localhost:8000; expected http://HOST:PORT"):
+    for both in ({}, {"url": "http://x", "command": "x"}):
+        with raises(ConfigError, "environment.options", expected=re.compile("url and command")):
+            OpenEnv(**both)
+    with raises(ConfigError, "environment.options.url", found="localhost:8000", expected="http://HOST:PORT"):
         OpenEnv(url="localhost:8000")
 
 
@@ -117,7 +117,7 @@ def test_shown() -> None:
     assert shown(seen, None) == shown(seen, "board") == "xo"
     assert shown(seen, "{board}, {lives} lives, {moves}") == "xo, 2 lives, [1]"
     assert shown({"lives": 2}, None) == '{"lives": 2}'
-    with pytest.raises(ConfigError, match="show names the field 'map'; the observation has board, lives, moves"):
+    with raises(ConfigError, "environment.options.show", found="map", expected=re.compile("board, lives, moves")):
         shown(seen, "{map}")
 
 
@@ -201,7 +201,7 @@ def test_a_port_that_is_taken_and_ctrl_c() -> None:
         refused = subprocess.run([*command, str(port)], capture_output=True, text=True, timeout=60)
     said = refused.stderr.splitlines()[-1]
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
-    assert f"error: port {port} of 127.0.0.1 cannot be used: " in said and said.endswith("choose another one, or 0")
+    assert re.search(rf"--port: {port} .*127\.0\.0\.1.*or 0$", said)
     with subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         address = process.stdout.readline().split()[-1]
