@@ -334,9 +334,9 @@ def test_ocr_lines_tell_the_screen(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         ({"controller": "chromium", "page": "com.game"}, "--page", "com.game", "--controller chromium", "adb$"),
         ({"controller": "chromium", "page": "none"}, "--page", "none", "--controller chromium", "adb$"),
         ({"observe": "nope"}, "--observe", "nope", "image, words, compact", ""),
-        ({"observe": "words"}, "--observe", "words", "--backend scripted", "--backend openai or ollama"),
-        ({"model": "foo"}, "--model", "foo", "--backend scripted", "--backend openai or ollama"),
-        ({"url": "http://x"}, "--url", "http://x", "--backend scripted", "--backend openai or ollama"),
+        ({"observe": "words"}, "--observe", "words", "--backend scripted", "openai or ollama"),
+        ({"model": "foo"}, "--model", "foo", "--backend scripted", "openai or ollama"),
+        ({"url": "http://x"}, "--url", "http://x", "--backend scripted", "openai or ollama"),
         ({"browser": "/no"}, "--browser", "/no", "--controller drawn", "--controller chromium"),
     ],
 )
