@@ -74,7 +74,7 @@ def test_the_seed_alone_decides(kind: type[Any]) -> None:
     assert len({begun(PROMPT, seed) for seed in range(20)}) > 10
     own = Prompt("0:0", 0, (Message("user", ">"),), (1,), "test", None, extra_info={"seed": 3})
     assert begun(own, 4) == begun(PROMPT, 3)
-    with pytest.raises(ValueError, match="field seed is 'x'; expected a whole number"):
+    with pytest.raises(ValueError, match=r"seed .*'x'"):
         kind().reset(Prompt("0:0", 0, (), (1,), "test", None, extra_info={"seed": "x"}), 0)
 
 
@@ -344,9 +344,9 @@ def test_options_are_checked() -> None:
         Sokoban(walls=1.0).reset(PROMPT, 0)
     entry = ENVIRONMENTS["whet_environments.sokoban:Sokoban"]
     assert entry.marks["pure"] and entry.name == "sokoban"
-    with raises(ConfigError, "environment.options.rows", found=0, expected="a whole number > 0"):
+    with raises(ConfigError, "environment.options.rows", found=0, expected=re.compile("> 0$")):
         entry.resolve_options({"rows": 0}, "environment.options")
-    with raises(ConfigError, "environment.options.row", found=3, change="did you mean 'rows'?"):
+    with raises(ConfigError, "environment.options.row", found=3, change=re.compile("'rows'")):
         entry.resolve_options({"row": 3}, "environment.options")
-    with raises(ConfigError, "environment.options.encoding", found="short", expected="one of compact, words"):
+    with raises(ConfigError, "environment.options.encoding", found="short", expected=re.compile("compact, words")):
         entry.resolve_options({"encoding": "short"}, "environment.options")
