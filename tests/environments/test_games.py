@@ -344,7 +344,7 @@ def test_options_are_checked() -> None:
         Sokoban(walls=1.0).reset(PROMPT, 0)
     entry = ENVIRONMENTS["whet_environments.sokoban:Sokoban"]
     assert entry.marks["pure"] and entry.name == "sokoban"
-    with raises(ConfigError, "environment.options.rows", found=0, expected=re.compile("> 0$")):
+    with raises(ConfigError, "environment.options.rows", found=0, expected=re.compile("whole .*> 0$")):
         entry.resolve_options({"rows": 0}, "environment.options")
     with raises(ConfigError, "environment.options.row", found=3, change=re.compile("'rows'")):
         entry.resolve_options({"row": 3}, "environment.options")
