@@ -75,11 +75,11 @@ def train(*overrides: str) -> tuple[str, ...]:
     ("template", "said"),
     [
         (ESCAPE, "row 0: format_prompt: .*access to attribute '__class__' of 'str' object is unsafe"),
-        (ENDLESS, "row 0: format_prompt: .*it needs more than 10 s"),
-        (GROWING, "row 0: format_prompt: .*it needs more than 1 GiB of memory"),
-        ("{{ 'a' * 10 ** 10 }}", "row 0: format_prompt: .*it needs more than 1 GiB of memory"),
+        (ENDLESS, r"row 0: format_prompt: .*\b10 s\b"),
+        (GROWING, r"row 0: format_prompt: .*\b1 GiB\b"),
+        ("{{ 'a' * 10 ** 10 }}", r"row 0: format_prompt: .*\b1 GiB\b"),
         ("{{ content * 10 ** 6 }}", "row 0: .*11000050; .*4,000,000"),
-        ("{{ 9 ** (9 ** 9) }}", "row 0: format_prompt: .*it needs more than"),
+        ("{{ 9 ** (9 ** 9) }}", r"row 0: format_prompt: .*\b(1 GiB|10 s)\b"),
         (
             "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
             "row 0: format_prompt: .*maximum",
@@ -98,12 +98,12 @@ def test_a_prompt_template_runs_no_code_and_ends(template: str, said: str, refus
     ("template", "said"),
     [
         (ESCAPE, "access to attribute '__class__' of 'str' object is unsafe"),
-        (ENDLESS, "it needs more than 10 s"),
-        (GROWING, "it needs more than 1 GiB of memory"),
+        (ENDLESS, r"\b10 s\b"),
+        (GROWING, r"\b1 GiB\b"),
         # Harmless until a row makes it turn.
         (
             "{{ messages[0].content }}{% if '2' in messages[0].content %}" + ENDLESS + "{% endif %}",
-            "it needs more than 10 s",
+            r"\b10 s\b",
         ),
     ],
 )

@@ -7,6 +7,7 @@ import pickle
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -47,10 +48,31 @@ def test_an_extra_is_installed_from_where_whet_runs(tmp_path: Path, monkeypatch:
     assert pip_install("ray") == f"pip install -e '{tmp_path}[ray]'"
 
 
-KINDS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.WhetError)}
 PACKAGE = Path(errors.__file__).parent
+ROOT, TESTS = PACKAGE.parent, Path(__file__).parent
+FILES = sorted((*PACKAGE.rglob("*.py"), *(ROOT / "examples").rglob("*.py")))
 LOGGED = {"debug", "info", "warning", "error"}
+# Messages of other kinds: of failures as data, of errors for clients and for models, and functions that make them.
+OTHERS = {"ApiError", "CallError", "ConnectionError", "Failure", "RefusedError", "RequestFailure", "TimeoutError"}
+OTHERS |= {"ValueError", "refused", "unsupported"}
+SKIPS = {"importorskip", "skip", "skipif"}
 MAX_SHARED_WORDS = 3  # in a row, of a message of whet and a string of a test
+MAX_PHRASE = 2  # in a row, of words alone, of a message and a field that a test expects
+
+
+@cache
+def kinds() -> frozenset[str]:
+    """The names of WhetError and of all kinds of it, in the package and in the examples."""
+    classes = {
+        node.name: {getattr(base, "id", "") for base in node.bases}
+        for file in FILES
+        for node in ast.walk(parsed.tree(file))
+        if isinstance(node, ast.ClassDef)
+    }
+    found = {"WhetError"}
+    while more := {name for name, bases in classes.items() if bases & found} - found:
+        found |= more
+    return frozenset(found)
 
 
 def test_fields_survive_pickling_and_gain_a_place() -> None:
@@ -80,31 +102,40 @@ def test_joined_errors_keep_all_fields() -> None:
 def test_every_error_says_what_was_found_and_what_to_do() -> None:
     """At least key, found, and one of expected and change, at each place that makes an error."""
     bare = []
-    for file in sorted(PACKAGE.rglob("*.py")):
-        if file.name == "errors.py":
+    for file in FILES:
+        if file == PACKAGE / "errors.py":
             continue
-        for call, _ in _calls(parsed.tree(file), KINDS):
+        for call, _ in _calls(parsed.tree(file), kinds()):
             if len(call.args) + len(call.keywords) < 3 and not any(isinstance(each, ast.Starred) for each in call.args):
-                bare.append(f"{file.relative_to(PACKAGE)}:{call.lineno}")
+                bare.append(f"{file.relative_to(ROOT)}:{call.lineno}")
     assert not bare
 
 
 @pytest.mark.slow
 def test_no_test_copies_the_words_of_a_message() -> None:
     """Fields and numbers are compared, so that an error or a line of the log can be worded better in one place."""
-    said = set[tuple[str, ...]]()
-    for file in PACKAGE.rglob("*.py"):
-        for text in _messages(ast.parse(file.read_text(encoding="utf-8"))):
-            said |= _runs_of_words(text)
+    messages = [text for file in FILES for text in _messages(parsed.tree(file))]
+    said, phrases = (set[tuple[str, ...]]().union(*map(read, messages)) for read in (_runs_of_words, _phrases))
     copied = []
-    for file in sorted(Path(__file__).parent.rglob("*.py")):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        docs = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings compare nothing
+    for file in sorted(TESTS.rglob("*.py")):
+        tree = parsed.tree(file)
+        others = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings compare nothing
+        others |= {node for call, _ in _calls(tree, SKIPS) for node in ast.walk(call)}
+        expected = set(_expected(tree))
         for node in ast.walk(tree):
-            is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docs
-            if is_text and _runs_of_words(node.value) & said:
-                copied.append(f"{file.relative_to(Path(__file__).parent)}:{node.lineno} {node.value[:60]}")
+            if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or node in others:
+                continue
+            if _runs_of_words(node.value) & said or (node in expected and _phrases(node.value) & phrases):
+                copied.append(f"{file.relative_to(TESTS)}:{node.lineno} {node.value[:60]}")
     assert not copied, "\n".join(copied)
+
+
+def _expected(tree: ast.AST) -> Iterator[ast.AST]:
+    """The fields that a test expects of an error, and patterns of the message of a WhetError."""
+    for call, name in _calls(tree, {"check_fields", "raises"}):
+        is_ours = name == "check_fields" or any(getattr(each, "id", "") in kinds() for each in ast.walk(call))
+        for keyword in call.keywords if is_ours else ():
+            yield from ast.walk(keyword.value) if keyword.arg not in (None, "key") else ()
 
 
 def _calls(tree: ast.AST, names: Collection[str]) -> Iterator[tuple[ast.Call, str]]:
@@ -121,7 +152,7 @@ def _messages(tree: ast.Module) -> Iterator[str]:
     own = _assigned(statement for statement in tree.body if isinstance(statement, ast.Assign | ast.AnnAssign))
     for scope in (tree, *(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))):
         named = own if scope is tree else _assigned(scope.body)
-        for call, _ in _calls(scope, KINDS | LOGGED):
+        for call, _ in _calls(scope, kinds() | OTHERS | LOGGED):
             yield from _strings(call)
             for node in ast.walk(call):
                 if isinstance(node, ast.Name):
@@ -149,3 +180,9 @@ def _runs_of_words(text: str) -> set[tuple[str, ...]]:
     words = re.findall(r"[a-z0-9_'.=]+", text.replace("\\", "").lower())
     size = MAX_SHARED_WORDS + 1
     return {tuple(words[start : start + size]) for start in range(len(words) - size + 1)}
+
+
+def _phrases(text: str) -> set[tuple[str, ...]]:
+    words, size = [word.strip("`'\"(),.:;?^$") for word in text.lower().split()], MAX_PHRASE + 1
+    runs = (tuple(words[start : start + size]) for start in range(len(words) - size + 1))
+    return {run for run in runs if all(map(str.isalpha, run))}

@@ -15,7 +15,7 @@ from whet.limits import bounded, cause
 def test_a_block_without_end_is_ended_and_everything_is_as_before() -> None:
     before = signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)
     start = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"it needs more than 0\.2 s"), bounded(0.2):
+    with pytest.raises(TimeoutError, match=r"\b0\.2 s\b"), bounded(0.2):
         while True:
             pass
     assert 0.2 <= time.monotonic() - start < 5.0
@@ -51,7 +51,7 @@ def test_what_would_fill_the_memory_is_refused_by_the_allocation_itself() -> Non
     start = time.monotonic()
     with pytest.raises(MemoryError) as raised, bounded():
         b"a" * 2**31
-    assert cause(raised.value) == "it needs more than 1 GiB of memory"
+    assert "1 GiB" in cause(raised.value)
     assert time.monotonic() - start < 5.0
     assert len(b"a" * (2**30 + 2**20)) > 2**30  # behind the block there is as much as ever
 

@@ -94,7 +94,7 @@ def test_an_alias_is_the_function_with_defaults_of_its_own() -> None:
 
 def test_a_name_that_nobody_has() -> None:
     known = re.compile("cpo, dr_grpo, ")
-    with raises(RegistryError, "advantage estimator", found="grop", expected=known, change="did you mean 'grpo'?"):
+    with raises(RegistryError, "advantage estimator", found="grop", expected=known, change=re.compile("'grpo'")):
         ADV_ESTIMATORS["grop"]
     assert "grop" not in ADV_ESTIMATORS
     assert "grpo" in ADV_ESTIMATORS

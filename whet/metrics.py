@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from whet.errors import DataError
 from whet.phases import phase
 
 Scalar = float | torch.Tensor
@@ -27,7 +28,7 @@ class Metrics:
     device: it is copied on the device, and the host reads all of them at once in `reduce`. A NaN makes the metric NaN,
     unless its weight is 0. A collector belongs to one thread, and is pickled as plain floats.
 
-    Raises: ValueError for a name with two reductions, for a value that is not one number, for a negative weight.
+    Raises: DataError for a name with two reductions, for a value that is not one number, for a negative weight.
     """
 
     def __init__(self) -> None:
@@ -96,8 +97,7 @@ class Metrics:
     def _named(self, name: str, reduction: Reduction) -> _Series:
         series = self._series.setdefault(name, _Series(reduction))
         if series.reduction != reduction:
-            found = f"metric {name!r} is recorded as {series.reduction} and now as {reduction}"
-            raise ValueError(f"{found}: one name has one reduction; give one of them another name")
+            raise DataError(f"metric {name}", f"{series.reduction} and {reduction}", "one reduction", "rename one")
         return series
 
     def _reduced(self, timings: bool) -> dict[str, float]:
@@ -118,13 +118,12 @@ class _Series:
 def _number(name: str, value: Scalar) -> Scalar:
     if isinstance(value, torch.Tensor):
         if value.ndim:
-            shape = list(value.shape)
-            raise ValueError(f"metric {name!r} got a tensor of shape {shape}, expected one number: reduce it")
+            raise DataError(f"metric {name}", f"tensor of shape {list(value.shape)}", "one number", "reduce it")
         return value.detach().clone()  # a copy without graph or larger storage; later writes do not change it
     try:
         return float(value)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"metric {name!r} got {value!r}, expected a number or a 0-d tensor") from error
+        raise DataError(f"metric {name}", repr(value), "a number or a 0-d tensor") from error
 
 
 def _on_host(series: dict[str, _Series]) -> dict[str, list[tuple[float, float]]]:
@@ -157,7 +156,7 @@ def _reduce(name: str, reduction: Reduction, numbers: list[tuple[float, float]])
 
 def _mean(name: str, numbers: list[tuple[float, float]]) -> float | None:
     if negative := [weight for _, weight in numbers if weight < 0]:
-        raise ValueError(f"metric {name!r} got the weight {negative[0]}, expected a count or share, never below 0")
+        raise DataError(f"weight of metric {name}", negative[0], "a count or share, never below 0")
     weighed = [(value, weight) for value, weight in numbers if weight]
     if not weighed:
         return None

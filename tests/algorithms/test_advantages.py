@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,9 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from tests.algorithms.calling import estimate
+from tests.raising import raises
 from whet.algorithms.statistics import whiten
+from whet.errors import DataError
 from whet.registry import ADV_ESTIMATORS
 
 Batch = dict[str, Tensor]
@@ -263,7 +266,7 @@ def test_gpg_makes_up_for_groups_that_teach_nothing() -> None:
 def test_max_rl_divides_by_the_mean_and_refuses_negative_scores() -> None:
     batch = scored([1.0, 7.0, 0.0, 0.0, 1.0], [1, 1, 2, 2, 3])
     assert advantages("max_rl", batch)[:, 0].tolist() == [-0.75, 0.75, 0.0, 0.0, 0.0]
-    with pytest.raises(ValueError, match="a score is negative"):
+    with raises(DataError, re.compile("max_rl"), found=-1.0):
         advantages("max_rl", scored([-1.0, 2.0], [1, 1]))
 
 

@@ -140,7 +140,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     file_of(folder, 0, 4).unlink()
 
     shutil.copy(first, second)
-    with raises(CheckpointError, f"{folder}: grid", found="the files have 21 of its 35 numbers"):
+    with raises(CheckpointError, f"{folder}: grid", found=re.compile(r"\b21 of .*\b35\b")):
         _ = RankFiles(folder)["grid"]
     write(tmp_path / "other", {"grid": GRID[:, :3]}, [3])
     shutil.copy(file_of(tmp_path / "other", 1, 3), second)

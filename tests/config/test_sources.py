@@ -108,5 +108,5 @@ def test_files_are_looked_for(folder: Path) -> None:
     check_files(KEY, ["saved/*.jsonl", "saved", "owner/name", "mine.py:rows"], DataConfig(), required=True)
     with raises(ConfigError, KEY, found=re.compile(r"saved/\*\.parquet ")):
         check_files(KEY, ["saved/*.parquet"], DataConfig(), required=True)
-    with raises(ConfigError, "data.val_files", found=re.compile(r"a\.jsonl .*weight"), change="remove the weight"):
+    with raises(ConfigError, "data.val_files", found=re.compile(r"a\.jsonl .*weight"), change=re.compile("weight")):
         check_files("data.val_files", [{"path": "a.jsonl", "weight": 1}], DataConfig(), required=False)

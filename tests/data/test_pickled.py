@@ -88,7 +88,7 @@ def test_other_contents_are_named(tmp_path: Path, content: bytes) -> None:
 
 def test_training_refuses_a_pickle_and_the_command_converts_it(tmp_path: Path) -> None:
     path = pickled(tmp_path, pd.DataFrame(ROWS))
-    with raises(DataError, f"{path}", change=re.compile(f"whet data convert {path}")):
+    with raises(DataError, f"{path}", change=re.compile(f"data convert {path}")):
         read_rows(path)
     done = CliRunner().invoke(app, ["data", "convert", f"{path}"])
     assert done.exit_code == 0, done.output

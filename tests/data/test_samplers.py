@@ -221,7 +221,7 @@ def test_samplers_of_ones_own(tmp_path: Path) -> None:
             own(name).take(1)
     with raises(DataError, key=f"data.sampler={tmp_path}/own.py:Short: take(2)", found=re.compile("1 "), expected="2"):
         own("Short").take(2)
-    with raises(ConfigError, re.compile("frist$"), found=2, change="did you mean 'first'?"):
+    with raises(ConfigError, re.compile("frist$"), found=2, change=re.compile("'first'")):
         own("backwards", frist=2)
     with raises(DataError, key="checkpoint", found=re.compile("own.py:Short"), change=re.compile(r"data\.sampler")):
         own("Short").load_state({"epoch": 0, "index": 1})

@@ -25,7 +25,7 @@ def test_a_template_is_text_or_a_file(tmp_path: Path) -> None:
             r"access to attribute '__class__' of 'str' object is unsafe$",
         ),
         ("{{ fields.append(1) }}", r"access to attribute 'append' of 'list' object is unsafe$"),
-        ("{{ content * 10 ** 10 }}", r"it needs more than 1 GiB of memory$"),
+        ("{{ content * 10 ** 10 }}", r"\b1 GiB\b"),
         ("{{ 1 / fields | length }}", r"division by zero$"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", r"maximum recursion depth exceeded"),
         ("{% import 'os' as os %}", r"no loader for this environment"),

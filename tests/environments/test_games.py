@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from fractions import Fraction
 from typing import Any
@@ -73,7 +74,7 @@ def test_the_seed_alone_decides(kind: type[Any]) -> None:
     assert len({begun(PROMPT, seed) for seed in range(20)}) > 10
     own = Prompt("0:0", 0, (Message("user", ">"),), (1,), "test", None, extra_info={"seed": 3})
     assert begun(own, 4) == begun(PROMPT, 3)
-    with pytest.raises(ValueError, match="field seed is 'x'; expected a whole number"):
+    with pytest.raises(ValueError, match=r"seed .*'x'"):
         kind().reset(Prompt("0:0", 0, (), (1,), "test", None, extra_info={"seed": "x"}), 0)
 
 
@@ -333,19 +334,19 @@ def test_countdown_by_hand() -> None:
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(ConfigError, match="boxes=9 do not fit into rows=4 x columns=4"):
+    with raises(ConfigError, "environment.options.boxes", found=9, expected=re.compile("rows=4 x columns=4")):
         Sokoban(boxes=9)
-    with pytest.raises(ConfigError, match="size=1 has no room"):
+    with raises(ConfigError, "environment.options.size", found=1, expected=re.compile("2")):
         FrozenLake(size=1)
-    with pytest.raises(ConfigError, match="numbers=9; expected 2 to 8"):
+    with raises(ConfigError, "environment.options.numbers", found=9, expected=re.compile("2 to 8")):
         Countdown(numbers=9)
-    with pytest.raises(ConfigError, match=r"no room of 2000 had 1 boxes to push with .* walls=1.0"):
+    with raises(ConfigError, "environment.options.walls", found=1.0, expected=re.compile("boxes=1 .*2000")):
         Sokoban(walls=1.0).reset(PROMPT, 0)
     entry = ENVIRONMENTS["whet_environments.sokoban:Sokoban"]
     assert entry.marks["pure"] and entry.name == "sokoban"
-    with raises(ConfigError, "environment.options.rows", found=0, expected="a whole number > 0"):
+    with raises(ConfigError, "environment.options.rows", found=0, expected=re.compile("whole .*> 0$")):
         entry.resolve_options({"rows": 0}, "environment.options")
-    with raises(ConfigError, "environment.options.row", found=3, change="did you mean 'rows'?"):
+    with raises(ConfigError, "environment.options.row", found=3, change=re.compile("'rows'")):
         entry.resolve_options({"row": 3}, "environment.options")
-    with raises(ConfigError, "environment.options.encoding", found="short", expected="one of compact, words"):
+    with raises(ConfigError, "environment.options.encoding", found="short", expected=re.compile("compact, words")):
         entry.resolve_options({"encoding": "short"}, "environment.options")

@@ -353,7 +353,7 @@ def test_a_refusal_of_options_keeps_its_fields(opened: Callable[..., Environment
         assert isinstance(host, ProcessHost)
         refusal = host.refusal()
         assert refusal is not None and type(refusal) is ConfigError
-        check_fields(refusal, "environment.options.size", found=7, expected="at most 3", change="lower it to 3")
+        check_fields(refusal, "environment.options.size", found=7, expected="at most 3", change=re.compile("3$"))
         twice = opened("Short", {"at_reset": "refuse_twice"}, **settings).refusal()
         assert twice is not None and type(twice) is ConfigError and len(twice.others) == 1
         check_fields(twice, "a", found="odd", expected="b", change="")
@@ -372,7 +372,7 @@ def test_a_refusal_of_options_names_the_environment(file: str, monkeypatch: pyte
         with ExitStack() as undo, pytest.raises(EnvError) as raised:
             open_environments(config, undo)
         key = f"{at}.name={file}:Short, {at}.options={options}: environment.options.size"
-        check_fields(raised.value, key, found=7, expected="at most 3", change="lower it to 3")
+        check_fields(raised.value, key, found=7, expected="at most 3", change=re.compile("3$"))
 
 
 def test_an_episode_that_meets_a_refusal_fails_with_it(opened: Callable[..., EnvironmentHost]) -> None:
@@ -383,20 +383,20 @@ def test_an_episode_that_meets_a_refusal_fails_with_it(opened: Callable[..., Env
 
 
 WRONG = {
-    "exit": "SystemExit: 0 (",
-    "cancel": "asyncio.exceptions.CancelledError (",
-    "raise no": "RuntimeError: no (",
-    "none": "Observation: the environment returned None (NoneType)",
-    "paid": "Observation.reward: 'a lot' (str)",
-    "nan": "Observation.reward: nan (float)",
-    "text": "Observation.messages: 'a text' (str)",
-    "dict": "Observation.messages[0]: {'content': 'x', 'role': 'tool'} (dict)",
-    "role": "Observation.messages[0]: Message(",
-    "field": "the observation cannot leave the environment's process: TypeError: cannot pickle",
-    "interrupt": "KeyboardInterrupt (",
-    "die": "the environment's process died: exit code 3",
-    "segv": "the environment's process died: SIGSEGV",
-    "killed": "the environment's process died: SIGKILL (out of memory, or killed by hand)",
+    "exit": r"SystemExit: 0 \(",
+    "cancel": r"asyncio\.exceptions\.CancelledError \(",
+    "raise no": r"RuntimeError: no \(",
+    "none": r"Observation: .*None \(NoneType\)",
+    "paid": r"Observation\.reward: 'a lot' \(str\)",
+    "nan": r"Observation\.reward: nan \(float\)",
+    "text": r"Observation\.messages: 'a text' \(str\)",
+    "dict": r"Observation\.messages\[0\]: {'content': 'x', 'role': 'tool'} \(dict\)",
+    "role": r"Observation\.messages\[0\]: Message\(",
+    "field": "the observation .*TypeError: cannot pickle",
+    "interrupt": r"KeyboardInterrupt \(",
+    "die": "the environment's process .*: exit code 3",
+    "segv": "the environment's process .*: SIGSEGV",
+    "killed": "the environment's process .*: SIGKILL .*out of memory",
     "descriptors": "the environment's process wrote ",
 }
 
@@ -419,7 +419,7 @@ def test_what_goes_wrong_in_a_step_fails_its_episode_and_no_other(opened: Callab
     for uid, message in WRONG.items():
         result = results[uid]
         assert isinstance(result, Failure), uid
-        assert (result.source, result.timed_out) == ("environment", False) and result.message.startswith(message), uid
+        assert (result.source, result.timed_out) == ("environment", False) and re.match(message, result.message), uid
     assert [results[uid].messages[0].content for uid in ("fork", "chdir")] == ["fork", "chdir"]
     assert told(host, "fork", "seen").strip() == "2 fork,seen"
     assert Path.cwd() != Path("/")
@@ -430,7 +430,7 @@ def test_what_goes_wrong_in_a_reset_fails_its_episode(opened: Callable[..., Envi
     host = opened("Short", {"at_reset": deed})
     host.start("a", PROMPT, 0)
     result = wait_for(host, 1)["a"]
-    assert isinstance(result, Failure) and result.message.startswith(WRONG[deed])
+    assert isinstance(result, Failure) and re.match(WRONG[deed], result.message)
     host.close("a")
 
 
@@ -520,7 +520,9 @@ def test_where_one_episode_ends_a_shared_process_the_others_are_replayed(
     assert told(host, "a", "add 4") == "7"
     assert told(host, "a", "pid") != pid
     host.step("b", Answer("die"))
-    assert wait_for(host, 1) == {"b": Failure("environment", WRONG["die"])}
+    [(uid, died)] = wait_for(host, 1).items()
+    assert uid == "b" and isinstance(died, Failure) and re.match(WRONG["die"], died.message)
+    assert (died.source, died.timed_out) == ("environment", False)
     assert told(host, "a", "add 1") == "8"
     host.close("a")
     host.shutdown()

@@ -32,6 +32,7 @@ from whet_environments.openenv_client import (
     shown,
 )
 
+from tests.raising import raises
 from whet.environments.host import Deadlines, EnvironmentHost, open_host
 from whet.environments.protocol import Answer, Observation
 from whet.environments.running import EnvironmentSpec, Outcome, Running, at_once
@@ -91,17 +92,16 @@ def test_an_object_with_the_fields_of_the_schema_is_the_action() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(RefusedError, match="direction is 'up'; expected one of left, right"):
+    with pytest.raises(RefusedError, match=r"direction .*'up'.*left, right"):
         read_action("up", WALK, None)
-    with pytest.raises(RefusedError, match="cells is 'many'; expected integer"):
+    with pytest.raises(RefusedError, match=r"cells .*'many'.*integer"):
         read_action("many", WALK, {"direction": "left", "cells": "{text}"})
-    with pytest.raises(
-        ConfigError, match=r"options\.action has the field 'way', which .*; expected metadata, direction"
-    ):
+    with raises(ConfigError, "environment.options.action", found="way", expected=re.compile("metadata, direction")):
         read_action("many", WALK, {"way": "{text}"})
-    with pytest.raises(ConfigError, match="has url and command, or neither"):
-        OpenEnv()
-    with pytest.raises(ConfigError, match="url=localhost:8000; expected http://HOST:PORT"):
+    for both in ({}, {"url": "http://x", "command": "x"}):
+        with raises(ConfigError, "environment.options", expected=re.compile("url .*command")):
+            OpenEnv(**both)
+    with raises(ConfigError, "environment.options.url", found="localhost:8000", expected="http://HOST:PORT"):
         OpenEnv(url="localhost:8000")
 
 
@@ -117,7 +117,7 @@ def test_shown() -> None:
     assert shown(seen, None) == shown(seen, "board") == "xo"
     assert shown(seen, "{board}, {lives} lives, {moves}") == "xo, 2 lives, [1]"
     assert shown({"lives": 2}, None) == '{"lives": 2}'
-    with pytest.raises(ConfigError, match="show names the field 'map'; the observation has board, lives, moves"):
+    with raises(ConfigError, "environment.options.show", found="map", expected=re.compile("board, lives, moves")):
         shown(seen, "{map}")
 
 
@@ -142,15 +142,15 @@ def played(options: dict[str, Any], texts: Sequence[str], *, name: str = CLIENT,
 
 def test_an_absent_server_fails_the_episode() -> None:
     [failed] = played({"url": "http://127.0.0.1:9", "connect_seconds": 2.0}, ())
-    assert isinstance(failed, Failure)
-    assert "ConnectionError: no OpenEnv server answers at http://127.0.0.1:9/schema: " in failed.message
+    assert isinstance(failed, Failure) and failed.source == "environment"
+    assert re.match("ConnectionError: .*http://127.0.0.1:9/schema: ", failed.message)
 
 
 @pytest.mark.slow
 def test_a_command_that_fails_says_why() -> None:
     [failed] = played({"command": f"{sys.executable} -c 'raise SystemExit(\"no port {{port}}\")'"}, ())
     assert isinstance(failed, Failure)
-    assert "the server of environment.options.command ended with exit code 1; it wrote: no port " in failed.message
+    assert re.search(r"environment\.options\.command .*exit code 1;.*: no port \d", failed.message)
     fails = "print('starts' * 99); deep = lambda n: deep(n - 1) if n else int('the reason is here'); deep(50)"
     [failed] = played({"command": shlex.join([sys.executable, "-c", fails])}, ())
     assert isinstance(failed, Failure)
@@ -201,7 +201,7 @@ def test_a_port_that_is_taken_and_ctrl_c() -> None:
         refused = subprocess.run([*command, str(port)], capture_output=True, text=True, timeout=60)
     said = refused.stderr.splitlines()[-1]
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
-    assert f"error: port {port} of 127.0.0.1 cannot be used: " in said and said.endswith("choose another one, or 0")
+    assert re.search(rf"--port: {port} .*127\.0\.0\.1.*or 0$", said)
     with subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         address = process.stdout.readline().split()[-1]
@@ -336,10 +336,10 @@ def test_deadlines_errors_and_lost_servers() -> None:
     try:
         for text, said in (
             ("1+2", None),
-            ("raise", "RuntimeError: the OpenEnv server answered step with EXECUTION_ERROR: no such program"),
-            ("leave", "ConnectionError: the OpenEnv server closed the connection during step"),
+            ("raise", r"RuntimeError: .*\bstep\b.* EXECUTION_ERROR: no such program"),
+            ("leave", r"ConnectionError: .*\bstep\b"),
             ("2+2", None),  # the server is started again
-            ("sleep", "TimeoutError: the OpenEnv server sent no reply to step within 2 s"),
+            ("sleep", r"TimeoutError: .*\bstep\b.*\b2 s\b"),
         ):
             host.start("a", PROMPT, 0)
             assert result(host).messages == (Message("user", "ready"),)
@@ -349,7 +349,7 @@ def test_deadlines_errors_and_lost_servers() -> None:
                 assert (seen.reward, seen.fields) == (1.0, {"exit_code": 0.0})
                 assert seen.messages == (Message("user", str(eval(text))),)
             else:
-                assert said in re.sub(r" at http://127\.0\.0\.1:\d+", "", seen.message) != seen.message
+                assert re.search(said, seen.message) and "http://127.0.0.1:" in seen.message
             host.close("a")
             time.sleep(0.3)  # the server takes one session, and frees it after the connection has ended
     finally:

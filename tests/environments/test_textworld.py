@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text adventures of TextWorld."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from whet_environments import textworld_games
 from whet_environments.textworld_games import TextWorldGames, cleaned, read_command
 
+from tests.raising import raises
 from whet.environments.protocol import Answer, Observation
 from whet.errors import ConfigError
 from whet.plugins.agents.check import Plan, check
@@ -141,12 +143,11 @@ def test_a_row_names_its_game() -> None:
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     if textworld_games.textworld is not None:
-        with pytest.raises(
-            ConfigError, match=r"settings has 'depth'; expected settings of simple: rewards, goal, test"
-        ):
+        expected = re.compile("simple: rewards, goal, test")
+        with raises(ConfigError, "environment.options.settings", found="depth", expected=expected):
             TextWorldGames(game="simple", settings={"depth": 1})
     monkeypatch.setattr(textworld_games, "textworld", None)
-    with pytest.raises(ConfigError, match=r"needs TextWorld: pip install './examples/environments\[textworld\]'"):
+    with raises(ConfigError, re.compile("textworld"), change=re.compile(r"examples/environments\[textworld\]")):
         TextWorldGames()
 
 

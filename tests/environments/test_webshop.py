@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -158,9 +159,9 @@ def test_a_state_is_a_web_address() -> None:
     ):
         assert State.from_query(state.to_query(), shop) == state
     for query in ("", "page=item&n=0", "page=done&n=0", "page=results&n=-1", "page=item&n=0&item=b9", "page=x&n=0"):
-        with pytest.raises(ValueError, match="no page of the shop"):
+        with pytest.raises(ValueError, match=re.escape(repr(query))):
             State.from_query(query, shop)
-    with pytest.raises(ValueError, match="does not have the options"):
+    with pytest.raises(ValueError, match=f"{product.id}.*plaid"):
         State.from_query(f"page=item&n=0&item={product.id}&o={name}:plaid", shop)
 
 

@@ -133,5 +133,5 @@ def test_other_prompts_are_refused_by_name() -> None:
         compare(model(1, 1), asked)
     assert compare(model(1, 1), asked, other_prompts=True)["all"].num_prompts == 2
     long = [answer(0, 1, prompt="x" * 500 + "A" + "y" * 500)], [answer(0, 1, prompt="x" * 500 + "B" + "y" * 500)]
-    with raises(DataError, found=re.compile(r"'\.\.\.x{20}Ay{39}\.\.\.' in A and '\.\.\.x{20}By{39}\.\.\.' in B")):
+    with raises(DataError, found=re.compile(r"'\.\.\.x{20}Ay{39}\.\.\.' in A .*'\.\.\.x{20}By{39}\.\.\.' in B")):
         compare(*long)

@@ -49,7 +49,7 @@ def test_an_audio_is_measured_from_its_header(folder: Path, rows: list[dict[str,
     assert (low.media[0].tokens.count, high.media[0].tokens.count) == (3, 4)
     pad = tokenizer.convert_tokens_to_ids(PAD)
     assert (low.input_ids.count(pad), high.input_ids.count(pad)) == (3, 4)
-    with raises(DataError, re.compile("format$"), found=re.compile("^no WAV file")):
+    with raises(DataError, re.compile("format$"), found=re.compile("WAV")):
         load_items(config.data, tokenizer, rows=[{**rows[0], "audios": [b"no sound"]}])
 
 

@@ -230,10 +230,8 @@ def test_a_sub_agent_that_fails_is_a_result(play: Any) -> None:
 
 def test_a_task_for_an_agent_that_is_not_configured(play: Any) -> None:
     [trajectory] = play("Lost", "1", agents=("Worker",))
-    assert trajectory.failure is not None
-    assert trajectory.failure.message == (
-        "a task is for the agent 'nobody'; environment.agents has worker: add it there"
-    )
+    assert trajectory.failure is not None and trajectory.failure.source == "environment"
+    assert re.search(r"'nobody'.*environment\.agents .*\bworker\b", trajectory.failure.message)
 
 
 @pytest.mark.slow
@@ -275,7 +273,7 @@ def test_an_episode_and_its_tasks_that_are_late_together(
     finally:
         collector.close()
     [late] = done
-    assert late.failure is not None and late.failure.message == "the episode took longer than 3600 s"
+    assert late.failure is not None and late.failure.timed_out and "3600 s" in late.failure.message
     assert driver.is_idle and driver._stepping == {} and driver._first_late_at == math.inf
 
 
@@ -295,12 +293,12 @@ def test_observations_without_room(play: Any) -> None:
     fails = frozenset({"overflow"})
     [failed] = play("Talks", "1", limits=EpisodeLimits(fails_at=fails))
     assert failed.failure is not None
-    assert "leave no room: turns and messages have" in failed.failure.message
+    assert failed.failure.source == "environment" and "environment.on_overflow=truncate" in failed.failure.message
     [replaced] = play(
         "Talks", "1", options={"replaces": True}, limits=EpisodeLimits(fails_at=fails, max_context_tokens=20)
     )
     assert replaced.failure is not None
-    assert "have 30 tokens, more than data.max_prompt_length=20" in replaced.failure.message
+    assert re.search(r"\b30 tokens\b.*data\.max_prompt_length=20\b", replaced.failure.message)
 
 
 @pytest.mark.slow
@@ -315,10 +313,9 @@ def test_openings_without_room(play: Any) -> None:
             {"limits": EpisodeLimits(max_context_tokens=12)},
         ):  # without a turn there is nothing to keep
             [failed] = play("Opens", "1", options={"length": most + 1, "replaces": replaces}, **limits)
-            assert str(failed.failure.message) == (
-                f"{'' if replaces else 'the prompt and '}the environment's messages have 13 tokens, more than "
-                "data.max_prompt_length=12; shorten them, or raise the limit"
-            )
+            assert re.search(r"\b13 tokens\b.*data\.max_prompt_length=12\b", failed.failure.message)
+            assert ("prompt and" in failed.failure.message) is not replaces
+            assert "environment.on_overflow" not in failed.failure.message
     [given] = play("Slow", "1", limits=EpisodeLimits(max_context_tokens=3, max_turns=1))
     assert given.failure is None and given.limit == "turns"
 
@@ -328,9 +325,9 @@ def test_an_opening_of_another_player_without_room(play: Any) -> None:
     [cut] = play("Opens", "1", options={"length": 8}, limits=EpisodeLimits(**most))
     assert cut.limit == "overflow" and [turn.player for turn in cut.turns] == ["white"]
     [failed] = play("Opens", "1", options={"length": 8}, limits=EpisodeLimits(fails_at=frozenset({"overflow"}), **most))
-    assert failed.failure is not None and failed.failure.message == (
-        "the prompt and the environment's messages have 24 tokens, more than data.max_prompt_length=12; shorten them, "
-        "raise the limit, or set environment.on_overflow=truncate"
+    assert failed.failure is not None and re.search(
+        r"prompt and.*\b24 tokens\b.*data\.max_prompt_length=12\b.*environment\.on_overflow=truncate",
+        failed.failure.message,
     )
 
 
@@ -341,7 +338,7 @@ def test_a_task_without_room_is_a_result(
     play: Any,
 ) -> None:
     """The fixture `play` writes the file."""
-    for length, said in ((12, "None"), (13, "the task and the environment's messages have 13 tokens, more than")):
+    for length, said in ((12, "^None$"), (13, r"task and.*\b13 tokens\b.*data\.max_prompt_length=12\b")):
         collector = Playing(
             Scripted(tokenizer, "1"),
             tokenizer,
@@ -353,7 +350,7 @@ def test_a_task_without_room_is_a_result(
             [[trajectory]] = collector.collect([text_prompt(tokenizer)], 1, PARAMS, step=1)
         finally:
             collector.close()
-        assert trajectory.failure is None and str(trajectory.fields["failure"]).startswith(said)
+        assert trajectory.failure is None and re.search(said, str(trajectory.fields["failure"]))
 
 
 @pytest.mark.parametrize("environment", ["calculator", "Slow"])  # in this process, and in its own
@@ -391,7 +388,7 @@ def test_the_deadline_of_an_episode_counts_from_its_reset(
         driver.turn(0.0)
     finally:
         collector.close()
-    assert [str(each.failure.message) for each in done if each.failure] == ["the episode took longer than 3600 s"] * 2
+    assert [each.failure.timed_out and "3600 s" in each.failure.message for each in done if each.failure] == [True] * 2
     assert driver.is_idle and driver._first_late_at == math.inf
 
 

@@ -33,7 +33,7 @@ from whet.rollout.episode import EpisodeLimits
 from whet.rollout.protocol import Completion, Event, Request, SamplingParams
 from whet.trainers.build import build, build_scorer
 from whet.trainers.rl import fit
-from whet.types import Failure, Group, Message, Prompt, Trajectory
+from whet.types import Group, Message, Prompt, Trajectory
 
 PARAMS = SamplingParams(max_new_tokens=64)
 CHAT_TURN = "\n<|im_start|>user\n<tool_response>\n36\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -334,7 +334,9 @@ def test_an_environment_speaks_first_limits_a_turn_and_replaces_the_context(
 def test_an_episode_that_is_over_at_its_reset_has_failed(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:
     collector = Playing(Scripted(tokenizer, "2"), tokenizer, world=World(f"{environments}:Over"))
     answer = one(collector.collect([chat_prompt(tokenizer, "2+2=")], 1, PARAMS, step=1))
-    assert answer.failure == Failure("environment", "reset ended the episode before its first response")
+    assert answer.failure is not None and answer.turns == ()
+    assert (answer.failure.source, answer.failure.timed_out) == ("environment", False)
+    assert "reset" in answer.failure.message
 
 
 def test_an_episode_ends_after_max_turns(tokenizer: PreTrainedTokenizerBase, environments: str) -> None:

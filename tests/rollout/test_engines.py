@@ -106,7 +106,7 @@ def test_rules_are_kept(engine: RolloutEngine, model: PreTrainedModel) -> None:
 def test_rules_that_cannot_be_kept_are_refused(engine: RolloutEngine, model: PreTrainedModel) -> None:
     suite.begin(engine, model, 0)
     for wrong in ((), (5, 10**6)):
-        with pytest.raises(EngineError, match="allowed_token_ids"):
+        with raises(EngineError, re.compile("allowed_token_ids")):
             generate(engine, suite.requests(allowed_token_ids=wrong))
 
 
@@ -449,7 +449,7 @@ def test_equal_uids_are_refused(engine: RolloutEngine, model: PreTrainedModel) -
 def test_media_are_refused_by_an_engine_that_reads_text(engine: RolloutEngine, model: PreTrainedModel) -> None:
     suite.begin(engine, model, 0)
     [request] = suite.requests(groups=1, n=1)
-    with pytest.raises(EngineError, match="has images"):
+    with raises(EngineError, found=re.compile("images")):
         engine.submit(replace(request, media=(Media("image", "d1", None),)))
 
 

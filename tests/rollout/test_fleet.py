@@ -220,7 +220,7 @@ def test_a_request_that_is_lost_with_every_replica_fails(monkeypatch: pytest.Mon
         told = made.on_lost(number, made.ranks[number].generation)
     [failed] = told
     assert isinstance(failed, Failed) and not made.flights and not made.waiting
-    assert "3 replicas were lost with this request" in failed.failure.message
+    assert failed.failure.source == "engine" and "3 replicas" in failed.failure.message
 
 
 def test_nothing_is_given_in_a_pause() -> None:

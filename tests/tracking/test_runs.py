@@ -70,7 +70,7 @@ def test_runs_are_found_below_a_folder_and_not_inside_each_other(tmp_path: Path)
     assert find_runs(tmp_path) == [other, outer]
     with raises(DataError, f"{tmp_path}/b", change=re.compile(r"/b/one\?")):
         read_run(tmp_path / "b")
-    with raises(DataError, f"{tmp_path}/nowhere", found="does not exist"):
+    with raises(DataError, f"{tmp_path}/nowhere", found=re.compile("not exist")):
         read_run(tmp_path / "nowhere")
     for damaged in ("[]", "[" * 100_000):
         (other / "run.json").write_text(damaged)

@@ -131,7 +131,7 @@ def test_the_recipe_of_or1_on_its_own_form_of_data(model_folder: Path, tmp_path:
         "trainer.logger": ["jsonl"],
         "trainer.run_dir": str(tmp_path / "run"),
     }
-    with raises(DataError, change=re.compile("whet data convert")):
+    with raises(DataError, change=re.compile("data convert")):
         train(load_config(TrainConfig, "skywork_or1_7b", small).config)
     assert CliRunner().invoke(app, ["data", "convert", str(pickled), str(rows)]).exit_code == 0
     assert read_rows(rows) == or1_rows()

@@ -3,12 +3,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.raising import raises
 from whet.config import TrainConfig
 from whet.errors import ConfigError, DeadlineError, LostWorkerError
 from whet.trainers.build import train
@@ -43,7 +45,7 @@ def config_of(run_dir: Path, **trainer: Any) -> TrainConfig:
 
 def test_lost_workers_are_started_again_so_many_times(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     resumed: list[str] = []
-    losses = [LostWorkerError("rank 1 died"), DeadlineError("rank 0 did not answer"), LostWorkerError("rank 0 died")]
+    losses = [LostWorkerError("rank 1"), DeadlineError("rank 0"), LostWorkerError("rank 0")]
 
     def attempt(config: TrainConfig) -> str:
         resumed.append(config.trainer.resume)
@@ -54,13 +56,13 @@ def test_lost_workers_are_started_again_so_many_times(tmp_path: Path, caplog: py
     config = config_of(tmp_path, max_restarts=3, resume="never")
     assert with_restarts(config, attempt) == "trained"
     assert resumed == ["never", "auto", "auto", "auto"]  # once begun, the folder is this run's own
-    assert "rank 1 died; starting again afresh (2 more of trainer.max_restarts)" in caplog.text
+    assert re.search(r"rank 1\b.*\b2 .*trainer\.max_restarts", caplog.text)
     resumed.clear()
-    with pytest.raises(LostWorkerError, match="rank 0 died"):
+    with raises(LostWorkerError, "rank 0"):
         with_restarts(config_of(tmp_path, max_restarts=2), attempt)
     assert len(resumed) == 3
     resumed.clear()
-    with pytest.raises(LostWorkerError, match="rank 1 died"):
+    with raises(LostWorkerError, "rank 1"):
         with_restarts(config_of(tmp_path), attempt)
     assert len(resumed) == 1
 
@@ -72,7 +74,7 @@ def test_other_errors_end_the_run(tmp_path: Path) -> None:
         calls.append("called")
         raise ConfigError("a key")
 
-    with pytest.raises(ConfigError, match="a key"):
+    with raises(ConfigError, "a key"):
         with_restarts(config_of(tmp_path, max_restarts=3), attempt)
     assert len(calls) == 1
 

@@ -373,9 +373,9 @@ def test_an_engine_without_scores(train_config: MakeConfig, classifier: Path, ad
         "class Mine(SingleEngine):\n"
         "    def forward(self, batch, needs, temperature=1.0):\n"
         "        if not needs <= {'log_probs', 'entropy'}:\n"
-        "            raise EngineError(f'Mine gives log_probs, entropy, not {sorted(needs)}; choose another engine')\n"
+        "            raise EngineError('Mine', f'no {sorted(needs)}', 'log_probs, entropy', 'take another one')\n"
         "        return super().forward(batch, needs, temperature)\n"
     )
     changes = {"reward_model.model_path": str(classifier), "reward_model.engine.name": f"{path}:Mine"}
-    with pytest.raises(Exception, match=r"Mine gives log_probs, entropy, not \['scores'\]; choose another engine"):
+    with pytest.raises(EngineError, match=r"Mine: .*\['scores'\]"):
         train(train_config(changes), data=additions, reward=lambda solution_str: 1.0)

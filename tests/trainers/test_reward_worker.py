@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.raising import check_fields
+from tests.raising import check_fields, raises
 from whet.config import TrainConfig
 from whet.config.checks import problems
 from whet.config.cluster import ClusterConfig
@@ -61,7 +61,7 @@ def test_a_function_that_cannot_score_ends_the_run_with_the_reason(
     with pytest.raises(RewardError, match=r"^reward function .*broken\.py|^all \d+ trajectories"):
         train(train_config(values), data=additions)
     values |= {"reward.function": f"{tmp_path}/broken.py:missing", "trainer.run_dir": str(tmp_path / "another")}
-    with pytest.raises(RewardError, match=r"^loading the reward function .*broken\.py:missing "):
+    with raises(RewardError, re.compile(r"broken\.py:missing")):
         train(train_config(values), data=additions)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.raising import raises
 from whet.batch import Batch
 from whet.errors import EngineError
 from whet.metrics import Metrics
@@ -161,9 +162,9 @@ def test_what_validation_raises_ends_the_step() -> None:
     scene = Scene()
 
     def fails(run: Any, step: int) -> Metrics:
-        raise EngineError("the rollout is gone")
+        raise EngineError("rollout", "lost")
 
-    with pytest.raises(EngineError, match="the rollout is gone"), Schedule(scene.run, fails) as schedule:
+    with raises(EngineError, "rollout", found="lost"), Schedule(scene.run, fails) as schedule:
         scene.end(schedule, 1)
         with schedule.training():
             pass

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -157,7 +158,7 @@ def test_the_shipped_trainers_are_registered() -> None:
 
 def test_a_function_without_a_config_is_no_trainer(tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text("def train(config):\n    pass\n")
-    with raises(RegistryError, found="has no config"):
+    with raises(RegistryError, found=re.compile("config")):
         schema_of(f"{tmp_path}/plain.py:train")
 
 

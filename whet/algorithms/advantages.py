@@ -25,6 +25,7 @@ from whet.algorithms.statistics import (
     row_means,
     whiten as whitened,
 )
+from whet.errors import DataError
 from whet.options import Cap, Finite, NonNegative, Positive, Share
 from whet.registry import register_adv_est
 
@@ -179,11 +180,11 @@ def gpg(
 def max_rl(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor) -> Tensor:
     """A = (s - mu_G) / mu_G, 0 where mu_G is 0: the gradient of the log of the pass rate, for scores >= 0.   -> [B]
 
-    https://arxiv.org/abs/2602.02710.  Raises: ValueError for a negative score, because mu_G is then no pass rate.
+    https://arxiv.org/abs/2602.02710.  Raises: DataError for a negative score, because mu_G is then no pass rate.
     """
     scores = token_level_rewards.sum(-1)
     if bool((scores < 0).any()):
-        raise ValueError("max_rl divides by the mean score of a group, and a score is negative: shift rewards to >= 0")
+        raise DataError("max_rl: scores", float(scores.min()), "scores >= 0, to divide by their mean", "shift rewards")
     groups = Groups(uid, response_mask)
     mean = groups.mean(scores)
     return (groups.deviation(scores) / mean).masked_fill(mean <= 0, 0.0)

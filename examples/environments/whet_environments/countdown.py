@@ -50,7 +50,7 @@ class Countdown(Game):
     ) -> None:
         super().__init__(max_steps=max_steps, encoding=encoding, context=context, max_tokens=max_tokens)
         if not 2 <= numbers <= 8:
-            raise ConfigError(f"numbers={numbers}; expected 2 to 8 numbers in an expression")
+            raise ConfigError("environment.options.numbers", numbers, "2 to 8 numbers in an expression")
         self.num_numbers, self.highest, self.highest_target = numbers, highest, highest_target
         self.format_penalty = format_penalty
         self.rules = (
@@ -68,7 +68,10 @@ class Countdown(Game):
                 break
         else:
             raise ConfigError(
-                f"no target of {MOST_DRAWS} was from 1 to highest_target={self.highest_target}; raise highest_target"
+                "environment.options.highest_target",
+                self.highest_target,
+                f"a target from 1 to it in {MOST_DRAWS} draws",
+                "raise it",
             )
         self.target, self.is_won, self._draws = int(value[0]), False, draws
 

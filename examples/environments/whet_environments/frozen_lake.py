@@ -57,7 +57,7 @@ class FrozenLake(Game):
     ) -> None:
         super().__init__(max_steps=max_steps, encoding=encoding, context=context, max_tokens=max_tokens, render=render)
         if size < 2:
-            raise ConfigError(f"size={size} has no room for player and goal; set size to 2 or more")
+            raise ConfigError("environment.options.size", size, "2 or more, for player and goal", "raise it")
         self.size, self.ice, self.slippery, self.format_penalty = size, ice, slippery, format_penalty
         self.tile = tile
         self.rules = (
@@ -75,7 +75,12 @@ class FrozenLake(Game):
             if self.path():
                 break
         else:
-            raise ConfigError(f"no map of {MOST_DRAWS} had a path with size={self.size}, ice={self.ice}; raise ice")
+            raise ConfigError(
+                "environment.options.ice",
+                self.ice,
+                f"a map of size={self.size} with a path in {MOST_DRAWS} draws",
+                "raise it",
+            )
         self.is_won, self._draws = False, draws
 
     def play(self, text: str) -> Outcome:

@@ -51,8 +51,8 @@ class Nim(Game):
         max_tokens: Count | None = None,
     ) -> None:
         if highest > 35 or most > 9:
-            what = f"environment.options has highest={highest} and most={most}; expected at most 35 and 9"
-            raise ConfigError(f"{what}, which one character can write: lower them")
+            found = f"highest={highest}, most={most}"
+            raise ConfigError("environment.options", found, "at most 35 and 9, for one character each", "lower them")
         super().__init__(max_steps=highest, encoding=encoding, context=context, max_tokens=max_tokens)
         self.highest, self.most, self.learners, self.opponent = highest, most, learners, opponent
 

@@ -80,9 +80,10 @@ class OpenEnv:
         start_seconds: Positive = 90.0,
     ) -> None:
         if (url is None) == (command is None):
-            raise ConfigError("environment.options has url and command, or neither; expected one of them")
+            found = "neither url nor command" if url is None else "both url and command"
+            raise ConfigError("environment.options", found, "one of url and command", "set exactly one")
         if url is not None and not url.startswith(("http://", "https://")):
-            raise ConfigError(f"environment.options.url={url}; expected http://HOST:PORT")
+            raise ConfigError("environment.options.url", url, "http://HOST:PORT")
         self.url, self.command, self.template, self.show, self.given = url, command, action, show, dict(reset or {})
         self.format_penalty, self.connect_seconds, self.message_seconds = (
             format_penalty,
@@ -214,8 +215,10 @@ def read_action(text: str, schema: Schema, template: Mapping[str, Any] | None) -
     if template is not None:
         if unknown := [name for name in template if fields and name not in fields]:
             raise ConfigError(
-                f"environment.options.action has the field {unknown[0]!r}, which the environment's action has not; "
-                f"expected {', '.join(fields)}"
+                "environment.options.action",
+                unknown[0],
+                f"fields of the environment's action: {', '.join(fields)}",
+                "correct it",
             )
         return {name: _filled(value, text, fields.get(name, {}), name) for name, value in template.items()}
     fenced = FENCED.match(text.strip())
@@ -257,7 +260,7 @@ def shown(seen: Mapping[str, Any], show: str | None) -> str:
         names = re.findall(r"\{(\w+)\}", show) or [show]
         if absent := [name for name in names if name not in seen]:
             raise ConfigError(
-                f"environment.options.show names the field {absent[0]!r}; the observation has {', '.join(seen)}"
+                "environment.options.show", absent[0], f"fields of the observation: {', '.join(seen)}", "correct it"
             )
         return _text(seen[show]) if names == [show] else re.sub(r"\{(\w+)\}", lambda found: _text(seen[found[1]]), show)
     texts = [value for value in seen.values() if isinstance(value, str)]
@@ -285,7 +288,7 @@ async def connect(url: str, seconds: float) -> Any:
     try:
         from websockets.asyncio.client import connect as open_socket
     except ImportError as error:
-        raise ConfigError(f"environment.name=openenv needs websockets: {INSTALL}") from error
+        raise ConfigError("package websockets", "not installed", change=f"run {INSTALL}") from error
     address = f"ws{url.rstrip('/').removeprefix('http')}/ws"
     try:
         return await open_socket(address, open_timeout=seconds, max_size=REPLY_BYTES, proxy=None)
@@ -341,7 +344,9 @@ class Server:
         try:
             self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=self.output, stderr=self.output)
         except OSError as error:
-            raise ConfigError(f"environment.options.command={command!r} does not start: {error}") from error
+            raise ConfigError(
+                "environment.options.command", f"{command}: {error}", "a command that starts", "correct it"
+            ) from error
         atexit.register(self.stop)
 
     async def until_ready(self, seconds: float) -> str:

@@ -217,7 +217,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port))
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"port {port} of {host} cannot be used: {error}; choose another one, or 0") from error
+        raise ConfigError(
+            "--port", f"{port} of {host}: {error}", "a free port of this machine", "choose another one, or 0"
+        ) from error
 
 
 def main() -> int:

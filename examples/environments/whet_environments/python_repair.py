@@ -88,7 +88,7 @@ class PythonRepair:
         try:
             self.box = open_sandbox(sandbox)
         except SandboxError as error:
-            raise ConfigError(f"environment.options.sandbox={sandbox}: {error}") from error
+            raise ConfigError("environment.options.sandbox", f"{sandbox} ({error})", "a sandbox that starts") from error
         self.mutations, self.turn_discount, self.format_penalty = mutations, turn_discount, format_penalty
         self.max_steps, self.max_characters, self.context, self.max_tokens = (
             max_steps,

@@ -69,8 +69,10 @@ class OnScreen(Game):
                 return image.resize((self._width, round(self._width * image.height / image.width)))
             if time.monotonic() > until:
                 raise DeviceError(
-                    f"the screen ({self._device}) shows {state and state.words()!r}, and the game has "
-                    f"{self.board()!r}; see that the page is whet's own"
+                    f"screen ({self._device})",
+                    f"{state and state.words()!r}",
+                    f"{self.board()!r}, as in the game",
+                    "see that the page is whet's own",
                 )
             time.sleep(POLL_SECONDS)
 

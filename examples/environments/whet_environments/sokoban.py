@@ -77,8 +77,10 @@ class Sokoban(Game):
         super().__init__(max_steps=max_steps, encoding=encoding, context=context, max_tokens=max_tokens, render=render)
         if 2 * boxes + 1 > rows * columns:
             raise ConfigError(
-                f"boxes={boxes} do not fit into rows={rows} x columns={columns}: boxes, targets and player need a cell "
-                "each; lower boxes, or raise rows or columns"
+                "environment.options.boxes",
+                boxes,
+                f"a cell for each box, each target and the player in rows={rows} x columns={columns}",
+                "lower it, or raise rows or columns",
             )
         self.rows, self.columns, self.num_boxes, self.walls, self.pulls = rows, columns, boxes, walls, pulls
         self.border, self.format_penalty, self.tile = border, format_penalty, tile
@@ -94,8 +96,11 @@ class Sokoban(Game):
                 break
         else:
             raise ConfigError(
-                f"no room of {MOST_DRAWS} had {self.num_boxes} boxes to push with rows={self.rows}, "
-                f"columns={self.columns}, walls={self.walls}, pulls={self.pulls}; lower walls or boxes, or raise rows"
+                "environment.options.walls",
+                self.walls,
+                f"a room with boxes={self.num_boxes} to push in {MOST_DRAWS} draws with rows={self.rows}, "
+                f"columns={self.columns}, pulls={self.pulls}",
+                "lower walls or boxes, or raise rows",
             )
         self.state, self.is_won = state, False
 

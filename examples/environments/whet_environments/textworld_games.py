@@ -81,11 +81,13 @@ class TextWorldGames:
         folder: str | None = None,
     ) -> None:
         if textworld is None:
-            raise ConfigError(f"environment.name=textworld needs TextWorld: {INSTALL}")
+            raise ConfigError("package textworld", "not installed", change=f"run {INSTALL}")
         if unknown := [name for name in settings or {} if name not in GAMES[game]]:
             raise ConfigError(
-                f"environment.options.settings has {unknown[0]!r}; expected settings of {game}: "
-                f"{', '.join(GAMES[game])}"
+                "environment.options.settings",
+                unknown[0],
+                f"settings of {game}: {', '.join(GAMES[game])}",
+                "correct it",
             )
         self.game, self.settings = game, {**GAMES[game], **(settings or {})}
         self.shows_commands, self.pays, self.format_penalty = commands, reward, format_penalty

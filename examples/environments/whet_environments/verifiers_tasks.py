@@ -63,7 +63,7 @@ class Verifiers:
     ) -> None:
         if env and ":" in taskset:
             raise ConfigError(
-                f"environment.options.env={env} needs an installed taskset; expected its name, not {taskset}"
+                "environment.options.taskset", taskset, f"the name of an installed taskset with env={env}"
             )
         self.taskset, self.settings, self.env, self.num_tasks = taskset, dict(settings or {}), env, num_tasks
         self.max_turns, self.seconds = max_turns, seconds
@@ -274,8 +274,7 @@ def load(taskset: str, settings: Mapping[str, Any], env: str, num_tasks: int) ->
             from verifiers.v1.utils.generic import concrete_type
             from verifiers.v1.utils.loaders import resolve_env_config
         except ImportError as error:
-            what = f"environment.name=verifiers needs verifiers 0.4 or newer ({error}): {INSTALL}"
-            raise ConfigError(what) from error
+            raise ConfigError("package verifiers", str(error), "version 0.4 or newer", f"run {INSTALL}") from error
         if ":" in taskset:
             made = load_target(taskset)
             config = concrete_type(made, vf.TasksetConfig, origin=vf.Taskset) or vf.TasksetConfig
@@ -287,7 +286,7 @@ def load(taskset: str, settings: Mapping[str, Any], env: str, num_tasks: int) ->
             player = None if isinstance(player, vf.SingleAgentEnv) else player
         _LOADED[key] = Loaded(list(islice(tasks, num_tasks)), player)
     if not _LOADED[key].tasks:
-        raise ConfigError(f"environment.options.taskset={taskset} has no tasks; change its settings")
+        raise ConfigError("environment.options.taskset", f"{taskset} has no tasks", change="change its settings")
     return _LOADED[key]
 
 
@@ -299,9 +298,7 @@ def choose(tasks: Sequence[Any], wanted: Any, seed: int) -> Any:
         return tasks[wanted]
     found = [task for task in tasks if wanted in (task.data.id, task.data.name)]
     if isinstance(wanted, int) or not found:
-        raise ConfigError(
-            f"the row's field task is {wanted!r}; expected 0 to {len(tasks) - 1}, an id or a name of a task"
-        )
+        raise ConfigError("the row's field task", wanted, f"0 to {len(tasks) - 1}, or the id or name of a task")
     return found[0]
 
 
@@ -320,7 +317,9 @@ def check_playable(task: Any) -> None:
     needs += ["tools"] if kind.toolsets(task.config) else []
     if needs:
         raise ConfigError(
-            f"the task {kind.__name__} needs {', '.join(needs)}, which whet does not start; play it with verifiers"
+            f"task {kind.__name__}",
+            f"needs {', '.join(needs)}, which whet does not start",
+            change="play it with verifiers",
         )
 
 

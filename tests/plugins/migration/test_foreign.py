@@ -68,7 +68,7 @@ def test_a_file_that_builds_on_what_is_not_here_is_answered_too(tmp_path: Path, 
     file.write_text(f"max_steps: 3\n{cause}\n")
     with pytest.raises(ConfigError) as raised:
         load_config(TrainConfig, file)
-    check_fields(raised.value, "max_steps", change="a key of ROLL; write trainer.total_steps")
+    check_fields(raised.value, "max_steps", change=re.compile(r"ROLL.*trainer\.total_steps$"))
     [second] = raised.value.others
     assert "deepspeed_zero" in str(second)
 

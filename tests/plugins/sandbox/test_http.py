@@ -122,7 +122,7 @@ def test_an_answer_has_the_same_score_in_every_language(language: str, isolated_
     text, truth = f"```{language}\n{source}\n```", {"inputs": ["1"], "outputs": ["6"]}
     for sandbox in ("bubblewrap", isolated_address):
         if score is None:  # fails for want of a command, and is no score of the answer
-            with pytest.raises(SandboxError, match=r"language lost.*no-such-command"):
+            with pytest.raises(SandboxError, match=r"\blost\b.*no-such-command"):
                 compute_score(text, truth, sandbox=sandbox, languages=TABLE)
         else:
             assert compute_score(text, truth, sandbox=sandbox, languages=TABLE)["reward"] == score

@@ -294,7 +294,7 @@ def sampled(
 def test_a_parser_that_fails_is_named(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def other(text, schemas):\n    yield 'other'\n")
     name = f"{tmp_path}/mine.py:other"
-    with pytest.raises(ApiError, match=r"the tool parser .*mine\.py:other failed: ValueError: substring") as error:
+    with pytest.raises(ApiError, match=r"mine\.py:other .*ValueError: substring") as error:
         ToolText(asking(name)).add([("text", False)], is_last=True)
     assert (error.value.status, error.value.code) == (500, "tool_parser_failed")
 

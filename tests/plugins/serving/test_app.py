@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -136,16 +137,13 @@ def test_the_deadline_holds_while_the_engine_hangs(
         begun = time.monotonic()
         response = client.post("/v1/completions", json={"model": "m", "prompt": "hi", **more})
         assert 0.3 <= time.monotonic() - begun < 10
-        assert response.status_code == 504 and response.json()["error"] == {
-            "message": "the request failed: its deadline of 0.2 s was over",
-            "type": "timeout_error",
-            "param": None,
-            "code": "deadline_exceeded",
-        }
+        error = response.json()["error"]
+        assert response.status_code == 504 and re.search(r"\b0\.2 s\b", error.pop("message"))
+        assert error == {"type": "timeout_error", "param": None, "code": "deadline_exceeded"}
     monkeypatch.setattr(app, "BUSY_SECONDS", 0.1)
     busy = client.get("/health")
     assert busy.status_code == 200 and busy.json()["status"] == "busy"
-    assert busy.json()["message"].startswith("the engine has not answered for ")
+    assert re.search(r"engine .*\b\d+ s\b", busy.json()["message"])
     metrics = client.get("/metrics").text
     assert "whet_weights_version 7" in metrics and 'path="/v1/completions",status="504"} 3' in metrics
     [card] = client.get("/v1/models").json()["data"]
@@ -168,12 +166,9 @@ def test_a_bug_is_an_error_of_the_api_and_is_logged(
     client = TestClient(App(reader, thread, SETTINGS, dict).asgi, base_url="http://127.0.0.1")
     monkeypatch.setattr(BodyReader, "text", bug)
     response = client.post("/v1/completions", json={"model": "m", "prompt": "hi"})
-    assert response.status_code == 500 and response.json()["error"] == {
-        "message": "the server failed with an unexpected KeyError; the traceback is in its log",
-        "type": "server_error",
-        "param": None,
-        "code": None,
-    }
+    error = response.json()["error"]
+    assert response.status_code == 500 and "KeyError" in error["message"] and "lost" not in error.pop("message")
+    assert error == {"type": "server_error", "param": None, "code": None}
     [record] = [each for each in caplog.records if each.name == "whet.plugins.serving.app"]
     assert record.levelno == logging.ERROR and "/v1/completions" in record.getMessage()
     assert record.exc_info is not None and isinstance(record.exc_info[1], KeyError)

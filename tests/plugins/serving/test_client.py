@@ -58,8 +58,9 @@ def client(server: Running) -> openai.OpenAI:
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["m"]
     assert client.models.retrieve("m").owned_by == "whet"
-    with pytest.raises(openai.NotFoundError, match="the model 'other' does not exist; this server has 'm'"):
+    with pytest.raises(openai.NotFoundError, match=r"'other'.*'m'") as error:
         client.models.retrieve("other")
+    assert (error.value.code, error.value.param) == ("model_not_found", "model")
 
 
 def test_chat(client: openai.OpenAI) -> None:
@@ -229,11 +230,12 @@ def test_log_probs_of_the_likeliest_tokens(client: openai.OpenAI, qwen25_folder:
 @pytest.mark.parametrize("streams", [False, True])
 def test_an_engine_without_the_likeliest_tokens(echo: Running, streams: bool) -> None:
     client = echo.client()
-    with pytest.raises(openai.BadRequestError, match="top_logprobs=2 is not supported: the engine gives") as cannot:
+    with pytest.raises(openai.BadRequestError, match="top_logprobs=2") as cannot:
         client.chat.completions.create(model="m", messages=USER, logprobs=True, top_logprobs=2, stream=streams)
     assert cannot.value.code == "unsupported_value" and cannot.value.param == "top_logprobs"
-    with pytest.raises(openai.BadRequestError, match="logprobs=1 is not supported: the engine gives"):
+    with pytest.raises(openai.BadRequestError, match="logprobs=1") as cannot:
         client.completions.create(model="m", prompt="hi", logprobs=1, stream=streams)
+    assert cannot.value.code == "unsupported_value" and cannot.value.param == "logprobs"
 
 
 def _likeliest(model: PreTrainedModel, extra: Any, count: int, temperature: float) -> list[list[tuple[int, float]]]:
@@ -326,17 +328,18 @@ def test_tools(echo: Running) -> None:
 
 def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
     ask = client.chat.completions.create
-    with pytest.raises(openai.NotFoundError, match="'gpt-5' does not exist") as missing:
+    with pytest.raises(openai.NotFoundError, match="'gpt-5'") as missing:
         ask(model="gpt-5", messages=USER)
     assert missing.value.code == "model_not_found" and missing.value.param == "model"
-    with pytest.raises(openai.BadRequestError, match=r"temperature is 3\.0: input should be less than") as wrong:
+    with pytest.raises(openai.BadRequestError, match=r"3\.0") as wrong:
         ask(model="m", messages=USER, temperature=3.0)
-    assert wrong.value.param == "temperature"
-    with pytest.raises(openai.BadRequestError, match=r"over the model's context of 512 tokens") as long:
+    assert wrong.value.code == "invalid_value" and wrong.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError, match=r"\b510\b.*\b512\b") as long:
         ask(model="m", messages=USER, max_tokens=510)
     assert long.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="unknown parameter temprature; did you mean temperature"):
+    with pytest.raises(openai.BadRequestError, match="temperature") as unknown:
         ask(model="m", messages=USER, extra_body={"temprature": 1})
+    assert unknown.value.code == "unknown_parameter" and unknown.value.param == "temprature"
 
 
 @pytest.mark.parametrize("is_option", [True, False], ids=["option", "variable"])
@@ -346,7 +349,7 @@ def test_an_api_key(start: Start, qwen25_folder: Path, is_option: bool, monkeypa
     words = ["--api-key", "secret-1"] if is_option else []
     server = start(qwen25_folder, "--name", "m", "--engine", ECHO, *words)
     other = server.client(api_key="secret-2")
-    with pytest.raises(openai.AuthenticationError, match=r"another API key .* send Authorization: Bearer KEY") as error:
+    with pytest.raises(openai.AuthenticationError, match="Authorization: Bearer") as error:
         list(other.models.list())
     assert error.value.code == "invalid_api_key"
     for refused in (

@@ -62,35 +62,41 @@ def test_a_body_that_is_too_large(http: httpx.Client, is_chunked: bool) -> None:
     content: Any = iter([body]) if is_chunked else body
     response = http.post(CHAT, content=content, headers={"content-type": "application/json"})
     assert response.status_code == 413
-    assert response.json()["error"]["message"] == "the body has more than 10,486 bytes; shorten it"
+    error = response.json()["error"]
+    assert error["code"] == "body_too_large" and re.search(r"\b10,486\b", error["message"])
 
 
 @pytest.mark.parametrize(
-    ("body", "kind", "status", "message"),
+    ("body", "kind", "status", "param", "code", "said"),
     [
-        (b"{", "application/json", 400, "the body is not JSON"),
-        (b'{"model": NaN}', "application/json; charset=utf-8", 400, "model is nan: input should be a valid string"),
-        (b'{"model": "m", "\\ud800": 1}', "application/json", 400, "unknown parameter \\ud800; remove it"),
-        (b"[" * 9000, "application/json", 400, "the body is not JSON"),
-        (b"\xff", "application/json", 400, "the body is not JSON"),
-        (b"[1]", "application/json", 400, "the body is a JSON list; expected an object"),
-        (b"{}", "text/plain", 415, "send Content-Type: application/json"),
+        (b"{", "application/json", 400, None, None, "not JSON.*char 1"),
+        (b'{"model": NaN}', "application/json; charset=utf-8", 400, "model", "invalid_value", "nan"),
+        (b'{"model": "m", "\\ud800": 1}', "application/json", 400, "\\ud800", "unknown_parameter", r"\\ud800"),
+        (b"[" * 9000, "application/json", 400, None, None, "not JSON.*recursion"),
+        (b"\xff", "application/json", 400, None, None, "not JSON.*0xff"),
+        (b"[1]", "application/json", 400, None, None, "JSON list"),
+        (b"{}", "text/plain", 415, None, None, "text/plain.*application/json"),
     ],
 )
-def test_bodies_that_are_no_request(http: httpx.Client, body: bytes, kind: str, status: int, message: str) -> None:
+def test_bodies_that_are_no_request(
+    http: httpx.Client, body: bytes, kind: str, status: int, param: str | None, code: str | None, said: str
+) -> None:
     response = http.post(CHAT, content=body, headers={"content-type": kind})
-    assert response.status_code == status and message in response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (status, param, code)
+    assert re.search(said, error["message"]), error
 
 
 def test_paths_and_methods_that_are_not_there(http: httpx.Client) -> None:
     for response, status in ((http.get("/v1/embeddings"), 404), (http.get(CHAT), 405)):
         assert response.status_code == status
-        assert "the server has POST /v1/chat/completions" in response.json()["error"]["message"]
+        assert "POST /v1/chat/completions" in response.json()["error"]["message"]
 
 
 def test_a_full_server_refuses_and_goes_on(server: Running, http: httpx.Client) -> None:
-    with pytest.raises(openai.BadRequestError, match="the request asks for 3 samples; the server takes 2"):
+    with pytest.raises(openai.BadRequestError, match=r"\b3\b.*\b2\b") as error:
         server.client().chat.completions.create(**asking("hi", n=3))
+    assert error.value.param == "n"
     with ThreadPoolExecutor(6) as threads:
         found = list(threads.map(lambda _: httpx.post(server.address + CHAT, json=asking("slow yes")), range(6)))
     codes = [response.status_code for response in found]
@@ -112,9 +118,11 @@ def test_samples_over_max_running_wait(server: Running, http: httpx.Client) -> N
 def test_a_request_that_takes_too_long(server: Running, http: httpx.Client) -> None:
     response = http.post(CHAT, json=asking(SLOW))
     assert response.status_code == 504 and response.json()["error"]["code"] == "deadline_exceeded"
-    chunks = server.client().chat.completions.create(**asking(SLOW), stream=True)
-    with pytest.raises(openai.APIError, match="the request failed: its deadline of 2 s was over after"):
-        assert len([chunk.choices[0].delta.content for chunk in chunks]) > 5
+    chunks, num_chunks = server.client().chat.completions.create(**asking(SLOW), stream=True), 0
+    with pytest.raises(openai.APIError, match=r"\b2 s\b") as late:
+        for _ in chunks:
+            num_chunks += 1
+    assert num_chunks > 5 and late.value.code == "deadline_exceeded"
     wait_until_idle(http)
 
 
@@ -126,7 +134,7 @@ def test_an_engine_that_does_not_come_back_in_time(server: Running, http: httpx.
     assert json.loads(lines[0].removeprefix("data: "))["choices"][0]["delta"]["content"]
     error = json.loads(lines[-2].removeprefix("data: "))["error"]
     assert (error["code"], error["type"]) == ("deadline_exceeded", "timeout_error")
-    assert error["message"] == "the request failed: its deadline of 2 s was over, and the engine is still busy"
+    assert re.search(r"\b2 s\b.*engine", error["message"])
     pages = [http.get(path).text for path in ("/health", "/metrics", "/v1/models")]
     assert time.monotonic() - begun < STUCK_SECONDS  # the engine had not come back
     assert json.loads(pages[0])["status"] == "busy" and "whet_samples_running 1" in pages[1] and "weights-0" in pages[2]
@@ -166,10 +174,10 @@ def test_an_engine_that_fails_ends_the_server_and_says_so(start: Start, qwen25_f
     server = start(qwen25_folder, "--name", "m", "--engine", ECHO)
     chunks = server.client().chat.completions.create(**asking(SLOW), stream=True)
     next(chunks)
-    with pytest.raises(openai.InternalServerError, match="the last word was said") as error:
+    with pytest.raises(openai.InternalServerError, match="the last word") as error:
         server.client().chat.completions.create(**asking("die"))
     assert error.value.status_code == 503
-    with pytest.raises(openai.APIError, match=r"RuntimeError: the last word was said"):
+    with pytest.raises(openai.APIError, match="RuntimeError: the last word"):
         list(chunks)
     status, printed = server.ended()
     assert status == 2

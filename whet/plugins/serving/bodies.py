@@ -291,7 +291,7 @@ class BodyReader:
     ) -> list[int]:
         for name in extra:
             if name in RESERVED or name not in _names_read(template):
-                why = "the chat template of this model does not read it"
+                why = "the chat template of this model ignores it"
                 raise unsupported("chat_template_kwargs", {name: extra[name]}, why)
         options = {**extra, **({"tools": tools} if tools else {})}
         text = render_chat(self.tokenizer, messages, add_generation_prompt=True, chat_template_kwargs=options)
@@ -320,7 +320,7 @@ class BodyReader:
         named = {"stop_token_ids": body.stop_token_ids, "allowed_token_ids": body.allowed_token_ids or []}
         for name, ids in {"prompt": prompt, **named}.items():
             if (highest := max(ids, default=0)) >= self.vocab_size:
-                found = f"token id {highest} of {name} is not in the vocabulary"
+                found = f"token id {highest} of {name} is outside the vocabulary"
                 raise refused(name, f"{found}; the model has token ids below {self.vocab_size}")
         if 0 < body.temperature < MIN_TEMPERATURE:
             why = f"float32 cannot hold what it gives; set 0, which is greedy, or {MIN_TEMPERATURE:g} or more"

@@ -45,15 +45,17 @@ def find_chromium(given: str) -> str:
         import playwright.async_api  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "the environment browser needs the package playwright, which is not installed; run "
-            "pip install './examples/environments[browser]' (it uses the Chromium of the system: no download)"
+            "package playwright",
+            "not installed",
+            change="run pip install './examples/environments[browser]' (it uses the system's Chromium: no download)",
         ) from error
     found = shutil.which(given) if given else next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
-        looked = f"environment.options.chromium={given!r}" if given else f"none of {', '.join(NAMES)} is on the PATH"
         raise ConfigError(
-            f"no Chromium was found: {looked}; expected the program of a browser: install it (apt-get install "
-            "chromium), or set environment.options.chromium to its path"
+            "environment.options.chromium",
+            given or f"none of {', '.join(NAMES)} is on the PATH",
+            "the program of Chromium",
+            "install it (apt-get install chromium), or set the key to its path",
         )
     return found
 

@@ -115,8 +115,10 @@ class Browser:
         url = url.replace("{seed}", str(row_seed(prompt, seed)))
         if not url.startswith(("http://", "https://")) or not is_allowed(url, self._launch.hosts):
             raise ConfigError(
-                f"url={url!r} is not on {', '.join(self._launch.hosts)}; expected a page of a host that is allowed: "
-                "correct it, or add its host to environment.options.allowed_hosts"
+                "url",
+                url,
+                f"a page of an allowed host: {', '.join(self._launch.hosts)}",
+                "correct it, or add its host to environment.options.allowed_hosts",
             )
         await self._within(self._open(url), "opening the browser", "start_seconds", self._start_seconds)
         self._left = self._max_steps
@@ -337,5 +339,5 @@ def _scorer(name: str) -> Scorer | None:
         return load_target(name)  # type: ignore[no-any-return]
     except Exception as error:  # importing the file runs code of the user
         raise ConfigError(
-            f"environment.options.scorer={name} cannot be loaded: {describe(error)}; correct it"
+            "environment.options.scorer", f"{name}: {describe(error)}", "a function that can be loaded", "correct it"
         ) from error

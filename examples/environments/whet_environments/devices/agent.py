@@ -146,9 +146,10 @@ class Agent(ABC):
             if time.monotonic() > end:
                 path = self._write("not_begun.png", png)
                 raise DeviceError(
-                    f"{self.controller.name} shows no new game of the {self.game} after {APPEAR_SECONDS:g} s, see "
-                    f"{path}; unlock the phone, see that its browser opens the page, or play what it shows with "
-                    "--page none"
+                    self.controller.name,
+                    f"no new game of the {self.game} after {APPEAR_SECONDS:g} s, see {path}",
+                    change="unlock the phone, see that its browser opens the page, or play what it shows with "
+                    "--page none",
                 )
             time.sleep(POLL_SECONDS)
 
@@ -167,7 +168,9 @@ class Agent(ABC):
             with path.open("a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
         except OSError as error:
-            raise StorageError(f"cannot write {path}: {error}; choose another file with --collect") from error
+            raise StorageError(
+                str(path), f"cannot be written: {error}", change="choose another file with --collect"
+            ) from error
         self.num_collected += 1
 
     def _write(self, name: str, data: bytes) -> Path:
@@ -175,7 +178,9 @@ class Agent(ABC):
         try:
             path.write_bytes(data)
         except OSError as error:
-            raise StorageError(f"cannot write {path}: {error}; choose another folder with --output") from error
+            raise StorageError(
+                str(path), f"cannot be written: {error}", change="choose another folder with --output"
+            ) from error
         return path
 
     @staticmethod
@@ -183,4 +188,6 @@ class Agent(ABC):
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StorageError(f"cannot make {folder}: {error}; choose another folder with --output") from error
+            raise StorageError(
+                str(folder), f"cannot be made: {error}", change="choose another folder with --output"
+            ) from error

@@ -128,7 +128,7 @@ def post(url: str, body: Mapping[str, Any], headers: Mapping[str, str], seconds:
 
     end, read = time.monotonic() + seconds, bytearray()
     late = BackendDeadlineError(
-        f"{url} did not answer within {seconds:g} s; raise --call-seconds, or use a faster model"
+        url, f"no answer within {seconds:g} s", change="raise --call-seconds, or use a faster model"
     )
     try:
         is_here = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
@@ -141,23 +141,23 @@ def post(url: str, body: Mapping[str, Any], headers: Mapping[str, str], seconds:
                 if time.monotonic() > end:
                     raise late
                 if len(read) > MAX_REPLY_BYTES:
-                    raise BackendError(f"{url} sent more than {MAX_REPLY_BYTES} bytes; expected the reply of a model")
+                    raise BackendError(url, f"more than {MAX_REPLY_BYTES} bytes", "the reply of a model")
     except httpx.TimeoutException:
         raise late from None
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise BackendError(
-            f"no model server at {url}: {error or type(error).__name__}; start one (whet serve MODEL, ollama serve), "
-            "or change --url"
+            url,
+            f"no answer: {error or type(error).__name__}",
+            "the address of a model server",
+            "start one (whet serve MODEL, ollama serve), or change --url",
         ) from error
     text = read.decode(errors="replace")
     if reply.status_code != 200:
-        raise BackendError(
-            f"{url} refused with status {reply.status_code}: {text[:300].strip()!r}; check --model{hint}"
-        )
+        raise BackendError(url, f"status {reply.status_code}: {text[:300].strip()!r}", change=f"check --model{hint}")
     try:
         return json.loads(text)
     except ValueError:
-        raise BackendError(f"{url} answered {text[:200]!r}; expected JSON of a model server; change --url") from None
+        raise BackendError(url, f"{text[:200]!r}", "JSON of a model server", "change --url") from None
 
 
 def _text_at(reply: Any, path: tuple[str | int, ...], url: str) -> str:
@@ -170,7 +170,7 @@ def _text_at(reply: Any, path: tuple[str | int, ...], url: str) -> str:
     if not isinstance(found, str):
         shown = json.dumps(reply)[:200]
         where = ".".join(map(str, path))
-        raise BackendError(f"the reply of {url} has no text at {where}: {shown}; check --backend and --url")
+        raise BackendError(url, shown, f"a text at {where}", "check --backend and --url")
     return found
 
 
@@ -179,7 +179,7 @@ def check_backend(name: str) -> None:
     if name not in BACKENDS:
         near = get_close_matches(name, BACKENDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "choose one of them"
-        raise ConfigError(f"--backend {name}: expected one of {', '.join(BACKENDS)}; {hint}")
+        raise ConfigError("--backend", name, f"one of {', '.join(BACKENDS)}", hint)
 
 
 def make_backend(
@@ -197,7 +197,9 @@ def make_backend(
     if name == "scripted":
         return ScriptedBackend(rule)
     if not model:
-        raise ConfigError(f"--backend {name} needs --model, the name under which the server knows the model")
+        raise ConfigError(
+            "--model", None, "the name under which the server knows the model", f"set it for --backend {name}"
+        )
     if name == "ollama":
         return OllamaBackend(url or URLS[name], model, temperature, seconds)
     return OpenAIBackend(url or URLS[name], model, temperature, seconds, api_key)

@@ -26,23 +26,18 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 SCALE = 2  # pixels a CSS pixel
 START_SECONDS, CALL_SECONDS, CLOSE_SECONDS = 60.0, 20.0, 15.0
 NO_BROWSER = (
-    "no Chromium on the PATH (looked for {names}); install it (apt-get install chromium), or name the program with "
-    "--browser PATH; --controller drawn needs no browser"
+    "install it (apt-get install chromium), or name it with --browser PATH; --controller drawn needs no browser"
 )
-NO_START = (
-    "Chromium ({program}) cannot start: {why}; the program is no Chromium, or ended before it answered: try it by "
-    "itself ({program} --version), name another one with --browser PATH, or use --controller drawn"
-)
-NO_PLAYWRIGHT = f"Chromium is driven by playwright, which is not installed; {INSTALL}"
+NO_START = "try it by itself ({program} --version), name another one with --browser PATH, or use --controller drawn"
 
 
 def find_browser(path: str | None = None) -> str:
     """Returns the program of Chromium.  Raises: DeviceError if there is none."""
     found = shutil.which(path) if path else next(filter(None, map(shutil.which, NAMES)), None)
     if found is None and path:
-        raise DeviceError(f"--browser {path} is no program; give the path of Chromium, such as /usr/bin/chromium")
+        raise DeviceError("--browser", path, "the path of Chromium, such as /usr/bin/chromium", "correct it")
     if found is None:
-        raise DeviceError(NO_BROWSER.format(names=", ".join(NAMES)))
+        raise DeviceError("Chromium", f"none of {', '.join(NAMES)} is on the PATH", change=NO_BROWSER)
     return found
 
 
@@ -71,19 +66,24 @@ class ChromiumScreen:
         except FutureTimeoutError:
             self._kill()  # which ends the call that hangs
             raise DeviceError(
-                f"Chromium did not {what} within {seconds or self._seconds:g} s, and was ended; see that the page "
-                "answers, and that the machine has a free core"
+                "Chromium",
+                f"did not {what} within {seconds or self._seconds:g} s, and was ended",
+                change="see that the page answers, and that the machine has a free core",
             ) from None
         except DeviceError:
             raise
         except Exception as error:  # playwright's, and those of its driver
-            raise DeviceError(f"Chromium ({self._program}) cannot {what}: {_first_line(error)}") from error
+            raise DeviceError(
+                f"Chromium ({self._program})",
+                f"cannot {what}: {_first_line(error)}",
+                change="see that the page answers",
+            ) from error
 
     def _start(self) -> None:
         try:
             from playwright.sync_api import sync_playwright
         except ImportError as error:
-            raise DeviceError(NO_PLAYWRIGHT) from error
+            raise DeviceError("package playwright", "not installed", change=f"run {INSTALL}") from error
         self._playwright = sync_playwright().start()
         with suppress(RuntimeError):  # calls raise their errors; Ctrl-C, which also ends the driver, leaves others
             asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
@@ -96,7 +96,12 @@ class ChromiumScreen:
                 timeout=START_SECONDS * 1000,
             )
         except Exception as error:  # playwright's
-            raise DeviceError(NO_START.format(program=self._program, why=_first_line(error))) from error
+            raise DeviceError(
+                f"Chromium ({self._program})",
+                f"cannot start: {_first_line(error)}",
+                "a program of Chromium that answers",
+                NO_START.format(program=self._program),
+            ) from error
         processes = self._browser.new_browser_cdp_session().send("SystemInfo.getProcessInfo")["processInfo"]
         self._pid = next(each["id"] for each in processes if each["type"] == "browser")
         context = self._browser.new_context(
@@ -112,7 +117,7 @@ class ChromiumScreen:
     def open(self, url: str) -> None:
         """Shows a page.  Raises: DeviceError if it is no address of the web, such as a file."""
         if urlsplit(url).scheme not in ("http", "https"):
-            raise DeviceError(f"Chromium opens pages of http and https only, found {url[:200]!r}; serve the page")
+            raise DeviceError("page", url[:200], "an address of http or https", "serve the page")
         self._run(lambda: self._page.goto(url, wait_until="load"), f"open {url}")
 
     def png(self) -> bytes:

@@ -21,7 +21,7 @@ from whet_environments.devices.errors import DeviceError
 CONTROLLERS = ("adb", "chromium", "drawn")
 CALL_SECONDS = 30.0
 PNG = b"\x89PNG\r\n\x1a\n"
-NO_ADB = "the program adb is not on the PATH; install it (apt-get install adb), or use --controller chromium or drawn"
+NO_ADB = "install it (apt-get install adb), or use --controller chromium or drawn"
 STATES = {
     "unauthorized": "allow USB debugging on its screen",
     "offline": "connect it again, or run `adb reconnect offline`",
@@ -84,9 +84,7 @@ class ScreenController:
     def start(self, target: str) -> None:
         """Opens a URL."""
         if "://" not in target:
-            raise DeviceError(
-                f"{self.name} has no apps, so it cannot start {target!r}; give a URL, or use --controller adb"
-            )
+            raise DeviceError(self.name, target, "a URL, as it has no apps", "give a URL, or use --controller adb")
         self.screen.open(target)
 
     def close(self) -> None:
@@ -105,7 +103,7 @@ class AdbController:
         self._seconds, self._ports = call_seconds, list[int]()
         program = shutil.which("adb")
         if program is None:
-            raise DeviceError(NO_ADB)
+            raise DeviceError("adb", "not on the PATH", change=NO_ADB)
         self._program, self.name = program, serial or "adb"
         self._is_connected_here, self._serial = False, ""
         if serial and re.fullmatch(r"[^\s]+:\d+", serial):
@@ -116,8 +114,9 @@ class AdbController:
         said = self._adb("connect", serial, to_device=False).decode(errors="replace").strip()
         if "connected to" not in said:
             raise DeviceError(
-                f"adb cannot connect to {serial}: {said or 'no answer'}; check the address, and that the phone allows "
-                "debugging over the network (adb tcpip 5555)"
+                serial,
+                f"adb cannot connect: {said or 'no answer'}",
+                change="check the address, and that the phone allows debugging over the network (adb tcpip 5555)",
             )
         self._is_connected_here = not said.startswith("already")
 
@@ -134,15 +133,18 @@ class AdbController:
             what = next(
                 (hint for state, hint in STATES.items() if states[serial].startswith(state)), "connect it again"
             )
-            raise DeviceError(f"the device {serial} is {states[serial]!r}; {what}")
+            raise DeviceError(f"device {serial}", states[serial], change=what)
         shown = ", ".join(f"{name} ({state})" for name, state in states.items()) or "none"
         if serial is None and ready:
-            raise DeviceError(f"adb has {len(ready)} devices: {shown}; choose one of them with --serial")
+            raise DeviceError("adb", f"{len(ready)} devices: {shown}", "one device", "choose one of them with --serial")
         near = get_close_matches(serial or "", ready, n=1)
         hint = f"did you mean --serial {near[0]}? " if near else ""
         raise DeviceError(
-            f"adb has no device{f' {serial}' if serial else ''} that is ready: {shown}; {hint}connect a phone with USB "
-            "debugging, start one with `whet play device`, or use --controller chromium or drawn"
+            "adb",
+            f"devices: {shown}",
+            f"{serial or 'a device'} that is ready",
+            f"{hint}connect a phone with USB debugging, start one with `whet play device`, or use --controller "
+            "chromium or drawn",
         )
 
     def screenshot(self) -> bytes:
@@ -150,8 +152,10 @@ class AdbController:
         png = self._adb("exec-out", "screencap", "-p")
         if not png.startswith(PNG):
             raise DeviceError(
-                f"screencap on {self.name} returned {len(png)} bytes that are no PNG file: {png[:80]!r}; unlock the "
-                "phone, and leave screens that forbid screenshots"
+                f"screencap on {self.name}",
+                f"{len(png)} bytes: {png[:80]!r}",
+                "a PNG file",
+                "unlock the phone, and leave screens that forbid screenshots",
             )
         return png
 
@@ -168,9 +172,7 @@ class AdbController:
         said = self._adb("shell", "wm", "size").decode(errors="replace")
         found = re.search(r"Override size: (\d+)x(\d+)", said) or re.search(r"Physical size: (\d+)x(\d+)", said)
         if found is None:
-            raise DeviceError(
-                f"`wm size` on {self.name} printed {said.strip()!r}; expected Physical size: WIDTHxHEIGHT"
-            )
+            raise DeviceError(f"`wm size` on {self.name}", f"{said.strip()!r}", "Physical size: WIDTHxHEIGHT")
         return int(found[1]), int(found[2])
 
     def start(self, target: str) -> None:
@@ -184,7 +186,9 @@ class AdbController:
             said = self._adb("shell", "monkey", "-p", quoted, "-c", "android.intent.category.LAUNCHER", "1")
         text = said.decode(errors="replace")
         if "Error" in text or "No activities found" in text:
-            raise DeviceError(f"{self.name} cannot start {target}: {text.strip()[-300:]}; check the name and the app")
+            raise DeviceError(
+                f"{self.name}: {target}", f"cannot start: {text.strip()[-300:]}", change="check the name and the app"
+            )
 
     def reach(self, port: int) -> None:
         """Lets the device reach 127.0.0.1:`port` of this machine under the same address."""
@@ -214,16 +218,18 @@ class AdbController:
                 except subprocess.TimeoutExpired:
                     process.kill()
                     raise DeviceError(
-                        f"`adb {' '.join(words)}` on {self.name} took longer than {self._seconds:g} s; check the cable "
-                        "or the network, or run `adb kill-server`"
+                        f"`adb {' '.join(words)}` on {self.name}",
+                        f"no end within {self._seconds:g} s",
+                        change="check the cable or the network, or run `adb kill-server`",
                     ) from None
             out.seek(0)
             errors.seek(0)
             if code:
                 said = (errors.read() or out.read()).decode(errors="replace").strip()
                 raise DeviceError(
-                    f"`adb {' '.join(words)}` on {self.name} failed with status {code}: {said[-300:] or 'no message'}; "
-                    "see `adb devices`"
+                    f"`adb {' '.join(words)}` on {self.name}",
+                    f"status {code}: {said[-300:] or 'no message'}",
+                    change="see `adb devices`",
                 )
             return out.read()
 
@@ -233,7 +239,7 @@ def check_controller(name: str) -> None:
     if name not in CONTROLLERS:
         near = get_close_matches(name, CONTROLLERS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "choose one of them"
-        raise ConfigError(f"--controller {name}: expected one of {', '.join(CONTROLLERS)}; {hint}")
+        raise ConfigError("--controller", name, f"one of {', '.join(CONTROLLERS)}", hint)
 
 
 def make_screen(kind: str, game: str, url: str, seed: int, rounds: int, browser: str | None = None) -> Screen:

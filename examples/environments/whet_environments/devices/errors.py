@@ -17,7 +17,7 @@ class DeviceError(WhetError, RuntimeError):
 def check_pillow() -> None:
     """Checks that Pillow is there.  Raises: DeviceError."""
     if find_spec("PIL") is None:
-        raise DeviceError(f"screens are drawn and read with Pillow, which is not installed; {INSTALL}")
+        raise DeviceError("package Pillow", "not installed", change=f"run {INSTALL}")
 
 
 class BackendError(WhetError, RuntimeError):

@@ -90,8 +90,9 @@ class NumberAgent(Agent):
         state = read_number_game(open_image(png))
         if state is not None and state.is_over:
             raise DeviceError(
-                f"the game on {self.controller.name} is over after round {state.round} of {state.rounds}; start the "
-                f"page again, with rounds={self.setup.rounds}"
+                f"game on {self.controller.name}",
+                f"over after round {state.round} of {state.rounds}",
+                change=f"start the page again, with rounds={self.setup.rounds}",
             )
         if state is not None:
             self._collect(state, name)

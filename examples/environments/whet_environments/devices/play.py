@@ -108,13 +108,13 @@ def play_game(game: str, **options: Any) -> dict[str, Any]:
     lang, page = _chosen("--lang", options["lang"], ("en", "zh")), options["page"]
     if options["serial"] and controller != "adb":
         raise ConfigError(
-            f"--serial {options['serial']} names a device for adb, but --controller is {controller}; use adb"
+            "--serial", options["serial"], f"none with --controller {controller}", "remove it, or use --controller adb"
         )
     _check_browser(options["browser"], "--controller", controller)
     _check_scripted(backend, {**options, "observe": None if observe == "image" else observe})
     for option in ("temperature", "call_seconds", "settle"):
         if options[option] is not None and not fits(options[option], NonNegative):
-            raise ConfigError(f"--{option.replace('_', '-')} {options[option]}: expected {describe(NonNegative)}")
+            raise ConfigError(f"--{option.replace('_', '-')}", options[option], describe(NonNegative))
     check_pillow()
     kind, rule = AGENTS[game]
     brain = make_backend(
@@ -164,22 +164,26 @@ def new_folder(name: str, parent: Path = RUNS) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise StorageError(f"cannot make {folder}: {error}; choose another folder with --output") from error
+            raise StorageError(
+                str(folder), f"cannot be made: {error}", change="choose another folder with --output"
+            ) from error
         return folder
     raise AssertionError("count has no end")
 
 
 def _check_browser(browser: str | None, option: str, kind: str) -> None:
     if browser and kind != "chromium":
-        raise ConfigError(f"--browser {browser} names a program of Chromium, but {option} is {kind}; use chromium")
+        raise ConfigError("--browser", browser, f"none with {option} {kind}", f"remove it, or use {option} chromium")
 
 
 def _check_scripted(backend: str, options: Mapping[str, Any]) -> None:
     for option in ("observe", "model", "url"):
         if backend == "scripted" and options[option]:
             raise ConfigError(
-                f"--{option} {options[option]} is for a model, but --backend scripted is a rule that reads the pixels; "
-                f"leave --{option} out, or use --backend openai or ollama"
+                f"--{option}",
+                options[option],
+                "none with --backend scripted, a rule that reads the pixels",
+                "remove it, or use --backend openai or ollama",
             )
 
 
@@ -211,7 +215,7 @@ def open_device(
         shown = "URLs" if kind == "chromium" else "its own page"
         what = "a screen as it is" if page == NO_PAGE else "another page" if "://" in page else "an app"
         other = "chromium or adb" if "://" in page else "adb"
-        raise ConfigError(f"--page {page}: --controller {kind} shows {shown} only; for {what} use --controller {other}")
+        raise ConfigError("--page", page, f"{shown} with --controller {kind}", f"for {what} use --controller {other}")
     return ScreenController(make_screen(kind, game, page or url, seed, rounds, browser), kind)
 
 
@@ -219,7 +223,7 @@ def _chosen(option: str, value: str, known: Sequence[str]) -> str:
     if value not in known:
         near = get_close_matches(value, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "choose one of them"
-        raise ConfigError(f"{option} {value}: expected one of {', '.join(known)}; {hint}")
+        raise ConfigError(option, value, f"one of {', '.join(known)}", hint)
     return value
 
 
@@ -249,7 +253,9 @@ def device(
         try:
             phone = stack.enter_context(AdbServer(shown, port))
         except OSError as error:
-            raise ConfigError(f"--port {port}: {error.strerror}; choose another port, or 0 for a free one") from error
+            raise ConfigError(
+                "--port", f"{port}: {error.strerror}", "a free port", "choose another port, or 0 for a free one"
+            ) from error
         typer.echo(f"serial {phone.serial}; Ctrl-C ends it")
         sys.stdout.flush()
         end = float("inf") if seconds is None else time.monotonic() + seconds
@@ -267,6 +273,6 @@ def main(words: Sequence[str]) -> int:
     if words and not words[0].startswith("-") and words[0] not in known:
         near = get_close_matches(words[0].replace("_", "-"), known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else "choose one of them"
-        raise ConfigError(f"whet play {words[0]}: expected one of {', '.join(known)}; {hint}")
+        raise ConfigError("whet play", words[0], f"one of {', '.join(known)}", hint)
     status = app(args=list(words), prog_name="whet play", standalone_mode=True)
     return int(status or 0)

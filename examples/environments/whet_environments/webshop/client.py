@@ -67,7 +67,7 @@ class WebShopServer:
     ) -> None:
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
             raise ConfigError(
-                f"url={url!r}; expected the address that the server prints, such as http://127.0.0.1:8000"
+                "environment.options.url", url, "the address that the server prints, such as http://127.0.0.1:8000"
             )
         self._api = f"{url.rstrip('/')}/api/sessions"
         self._context: Context = context

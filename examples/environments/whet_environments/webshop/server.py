@@ -43,7 +43,9 @@ try:
     from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
     from starlette.routing import Route
 except ImportError as error:
-    raise ConfigError(f"the server of the shop needs starlette and uvicorn; run {pip_install('serve')}") from error
+    raise ConfigError(
+        "packages starlette and uvicorn", "not installed", change=f"run {pip_install('serve')}"
+    ) from error
 
 HOST = "127.0.0.1"
 MAX_SESSIONS = 10_000  # the oldest one is forgotten first
@@ -207,7 +209,7 @@ def bind(port: int) -> socket.socket:
         bound.listen(128)  # whoever reads the address may call before the server has started
     except (OSError, OverflowError) as error:
         bound.close()
-        raise ConfigError(f"port {port} of {HOST} cannot be used: {error}; choose another one, or 0") from error
+        raise ConfigError("--port", f"{port} of {HOST}: {error}", "a free port", "choose another one, or 0") from error
     return bound
 
 
@@ -228,7 +230,7 @@ def running(shop: Catalogue, port: int = 0) -> Iterator[str]:
         until = time.monotonic() + START_SECONDS
         while not server.started:
             if time.monotonic() > until or not thread.is_alive():
-                raise DeadlineError(f"the server of the shop did not start within {START_SECONDS:g} s; try again")
+                raise DeadlineError("server of the shop", f"not started within {START_SECONDS:g} s", change="try again")
             time.sleep(0.01)
         yield f"http://{HOST}:{bound.getsockname()[1]}"
     finally:

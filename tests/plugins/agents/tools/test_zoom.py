@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -64,12 +65,12 @@ def test_without_a_size_of_the_model_boxes_are_in_pixels_of_the_image() -> None:
 @pytest.mark.parametrize(
     ("box", "number", "message"),
     [
-        ([0, 0, 40], 1, r"box has 3 numbers; expected four"),
-        ([0, 0, float("nan"), 9], 1, "expected four"),
-        ([40, 20, 0, 0], 1, r"the part has -40 x -20 pixels; expected at least 8 a side, as .* in an image of 80 x 40"),
-        ([0, 0, 40, 7], 1, "the part has 40 x 7 pixels"),
-        ([0, 0, 40, 20], 2, "image is 2, and there are 1; give a number from 1"),
-        ([0, 0, 40, 20], 0, "image is 0"),
+        ([0, 0, 40], 1, r"box .*\b3\b.*x1.*y2"),
+        ([0, 0, float("nan"), 9], 1, r"box .*x1.*y2"),
+        ([40, 20, 0, 0], 1, r"-40 x -20 .*\b8\b.*\b80 x 40"),
+        ([0, 0, 40, 7], 1, r"\b40 x 7 .*\b8\b"),
+        ([0, 0, 40, 20], 2, r"image .*\b2\b.*\b1\b"),
+        ([0, 0, 40, 20], 0, r"image .*\b0\b"),
     ],
 )
 def test_a_wrong_box_is_an_error_for_the_model(box: list[float], number: int, message: str) -> None:
@@ -126,7 +127,7 @@ def test_an_image_is_a_part_of_the_result() -> None:
     assert [message.role for message in found.messages] == ["tool"] * 3
     assert [message.fields["tool_call_id"] for message in found.messages] == ["c0", "c1", "c2"]
     assert found.messages[0].content == found.messages[2].content == [{"type": "image"}]
-    assert found.messages[1].content == "error: ValueError: image is 3, and there are 1; give a number from 1"
+    assert re.fullmatch(r"error: ValueError: .*\b3\b.*\b1\b.*", str(found.messages[1].content))
     assert [only_colour(images(media)[0]) for media in found.media] == [(255, 0, 0), (0, 255, 0)]
     assert (found.fields["tools/calls"], found.fields["tools/errors"]) == (3, 1)
 
@@ -139,8 +140,8 @@ def test_in_a_user_message_images_are_between_the_marks() -> None:
     assert message.content == [text[0], {"type": "image"}, text[1], again, {"type": "image"}, text[1]]
     assert len(found.media) == 2
     [message] = answered("zoom", "user", WRONG, WRONG).messages
-    error = "<tool_response>\nerror: ValueError: image is 3, and there are 1; give a number from 1\n</tool_response>"
-    assert message.content == f"{error}\n{error}"
+    error = r"<tool_response>\nerror: ValueError: .*\b3\b.*\b1\b.*\n</tool_response>"
+    assert re.fullmatch(f"{error}\n{error}", str(message.content))
 
 
 def test_a_result_of_texts_and_images(tmp_path: Any) -> None:

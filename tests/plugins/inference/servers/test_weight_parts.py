@@ -149,5 +149,5 @@ def test_a_handle_begins_where_torch_wants_it() -> None:
 def test_an_accelerator_that_a_server_does_not_see() -> None:
     """Here it sees none, or another one."""
     told = {"places": [], "memory": {"device": "that of the trainer"}}
-    with pytest.raises(ValueError, match="lie on the accelerator that of the trainer, and this server sees"):
+    with pytest.raises(ValueError, match="that of the trainer"):
         list(whet_weight_parts.weights_in(told))

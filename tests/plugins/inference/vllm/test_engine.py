@@ -745,9 +745,9 @@ def test_options_are_checked_before_anything_starts(start: Start, model_folder: 
     )
     with raises(ConfigError, "rollout.engine.options.adapter", found=True, expected=re.compile("now experts")):
         VLLMEngine(torch.float32, 8, CPU, experts, adapter=True)
-    with raises(ConfigError, re.compile("weights_dirs$"), found=True, change="did you mean 'weights_dir'?"):
+    with raises(ConfigError, re.compile("weights_dirs$"), found=True, change=re.compile("'weights_dir'")):
         ROLLOUT_ENGINES["vllm"].resolve_options({"weights_dirs": True}, "rollout.engine.options")
-    with raises(ConfigError, re.compile("kv_cache_bytes$"), found=0, expected=re.compile("a whole number > 0")):
+    with raises(ConfigError, re.compile("kv_cache_bytes$"), found=0, expected=re.compile("whole .*> 0$")):
         ROLLOUT_ENGINES["vllm"].resolve_options({"kv_cache_bytes": 0}, "rollout.engine.options")
 
 
