@@ -16,6 +16,7 @@ import pytest
 from openai.resources.chat.completions import Completions
 from openai.resources.completions import Completions as TextCompletions
 
+from tests.raising import check_fields
 from whet.data.chat import encode_rendered, render_chat
 from whet.errors import EngineError, WhetError
 from whet.keyed import key
