@@ -67,6 +67,12 @@ class Bound:
         names = self.entry.parameters
         return [(name, None if name in SUPPLIED else FOREIGN_COLUMNS.get(name, name)) for name in names]
 
+    @cached_property
+    def before(self) -> dict[str, Bound]:
+        """The functions that compute extra columns of a loss from a mini-batch, by column, with the loss's options."""
+        resolved, functions = {**self.entry.options, **self.options}, mini_batch_functions(self.entry)
+        return {column: Bound(own, {name: resolved[name] for name in own.options}) for column, own in functions.items()}
+
     def __call__(self, columns: Mapping[str, Tensor], supplied: Values | None = None) -> Any:
         """Calls the function with its columns and options.  Returns its result."""
         given, mask = supplied or {}, columns.get("response_mask")
@@ -163,13 +169,8 @@ def mini_batch_functions(entry: Entry) -> dict[str, Entry]:
 
 
 def with_mini_batch_columns(loss: Bound, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Adds to a whole mini-batch the columns that `mini_batch_functions` compute; they get the loss's options."""
-    resolved = {**loss.entry.options, **loss.options}
-    own = {
-        column: call(function, columns, {name: resolved[name] for name in function.options})
-        for column, function in mini_batch_functions(loss.entry).items()
-    }
-    return {**columns, **own}
+    """Adds to a whole mini-batch the columns that `loss.before` computes."""
+    return {**columns, **{column: own(columns) for column, own in loss.before.items()}}
 
 
 def policy_loss(function: Bound, columns: Mapping[str, Tensor], supplied: Values | None = None) -> PolicyLoss:

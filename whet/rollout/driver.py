@@ -18,8 +18,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from whet.environments.host import EnvironmentHost
-from whet.environments.protocol import Observation
-from whet.errors import DataError, WorkerError
+from whet.errors import WorkerError
 from whet.phases import counted
 from whet.processes.background import Mailbox
 from whet.rollout.episode import Command, Delegate, End, Episode, Reset, Sample, Step
@@ -282,11 +281,7 @@ class Driver(Mailbox):
                 continue
             del self._stepping[uid]
             episode = self._open[uid].episode
-            match _read(episode, result):
-                case Failure() as failure:
-                    self._carry_out(episode, episode.on_failure(failure))
-                case observation:
-                    self._carry_out(episode, episode.on_observation(observation))
+            self._carry_out(episode, episode.on_result(result))
 
     def _handle(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -346,13 +341,3 @@ class Driver(Mailbox):
             del self._sampling[uid]
         self._unsent = deque(each for each in self._unsent if each[0].id not in gone)
         self._stepping = {uid: agent for uid, agent in self._stepping.items() if uid not in gone}
-
-
-def _read(episode: Episode, result: Observation | Failure) -> Observation | Failure:
-    """Converts the observation to the form that the episode's model reads; a failure if this is impossible."""
-    if isinstance(result, Failure) or not (result.messages or result.media or result.tasks):
-        return result
-    try:
-        return episode.stage.codec.read(result)
-    except DataError as error:
-        return Failure("environment", str(error))

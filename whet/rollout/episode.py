@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from whet.data.chat import assistant_message, check_message
 from whet.environments.protocol import GOES_ON, Answer, Observation, Result, Task, unpaid
-from whet.errors import TextError, ToolError
+from whet.errors import DataError, TextError, ToolError
 from whet.keyed import key
 from whet.rollout.protocol import Completion, Partial, Request, SamplingParams
 from whet.types import Failure, Limit, Media, Message, Prompt, Trajectory, Turn
@@ -165,6 +165,15 @@ class Episode:
     def start(self) -> list[Command]:
         """Starts the episode. A silent environment needs no reset."""
         return self._next_turn(GOES_ON) if self.stage.is_silent else [Reset()]
+
+    def on_result(self, result: Observation | Failure) -> list[Command]:
+        """Continues with the result of the environment's reset or step, in the form that the model reads."""
+        if not isinstance(result, Failure) and (result.messages or result.media or result.tasks):
+            try:
+                result = self.stage.codec.read(result)
+            except DataError as error:
+                result = Failure("environment", str(error))
+        return self.on_failure(result) if isinstance(result, Failure) else self.on_observation(result)
 
     def on_observation(self, observation: Observation) -> list[Command]:
         """Reads the observation from the environment's reset or step. Then continues or ends the episode."""
