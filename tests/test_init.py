@@ -67,7 +67,8 @@ def test_every_extra_is_of_something_that_whet_uses() -> None:
     assert wanted >= {"ray", "peft", "wandb"}
     imported = set(re.findall(r"^ *(?:import|from) ([\w.]+)", sources, re.MULTILINE))
     named = {part for module in imported for part in module.split(".")}
-    named |= {"video"} if "av" in imported else set()  # the extra's one package has another name
+    for extra, package in (("video", "av"), ("verl", "tensordict")):  # their one package has another name
+        named |= {extra} if package in imported else set()
     assert not [name for name in wanted if name.replace("-", "_") not in named]
 
 
@@ -332,6 +333,21 @@ def test_a_function_and_the_key_that_it_stands_for_are_not_both_given() -> None:
 def test_export_takes_a_run_and_names_its_argument() -> None:
     with raises(DataError, "checkpoint", found=5):
         whet.export(5, "out")  # type: ignore[arg-type]
+
+
+FIRST = {"whet", *(f"whet.{name}" for name in "api errors manifests moved options registry targets version".split())}
+SERVER = {"whet.processes", "whet.processes.frames", "whet.processes.template"}
+
+
+@pytest.mark.parametrize(("module", "own"), [("whet", FIRST), ("whet.processes.template", FIRST | SERVER)])
+def test_an_import_and_the_start_of_a_child_load_little(module: str, own: set[str]) -> None:
+    """The server of child processes imports little too; each further module takes time at the start of all."""
+    program = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    loaded = {name for name in done.stdout.split() if not name.startswith("_")}
+    names = {name.partition(".")[0] for name in loaded} - sys.stdlib_module_names
+    assert names - own <= {"annotated_types", "typing_extensions"}
+    assert {name for name in loaded if name.startswith("whet")} == own
 
 
 @pytest.mark.slow
