@@ -25,7 +25,7 @@ from whet.environments.host import Deadlines, EnvironmentHost, open_host
 from whet.environments.protocol import Answer, Observation
 from whet.errors import ConfigError, ToolError
 from whet.plugins.agents.tools.toolbox import toolbox_of
-from whet.rollout.collect import TemplateCodec
+from whet.rollout.codec import TemplateCodec
 from whet.types import Failure, Message, Prompt
 
 pytest.importorskip("mcp", reason="MCP is not installed: pip install -e '.[mcp]'")

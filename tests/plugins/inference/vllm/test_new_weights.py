@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New weights of vLLM, like those of every server."""
+"""Tests new weights of vLLM, by the checks of every server."""
 
 from __future__ import annotations
 
