@@ -335,7 +335,8 @@ def test_export_takes_a_run_and_names_its_argument() -> None:
         whet.export(5, "out")  # type: ignore[arg-type]
 
 
-FIRST = {"whet", *(f"whet.{name}" for name in "api errors manifests moved options registry targets version".split())}
+NAMES = ("api", "errors", "manifests", "moved", "options", "registry", "targets", "version")
+FIRST = {"whet", *(f"whet.{name}" for name in NAMES)}
 SERVER = {"whet.processes", "whet.processes.frames", "whet.processes.template"}
 
 

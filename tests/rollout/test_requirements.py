@@ -122,9 +122,20 @@ class Other:
 
 def test_the_functions_of_an_engine_are_named_by_its_registration_or_by_its_base() -> None:
     assert requirement(ROLLOUT_ENGINES["native"], "planned_by") == NativeEngine.planned_bytes
-    assert requirement(ROLLOUT_ENGINES[RECORDED], "planned_by") == NativeEngine.planned_bytes
-    assert requirement(ROLLOUT_ENGINES[RECORDED], "media_checked_by") == NativeEngine.check_media
+    derived = [requirement(ROLLOUT_ENGINES[RECORDED], mark) for mark in ("planned_by", "media_checked_by")]
+    assert [each.__func__ for each in derived] == [
+        NativeEngine.planned_bytes.__func__,
+        NativeEngine.check_media.__func__,
+    ]  # type: ignore[union-attr,attr-defined]
     assert requirement(ROLLOUT_ENGINES[RECORDED], "checked_by") is None is requirement(ROLLOUT_ENGINES["hf"], "refuses")
+
+
+def test_a_derived_engine_may_override_them(tmp_path: Path) -> None:
+    own = "from whet.rollout.native.engine import NativeEngine\n\n\nclass Mine(NativeEngine):\n"
+    own += "    @classmethod\n    def planned_bytes(cls, decoding, options):\n        return cls.__name__\n"
+    (tmp_path / "mine.py").write_text(own)
+    planned = requirement(ROLLOUT_ENGINES[f"{tmp_path}/mine.py:Mine"], "planned_by")
+    assert planned is not None and planned(None, {}) == "Mine"
 
 
 @pytest.mark.parametrize("name", ["Own", "Derived"])

@@ -56,7 +56,9 @@ class PromptFormat(ChatFormat):
     system_prompt: str | None = None
     format_prompt: str | None = None
     media_keys: Mapping[Kind, str] = field(default_factory=_MEDIA_KEYS.copy)  # the fields of media by kind
-    lost: list[str] = field(default_factory=list)  # texts that the template left out, one of each conversation
+    lost: list[str] = field(
+        default_factory=list, init=False
+    )  # texts that the template left out, one of each conversation
 
     def __post_init__(self) -> None:
         if self.system_prompt is not None and not self.apply_chat_template:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 OLDEST_PYTHON = (3, 11)
 FEW_FILES, SMALL_SHM, LITTLE_DISK, LITTLE_MEMORY = 1024, 64 * 2**20, 2**30, 2**30
-PACKAGES = ("whet", "torch", "transformers", "ray", "tensordict", "numpy")
+PACKAGES = ("whet", "torch", "transformers", "ray", "numpy")
 APART_SECONDS = 1.0
 
 

@@ -98,7 +98,7 @@ class Driver(Mailbox):
         future = Future[T]()
         try:
             future.set_result(call())
-        except BaseException as error:  # errors belong to the caller
+        except Exception as error:  # errors belong to the caller
             future.set_exception(error)
         return future
 

@@ -72,7 +72,8 @@ class CacheRoom:
 
 def requirement(entry: Entry, mark: str) -> Callable[..., Any] | None:
     """Returns the function that an engine's registration names by `mark`, for questions before an engine is built. A
-    class has the functions of its registered base class; None without a function. The marks, all optional:
+    class derived from a registered one has its functions; where they are class methods, those that it overrides. None
+    without a function. The marks, all optional:
 
     planned_by(decoding, options) -> RolloutBytes: the memory of an engine.
     checked_by(model, longest, options): can an engine start here, and sample `longest` tokens?  Raises: ConfigError.
@@ -81,4 +82,6 @@ def requirement(entry: Entry, mark: str) -> Callable[..., Any] | None:
     if mark in entry.marks:
         return entry.marked(mark)  # type: ignore[no-any-return]
     bases = [ROLLOUT_ENGINES.registered(each) for each in getattr(entry.function, "__mro__", ())]
-    return next((each.marked(mark) for each in bases if each is not None and mark in each.marks), None)
+    found = next((each.marked(mark) for each in bases if each is not None and mark in each.marks), None)
+    is_method = isinstance(getattr(found, "__self__", None), type)
+    return getattr(entry.function, found.__name__) if found is not None and is_method else found  # type: ignore[no-any-return]

@@ -23,15 +23,7 @@ from whet.phases import phase, watching
 from whet.rollout.batch import rows_of
 from whet.rollout.driver import Driver
 from whet.rollout.episode import Episode, Rules, Stage
-from whet.rollout.flow import (
-    Chosen,
-    Command,
-    Filter,
-    Flow,
-    HandOut,
-    RunEpisodes,
-    Score,
-)
+from whet.rollout.flow import Chosen, Command, Filter, Flow, HandOut, RunEpisodes, Score
 from whet.rollout.protocol import SamplingParams
 from whet.rollout.reports import FailureWatch, count_failures, measure_filter, measure_staleness
 from whet.rollout.snapshot import restore, snapshot
@@ -162,8 +154,9 @@ class Rollouts:
         scores_alone = self.scorer is not None and all(each.scores_alone for each in scorers)
         flow = Flow(n, len(prompts), PromptSource(first=prompts), episodes, scores_alone=scores_alone)
         between = self.may_stop if purpose == "validation" else None
-        begun = self._begin(Asked(flow, scorers, is_scored), step, Metrics(), between)
+        begun = self._begin(asked := Asked(flow, scorers, is_scored), step, Metrics(), between)
         if not is_scored:
+            asked.handed_out.cancel()  # nobody waits for it
             return begun.groups
         groups = begun.result().kept
         count_failures(groups, Metrics(), self.spent)

@@ -16,7 +16,7 @@ import torch
 from whet import column_rules as rules, keyed, serialization
 from whet.batch import Batch
 from whet.column_rules import Names, ObjectArray, RowIndex, tensors_of
-from whet.errors import DataError
+from whet.errors import DataError, of_extra
 from whet.serialization import pack_tensor, unpack_tensor
 
 if TYPE_CHECKING:  # a TensorDict is made where verl's form is asked for: importing it takes 2.5 CPU seconds
@@ -128,8 +128,8 @@ class DataProto(Batch):
         of `meta_info` become objects of the whole batch. `from_tensordict` converts it back."""
         if both := sorted(self.meta_info.keys() & set(self.keys())):
             raise DataError("meta_info", f"{both} are columns too", "names of its own", "rename one of each")
-        from tensordict import NonTensorData, NonTensorStack
-
+        with of_extra("verl", "tensordict"):
+            from tensordict import NonTensorData, NonTensorStack
         result = self.tensor_dict()
         for name, column in self.non_tensor_batch.items():
             result[name] = NonTensorStack(*map(NonTensorData, column))
@@ -373,8 +373,8 @@ def pack_tensordict(batch: TensorDict) -> PackedDict:
 
 def unpack_tensordict(packed: PackedDict) -> TensorDict:
     """Returns the TensorDict that `pack_tensordict` packed, on its device."""
-    from tensordict import TensorDict
-
+    with of_extra("verl", "tensordict"):
+        from tensordict import TensorDict
     batch_size, device, items = packed
     tensors = {
         name: torch.nested.as_nested_tensor([unpack_tensor(each) for each in item[1]], layout=getattr(torch, item[0]))

@@ -155,7 +155,7 @@ async def _run(call: Callable[[], Any], *, is_async: bool) -> Any:
     def with_place() -> Any:
         try:
             return call()
-        except SystemExit as error:  # the model reads its place
+        except SystemExit as error:  # becomes an error with its place, which the model reads
             raise RuntimeError(describe(error)) from error
 
     thread = Background("whet-tool")

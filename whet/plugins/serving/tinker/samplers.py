@@ -53,7 +53,7 @@ class Samplers:
     def __init__(self, engine: Shared, module: Callable[[str, str | None], PreTrainedModel]) -> None:
         """Wraps an engine. `module` returns the module with given weights; it may raise WhetError or RefusedError."""
         self._engine, self._module = engine, module
-        self._live = Ledger[LiveSample]()
+        self._live, self._num_running = Ledger[LiveSample](), 0
         self._source: Source | None = None
         self._attached: PreTrainedModel | None = None
         self._ended: list[Event] = []  # of requests that ended outside of the engine
@@ -67,6 +67,7 @@ class Samplers:
             return answer
         if (earlier := self._live.pop(request.uid, None)) is not None and earlier.is_running:
             self._engine.abort([request.uid])
+            self._num_running -= 1
         self._live[request.uid] = LiveSample(request)
         return True
 
@@ -77,8 +78,8 @@ class Samplers:
         until = time.monotonic() + max(timeout_seconds, min(self.spent, MOST_SECONDS))
         self.spent, events = 0.0, list[Event]()
         while True:
-            waiting = self._waiting()
-            if waiting and not any(each.is_running for each in self._live.values()):
+            waiting = self._waiting() if len(self._live) > self._num_running else {}
+            if waiting and not self._num_running:
                 self._switch(*next(iter(waiting.items())))
             elif self._source is not None and [*waiting] == [self._source]:
                 self._begin(waiting[self._source])
@@ -89,6 +90,7 @@ class Samplers:
                     events.append(event)
                     if isinstance(event, Finished | Failed):
                         del self._live[event.uid]
+                        self._num_running -= 1
             if time.monotonic() >= until or not self._live:
                 return events
 
@@ -128,6 +130,7 @@ class Samplers:
         for each in waiting:
             try:
                 each.is_running = self._engine.submit(each.request)
+                self._num_running += each.is_running
             except WhetError as error:
                 self._fail(each.request, error)
 
@@ -145,7 +148,7 @@ class Samplers:
 
     def status(self) -> Status:
         """Returns the numbers of running and waiting requests, and the oldest request."""
-        return self._live.status(self._switches, sum(each.is_running for each in self._live.values()))
+        return self._live.status(self._switches, self._num_running)
 
     def close(self) -> None:
         """Frees all resources."""
