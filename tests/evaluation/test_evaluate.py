@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.raising import raises
 from whet.checkpoints.export import export
 from whet.config import EvalConfig, load_config
-from whet.errors import CheckpointError, ConfigError, DataError, RewardError
+from whet.errors import CheckpointError, ConfigError, DataError, EnvError, RewardError
 from whet.evaluation import evaluate as evaluation
 from whet.evaluation.answers import Record, by_prompt
 from whet.evaluation.estimators import MeanEstimate
@@ -267,6 +267,20 @@ def test_a_folder_that_is_no_model_is_refused(eval_config: MakeConfig, tmp_path:
     (tmp_path / "checkpoints").mkdir()
     with raises(CheckpointError, expected=re.compile(r"manifest\.json")):
         evaluate(eval_config(**{"model.path": str(tmp_path)}), reward=lambda solution_str: 0.0, data=[])
+
+
+def test_an_environment_that_refuses_its_options_is_named_before_anything_is_sampled(
+    eval_config: MakeConfig, additions: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "small.py").write_text(
+        "from whet.errors import ConfigError\n\n\nclass Small:\n    def __init__(self, prompt, *, size: int = 1):\n"
+        "        if size > 3:\n            raise ConfigError('environment.options.size', size, 'at most 3')\n"
+    )
+    monkeypatch.setattr(Rollouts, "sample", None)
+    name = f"{tmp_path / 'small.py'}:Small"
+    config = eval_config(**{"environment.name": name, "environment.options.size": 7})
+    with raises(EnvError, re.compile(r"environment\.options\.size$"), found=7, expected="at most 3"):
+        evaluate(config, reward=lambda solution_str: 0.0, data=additions[:1])
 
 
 def test_failed_prompts_are_answered_again(eval_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def stages_of(
 ) -> dict[str, Stage]:
     """Makes the settings of each agent's episodes, by name, without starting an environment. `media_folder` stores the
     images and videos of observations.  Raises: ConfigError; ToolError for an MCP server that does not start."""
-    environment, encoders = config.environment, getattr(tokenizer, "encoders", None)
+    environment, encoders = config.environment, encoders_of(tokenizer)
     reader = None if encoders is None else MediaReader(MediaLimits.of(config.data), encoders, media_folder)
     agents = {MAIN: environment, **environment.agents}
     return {name: _stage(stage, config, tokenizer, reader) for name, stage in agents.items()}

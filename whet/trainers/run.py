@@ -21,6 +21,7 @@ from whet.batch import Batch
 from whet.config.schema import TrainConfig
 from whet.evaluation.answers import readable
 from whet.metrics import Metrics
+from whet.models.encoders.load import encoders_of
 from whet.roles.rollout_worker import Direct
 from whet.rollout.batch import to_batch
 from whet.rollout.flow import by_player
@@ -161,7 +162,7 @@ class Run(Frame):
             if purpose == "dropped":
                 line["dropped_by"] = f"{dropping.name}, which reads the group's {dropping.metric}"
         files.write(path, "".join(map(json_line, chain.from_iterable(lines))))
-        if getattr(self.tokenizer, "encoders", None) is not None:
+        if encoders_of(self.tokenizer) is not None:
             copy_media(self.run_dir / MEDIA, groups)
         if purpose == "validation":
             self._write_jumps(path, list(chain.from_iterable(lines)))

@@ -13,4 +13,4 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
 def test_a_replica_beside_each_of_two_ranks(has_vllm: None, tmp_path: Path) -> None:
-    assert_learns_as_well("quickstart_vllm_fsdp2", make_task(tmp_path / "quickstart"), steps=100, learned=0.75)
+    assert_learns_as_well("quickstart_vllm_fsdp2", make_task(tmp_path / "quickstart"))
