@@ -54,10 +54,14 @@ class Revision:
 
     def start(self, words: Sequence[str], folder: Path, threads: int = 1) -> subprocess.Popen[bytes]:
         """Starts `whet WORDS` in `folder`, where its output goes to the end of the file `log`."""
+        return self.python(self.command(words)[1:], folder, threads)
+
+    def python(self, words: Sequence[str], folder: Path, threads: int = 1) -> subprocess.Popen[bytes]:
+        """Starts Python with these arguments, as `start` does."""
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "log").open("ab") as output:
             return subprocess.Popen(
-                self.command(words),
+                [sys.executable, *words],
                 cwd=folder,
                 env=self.environment(threads),
                 stdin=subprocess.DEVNULL,
@@ -83,15 +87,23 @@ def finish(process: subprocess.Popen[bytes], folder: Path) -> None:
         raise CommandError("\n".join([f"exit status: {status}; the end of {folder / 'log'}:", *said]))
 
 
-def finish_measured(process: subprocess.Popen[bytes], folder: Path) -> int:
-    """Waits for a command as `finish` does.  Returns its peak of resident memory, in bytes."""
+@dataclass(frozen=True)
+class Used:
+    """The resources that a process used: its peak of resident memory, and processor seconds of all its threads."""
+
+    peak_bytes: int
+    cpu_seconds: float
+
+
+def finish_measured(process: subprocess.Popen[bytes], folder: Path) -> Used:
+    """Waits for a command as `finish` does."""
     timer = threading.Timer(DEADLINE_SECONDS, process.kill)
     timer.start()
     _, status, usage = os.wait4(process.pid, 0)
     timer.cancel()
     process.returncode = os.waitstatus_to_exitcode(status)
     finish(process, folder)
-    return usage.ru_maxrss * KIBIBYTE
+    return Used(usage.ru_maxrss * KIBIBYTE, usage.ru_utime + usage.ru_stime)
 
 
 def renamed(word: str, keys: Mapping[str, str]) -> str:

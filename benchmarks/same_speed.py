@@ -4,10 +4,11 @@
     python -m benchmarks same_speed --before 63aba1a                    against the files that lie here
     python -m benchmarks same_speed --before 63aba1a --after HEAD --pairs 15
 
-Two workloads: `long`, whose answers are long, for the rollout and the update; and the quickstart's recipe, for its
-step. A run's seconds are the median of its steps without the first ones, a pair's ratio is after / before. Exit status:
-1 if the lower 95 % bound of the median ratio is above 1.03 anywhere, or the median peak of memory grew by more than 2 %
-and more than 30 MiB.
+Two runs: `long`, whose answers are long, for the rollout and the update; and the quickstart's recipe, for its step. A
+run's seconds are the median of its steps without the first ones. Two imports, in CPU seconds, the median of several
+processes: `import whet`, and the modules of the server of child processes. A pair's ratio is after / before. Exit
+status: 1 if the lower 95 % bound of the median ratio is above 1.03 anywhere, or the median peak of memory grew by more
+than 2 % and more than 30 MiB.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ CONFIDENCE = 0.95
 MOST_SLOWER = 1.03
 MOST_MEMORY_SHARE, MOST_MEMORY_BYTES = 0.02, 30 * 2**20
 WARM_UP_STEPS = 2
+IMPORTS = 9  # processes of a measurement
 BUSY = 0.05  # share of the cores that others may take before the times are worth little
 
 
@@ -47,8 +49,29 @@ class Workload:
     words: tuple[str, ...]
     times: tuple[str, ...]  # names in timings.jsonl
 
+    def measure(self, revision: Revision, folder: Path, renamed: Mapping[str, str]) -> Measured:
+        """Runs it on one commit, on all cores, and deletes its files.  Raises: CommandError."""
+        process = revision.start([*self.words, "trainer.run_dir=run"], folder, threads=os.cpu_count() or 1)
+        used = finish_measured(process, folder)
+        seconds = seconds_of(folder / "run", self.times, renamed)
+        shutil.rmtree(folder)
+        return Measured(seconds, used.peak_bytes)
 
-def workloads(task: Path, is_quick: bool) -> dict[str, Workload]:
+
+@dataclass(frozen=True)
+class Import:
+    """A module whose import is timed."""
+
+    module: str
+
+    def measure(self, revision: Revision, folder: Path, renamed: Mapping[str, str]) -> Measured:
+        """Imports it in new processes.  Raises: CommandError."""
+        words = ["-c", f"import {self.module}"]
+        used = [finish_measured(revision.python(words, folder), folder) for _ in range(IMPORTS)]
+        return Measured({"cpu": median(each.cpu_seconds for each in used)}, max(each.peak_bytes for each in used))
+
+
+def workloads(task: Path, is_quick: bool) -> dict[str, Workload | Import]:
     """The workloads by name. Weights of `long` stay as they are, so that its answers are as long on both commits."""
     data = (f"data.train_files={task}/train.jsonl", "trainer.val_freq=-1", "trainer.logger=[jsonl]", *SAME)
     length, steps = (16, 4) if is_quick else (128, 8)
@@ -68,12 +91,14 @@ def workloads(task: Path, is_quick: bool) -> dict[str, Workload]:
             ),
             ("time/step",),
         ),
+        "import": Import("whet"),
+        "child": Import("whet.processes.template"),
     }
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of one run: seconds by name of the time, and its peak of resident memory."""
+    """The measurements of a workload: seconds by name of the time, and its peak of resident memory."""
 
     seconds: Mapping[str, float]
     peak_bytes: int
@@ -113,15 +138,6 @@ def seconds_of(run_dir: Path, names: Sequence[str], renamed: Mapping[str, str] |
     return {name: median(line[other.get(name, name)] for line in steps) for name in names}
 
 
-def measure(revision: Revision, workload: Workload, folder: Path, renamed: Mapping[str, str]) -> Measured:
-    """Runs a workload on one commit, on all cores, and deletes its files.  Raises: CommandError."""
-    process = revision.start([*workload.words, "trainer.run_dir=run"], folder, threads=os.cpu_count() or 1)
-    peak_bytes = finish_measured(process, folder)
-    seconds = seconds_of(folder / "run", workload.times, renamed)
-    shutil.rmtree(folder)
-    return Measured(seconds, peak_bytes)
-
-
 def prepare(revision: Revision, folder: Path) -> None:
     """Makes data and two models with random weights."""
     write_additions(folder)
@@ -140,6 +156,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--after", default=WORKING_TREE, help="commit or folder; by default the working tree")
     parser.add_argument("--pairs", type=int, default=9, help="runs of each workload on each commit")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that all works")
+    parser.add_argument("--only", nargs="*", default=[], help="names of workloads: long, quickstart, import, child")
     chosen = parser.parse_args(words)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with tempfile.TemporaryDirectory(prefix="whet-speed-") as scratch:
@@ -148,7 +165,11 @@ def main(words: Sequence[str] | None = None) -> int:
         after = check_out(chosen.after, folder / "tree_after", RENAMED_KEYS)
         prepare(before, folder / "task")
         started, others, all_well = time.monotonic(), OthersClock(), True
-        for name, workload in workloads(folder / "task", chosen.quick).items():
+        offered = workloads(folder / "task", chosen.quick)
+        if unknown := [name for name in chosen.only if name not in offered]:
+            parser.error(f"--only {unknown[0]}; expected names of {', '.join(offered)}")
+        for name in chosen.only or offered:
+            workload = offered[name]
             all_well &= report(name, take_pairs(name, before, after, workload, folder, chosen.pairs))
         busy = others.share()
     print(f"{before.name} against {after.name}: {'as fast' if all_well else 'NOT AS FAST'}, ", end="")
@@ -159,14 +180,14 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def take_pairs(
-    name: str, before: Revision, after: Revision, workload: Workload, folder: Path, pairs: int
+    name: str, before: Revision, after: Revision, workload: Workload | Import, folder: Path, pairs: int
 ) -> list[tuple[Measured, Measured]]:
     """Runs both commits in turn, each first in every other pair, after a run of each that does not count."""
     sides = {"before": (before, {}), "after": (after, RENAMED_TIMES)}
     measured = []
     for number in range(pairs + 1):
         order = ("before", "after") if number % 2 else ("after", "before")
-        taken = {side: measure(sides[side][0], workload, folder / side, sides[side][1]) for side in order}
+        taken = {side: workload.measure(sides[side][0], folder / side, sides[side][1]) for side in order}
         measured.append((taken["before"], taken["after"]))
         log.info("%s: pair %d of %d", name, number, pairs)
     return measured[1:]

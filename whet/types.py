@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 FailureSource = Literal["environment", "tool", "sandbox", "reward", "engine"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -165,6 +165,37 @@ class Turn:
         return self.versions[-1][0]
 
 
+class Turns(tuple[Turn, ...]):
+    """The turns of a trajectory, and how they divide into the rows of a batch, found once."""
+
+    rows: tuple[tuple[int, ...], ...]  # numbers of the turns of each row
+
+    def __new__(cls, turns: Iterable[Turn]) -> Turns:
+        """Returns `turns` themselves if their rows are known."""
+        if isinstance(turns, Turns):
+            return turns
+        made = super().__new__(cls, turns)
+        made.rows = _rows_of(made)
+        return made
+
+
+def _rows_of(turns: Sequence[Turn]) -> tuple[tuple[int, ...], ...]:
+    """Divides turns into rows, which are ordered by their last turns. A turn that continues the last row of its player
+    and sub-agent extends this row; any other turn starts a row. Rows without a turn to train on are left out."""
+    rows: list[tuple[int, ...]] = []
+    latest: dict[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]] = {}  # row with its tokens, by player, agent
+    for number, turn in enumerate(turns):
+        who, context = (turn.player, turn.agent), turn.context_ids
+        row, so_far = latest.get(who, ((), ()))
+        if row and context[: len(so_far)] == so_far:
+            rows.remove(row)
+        else:
+            row = ()
+        rows.append((*row, number))
+        latest[who] = rows[-1], context + turn.token_ids
+    return tuple(row for row in rows if any(turns[number].is_trained for number in row))
+
+
 @dataclass(frozen=True)
 class Failure:
     """The reason why a trajectory failed, and the component that failed."""
@@ -198,6 +229,14 @@ class Trajectory:
     messages: tuple[Message, ...] = ()  # the conversation after the prompt: responses, tool results
     fields: Mapping[str, Any] = field(default_factory=dict)  # columns from the environment, by name
     limit: Limit | None = None  # the limit that ended the episode
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "turns", Turns(self.turns))
+
+    @property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the turns in each row of the batch, in the order of the rows."""
+        return cast(Turns, self.turns).rows
 
     @property
     def score(self) -> float:

@@ -52,7 +52,7 @@ def model_of(size: str, dtype: torch.dtype) -> Any:
             config,
             dtype=dtype,
             attn_implementation=attention.implementation(config),
-            experts_implementation=experts.NAME,
+            experts_implementation=experts.implementation(),
         )
     fuse(model)
     return model

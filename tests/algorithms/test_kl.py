@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.raising import raises
-from whet.algorithms.kl import apply_kl_to_reward, kl_penalty
+from whet.algorithms.kl import apply_kl_to_reward, kl_form
 from whet.errors import RegistryError
 from whet.registry import KL_FORMS
 
@@ -21,7 +21,7 @@ OLD = -2.5  # log-probability of the token under the policy that sampled
 def value_and_gradient(form: str, d: float) -> tuple[float, float]:
     log_probs = torch.tensor([[d - 1.0]], dtype=torch.float64, requires_grad=True)
     columns = {"ref_log_probs": torch.full_like(log_probs, -1.0), "old_log_probs": torch.full_like(log_probs, OLD)}
-    value = kl_penalty(form, {"log_probs": log_probs, **columns})
+    value = kl_form(form)({"log_probs": log_probs, **columns})
     value.backward()
     assert log_probs.grad is not None
     return value.tolist()[0][0], log_probs.grad.tolist()[0][0]
@@ -30,7 +30,7 @@ def value_and_gradient(form: str, d: float) -> tuple[float, float]:
 def test_all_forms_are_there() -> None:
     assert KL_FORMS.names() == sorted(["full", "k1_ratio", "k3_ratio", *FORMS, *(form + "+" for form in FORMS)])
     with raises(RegistryError, "KL form", found="k11", change=re.compile("'k1")):
-        kl_penalty("k11", {})
+        kl_form("k11")({})
 
 
 # d = -ln 2, so exp(-d) = 2; the gradient of k2 is d
@@ -56,17 +56,17 @@ def test_k3_is_clamped_and_its_plus_form_still_pulls_back() -> None:
 
 def test_k3_of_a_small_difference_keeps_its_digits() -> None:
     d = torch.tensor([[1e-3, -1e-3, 1e-4]])
-    small = kl_penalty("k3", {"log_probs": d, "ref_log_probs": torch.zeros_like(d)})
+    small = kl_form("k3")({"log_probs": d, "ref_log_probs": torch.zeros_like(d)})
     torch.testing.assert_close(small, d.square() / 2, rtol=2e-3, atol=0)
     many = torch.randn(1, 10_000, generator=torch.Generator().manual_seed(0)) * 1e-3
-    assert (kl_penalty("k3", {"log_probs": many, "ref_log_probs": torch.zeros_like(many)}) >= 0).all()
+    assert (kl_form("k3")({"log_probs": many, "ref_log_probs": torch.zeros_like(many)}) >= 0).all()
 
 
 def test_the_full_kl_by_hand() -> None:
     policy, ref = torch.tensor([[[0.75, 0.25], [torch.nan, 1.0]]]).log(), torch.tensor([[[0.5, 0.5], [0.5, 0.5]]]).log()
     policy.requires_grad_()
     columns = {"vocab_log_probs": policy, "ref_vocab_log_probs": ref, "response_mask": torch.tensor([[1, 0]])}
-    value = kl_penalty("full", columns)
+    value = kl_form("full")(columns)
     assert value.tolist()[0] == pytest.approx([0.75 * math.log(1.5) - 0.25 * LN2, 0.0])
     value.sum().backward()
     assert policy.grad is not None  # d sum_v p_v (log p_v - log q_v) / d log p_v = p_v (log p_v - log q_v + 1)
@@ -83,7 +83,7 @@ def test_the_full_kl_in_the_reward() -> None:
             "old_vocab_log_probs": vocabulary,
             "ref_vocab_log_probs": torch.tensor([[[0.5, 0.5], [0.5, 0.5]]]).log(),
         },
-        form="full",
+        form=kl_form("full"),
         coef=2.0,
     )
     kl = 0.75 * math.log(1.5) - 0.25 * LN2
@@ -95,7 +95,7 @@ def test_what_is_masked_reaches_neither_value_nor_gradient(form: str) -> None:
     log_probs = torch.tensor([[-1.0, torch.nan, torch.inf]], requires_grad=True)
     others = torch.tensor([[-1.5, torch.nan, -1.0]])
     columns = {"ref_log_probs": others, "old_log_probs": others, "response_mask": torch.tensor([[1, 0, 0]])}
-    value = kl_penalty(form, {"log_probs": log_probs, **columns})
+    value = kl_form(form)({"log_probs": log_probs, **columns})
     value.sum().backward()
     assert log_probs.grad is not None
     assert value.tolist()[0][1:] == [0.0, 0.0]
@@ -109,7 +109,7 @@ def expected_gradient(form: str, logits: Tensor, ref_log_probs: Tensor, old_log_
     log_probs = logits.log_softmax(-1)
     old = log_probs.detach() if old_log_probs is None else old_log_probs
     columns = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, "old_log_probs": old}
-    (old.exp() * kl_penalty(form, columns)).sum().backward()
+    (old.exp() * kl_form(form)(columns)).sum().backward()
     assert logits.grad is not None
     return logits.grad
 
@@ -136,7 +136,8 @@ def test_a_ratio_in_the_reward_is_one() -> None:
     columns["response_mask"] = torch.ones(1, 2, dtype=torch.long)
     for form in ("k1", "k3"):
         plain, ratio = (
-            apply_kl_to_reward(torch.zeros(1, 2), columns, form=name, coef=0.5)[0] for name in (form, f"{form}_ratio")
+            apply_kl_to_reward(torch.zeros(1, 2), columns, form=kl_form(name), coef=0.5)[0]
+            for name in (form, f"{form}_ratio")
         )
         assert torch.equal(plain, ratio) and plain.any()
 
@@ -153,7 +154,7 @@ def test_which_forms_follow_the_gradient_of_the_kl_as_a_loss() -> None:
         torch.testing.assert_close(expected_gradient(form, logits, ref), exact.grad)
     whole = logits.clone().requires_grad_()
     vocabulary = whole.log_softmax(-1)[None]
-    kl_penalty("full", {"vocab_log_probs": vocabulary, "ref_vocab_log_probs": ref[None]}).sum().backward()
+    kl_form("full")({"vocab_log_probs": vocabulary, "ref_vocab_log_probs": ref[None]}).sum().backward()
     torch.testing.assert_close(whole.grad, exact.grad)
     assert not torch.allclose(expected_gradient("k3", logits, ref), exact.grad, rtol=0.01)
 
@@ -167,7 +168,7 @@ def test_kl_in_the_reward_by_hand() -> None:
             "ref_log_probs": torch.tensor([[-1.0, torch.nan, -1.0]]),
             "response_mask": torch.tensor([[1, 0, 1]]),
         },
-        form="k1",
+        form=kl_form("k1"),
         coef=0.2,
     )
     torch.testing.assert_close(rewards, torch.tensor([[0.9, 0.0, 0.2]]))

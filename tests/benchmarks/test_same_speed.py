@@ -52,7 +52,7 @@ def test_the_first_steps_do_not_count(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_peak_of_memory_is_the_processes_own(tmp_path: Path) -> None:
     def ran(code: str) -> int:
-        return finish_measured(subprocess.Popen([sys.executable, "-c", code]), tmp_path)
+        return finish_measured(subprocess.Popen([sys.executable, "-c", code]), tmp_path).peak_bytes
 
     mib = 2**20
     # Linux counts a process from the size of the one that starts it: sizes beyond that.
@@ -70,9 +70,10 @@ def test_a_commit_is_as_fast_as_itself(capsys: pytest.CaptureFixture[str]) -> No
     """One pair says nothing about speed: it shows that all runs."""
     assert main(["--before", str(ROOT), "--after", str(ROOT), "--pairs", "1", "--quick"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    names = [tuple(line.split()[:2]) for line in shown[:5]]
+    names = [tuple(line.split()[:2]) for line in shown[:9]]
     assert names == [
         *(("long", "time/rollout"), ("long", "time/update"), ("long", "peak")),
         *(("quickstart", "time/step"), ("quickstart", "peak")),
+        *(("import", "cpu"), ("import", "peak"), ("child", "cpu"), ("child", "peak")),
     ]
-    assert "as fast" in shown[5]
+    assert "as fast" in shown[9]

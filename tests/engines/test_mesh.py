@@ -329,9 +329,11 @@ def test_a_model_without_such_stages(sizes: Sizes, arch: str, key: str, found: i
 def random_model(arch: str, **config: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from whet.models import attention
+
     shape = {"vocab_size": 32, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, **config}
     made = AutoConfig.for_model(arch, **shape, tie_word_embeddings=False, pad_token_id=0)
-    made._attn_implementation = "whet"
+    made._attn_implementation = attention.implementation(made)
     return AutoModelForCausalLM.from_config(made)
 
 

@@ -214,7 +214,7 @@ def test_a_norm_that_needs_more_than_its_rows_is_not_replaced() -> None:
 def test_the_check_leaves_no_reference_to_the_weights() -> None:
     """A parameter with one, kept for a while by a cycle, cannot be moved to a device of another kind."""
     config = AutoConfig.for_model("qwen3", **(SMALL | {"hidden_size": 48}))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.implementation(config))
     gc.disable()
     try:
         assert lack_of(model, "there") == ""

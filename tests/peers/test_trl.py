@@ -15,7 +15,7 @@ from tests.peers.peer import ask, interpreter
 from tests.peers.test_verl import BATCHES, Batch, ragged
 from whet.algorithms.aggregation import aggregate, counts
 from whet.algorithms.calls import Bound, call
-from whet.algorithms.kl import kl_penalty
+from whet.algorithms.kl import kl_form
 from whet.algorithms.shaping import soft_overlong
 from whet.algorithms.statistics import row_means
 from whet.plugins.migration.convert import Conversion
@@ -79,7 +79,7 @@ def ours(
     log_probs, mask = batch["log_probs"].clone().requires_grad_(), batch["response_mask"]
     loss = policy_loss(POLICY_LOSSES[name], {**batch, "log_probs": log_probs}, options).per_token
     assert loss is not None
-    loss = loss * weight + kl * kl_penalty(form, {**batch, "log_probs": log_probs})
+    loss = loss * weight + kl * kl_form(form)({**batch, "log_probs": log_probs})
     total = aggregate(mode, loss, mask, **counts(mask), fixed_length=1)
     (gradient,) = torch.autograd.grad(total, log_probs)
     return total.detach(), gradient

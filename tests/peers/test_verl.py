@@ -21,7 +21,7 @@ from tests.peers.peer import ask, interpreter
 from tests.plugins.migration.test_peers import scores
 from whet.algorithms.aggregation import aggregate, counts
 from whet.algorithms.calls import call
-from whet.algorithms.kl import kl_penalty
+from whet.algorithms.kl import kl_form
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS
 
 Batch = dict[str, Tensor]
@@ -187,7 +187,7 @@ def test_kl_forms_and_value_loss(python: Path, tmp_path: Path) -> None:
     for (kind, name, batch, _), theirs in compare(python, tmp_path, calls):
         mask = batch["response_mask"]
         if kind == "kl":
-            ours = kl_penalty(forms[name], batch)
+            ours = kl_form(forms[name])(batch)
             torch.testing.assert_close(ours * mask, theirs.double() * mask, rtol=1e-6, atol=1e-6, msg=name)
             continue
         loss, _ = call(VALUE_LOSSES["clipped"], batch, {})

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from dataclasses import replace
 from typing import Any
@@ -94,6 +95,17 @@ def test_rewards_by_token_stay_where_they_are_but_for_those_on_text_that_was_rea
 def test_rewards_by_token_are_for_the_row_that_was_judged_the_last() -> None:
     _, scores = paid(trajectory(*REWRITTEN, reward=3.0, token_rewards=(1.0, 2.0)))
     assert scores == [[0.0, 0.5], [1.0, 2.0]]
+
+
+def test_rows_are_divided_once_and_anew_for_other_turns() -> None:
+    whole = trajectory(*TWO_TURNS)
+    assert whole.rows == ((0, 1),) and trajectory(*REWRITTEN).rows == ((0,), (1,))
+    scored = replace(whole, reward=1.0)
+    assert scored.turns is whole.turns and scored.rows is whole.rows
+    assert replace(whole, turns=whole.turns[:1]).rows == ((0,),)
+    assert pickle.loads(pickle.dumps(whole)).rows == whole.rows
+    untrained = replace(whole, turns=tuple(replace(turn, is_trained=False) for turn in whole.turns))
+    assert untrained.rows == () and rows_of(untrained) == []
 
 
 def test_no_turn_no_row() -> None:

@@ -26,8 +26,7 @@ DEVICE = FreeMemory(2**36, "each accelerator")
 
 def given(config: TrainConfig) -> dict[str, Any]:
     """The arguments of a run's workers: tokens of a micro-batch by position, others by name."""
-    specs = build.worker_specs(config, plan(config), 2)
-    made = build._with_room(specs, build.setup(config, [16]))
+    made = build.worker_specs(config, plan(config), 2, build.setup(config, [16]))
     return {
         each.role: each.kwargs if each.cls is RolloutWorker else each.args[0].max_tokens_per_micro_batch
         for each in made

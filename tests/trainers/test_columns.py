@@ -350,6 +350,52 @@ def test_a_provider_may_not_take_a_name_of_the_table() -> None:
             return batch["rollout_log_probs"]
 
 
+POWERS = """
+import torch
+from whet.trainers.columns import ScoreColumn, register_provider
+from whet.types import Failure
+
+@register_provider("powers", options={"base": "data.train_batch_size", "seed": "KEY"}, shape="B")
+def powers(batch, sources, *, base, seed):
+    return ScoreColumn(torch.tensor([float(base**seed)] * 2), {"b": Failure("reward", "no power")})
+
+def reader(token_level_rewards, powers):
+    return powers * token_level_rewards
+"""
+
+
+@pytest.fixture
+def with_powers(train_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]:
+    """Returns the plan of a run with a user's provider, one option of which is the value of a config key."""
+    monkeypatch.setattr("whet.trainers.columns.COLUMNS", dict(COLUMNS))
+    monkeypatch.setattr("whet.trainers.columns.PROVIDERS", Registry("provider", "trainers", "register_provider"))
+
+    def planned(key: str) -> ColumnPlan:
+        file = tmp_path / "powers.py"
+        file.write_text(POWERS.replace("KEY", key))
+        named = {"algorithm.adv_estimator": f"{file}:reader"}
+        return plan(train_config({**named, "data.train_batch_size": 4, "trainer.seed": 3}))
+
+    return planned
+
+
+def test_a_provider_gets_config_values_and_fails_trajectories(with_powers: Callable[[str], Any]) -> None:
+    planned = with_powers("trainer.seed")
+    assert planned.options == {"powers": {"base": 4, "seed": 3}}
+    ones, metrics = torch.ones(2, 3), Metrics()
+    objects = {"error": [None, None], "trajectory_uid_name": ["a", "b"]}
+    batch = Batch.of({"response_mask": ones, "token_level_scores": ones}, objects)
+    added = planned.add(batch, Sources({}, step=1), metrics)
+    assert added["powers"].tolist() == [64.0, 64.0] and metrics.value("failures/reward") == 1.0
+    assert added["response_mask"].sum(1).tolist() == [3.0, 0.0]
+    assert [error and error.message for error in added["error"]] == [None, "no power"]
+
+
+def test_a_provider_that_names_an_unknown_key_is_an_error(with_powers: Callable[[str], Any]) -> None:
+    with raises(ConfigError, key="trainer.sead", change=re.compile(r"trainer\.seed")):
+        with_powers("trainer.sead")
+
+
 def test_what_the_loop_gives_is_given_to_those_that_come_after_it() -> None:
     readers: list[tuple[str, Reader, list[str]]] = [("a", "actor", ["old_log_probs", "advantages", "vocab_log_probs"])]
     assert plan_columns(readers, []).providers == ()

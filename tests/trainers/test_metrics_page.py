@@ -26,7 +26,7 @@ from tests.algorithms.conftest import _make_batch
 from tests.models.nano import nano_model
 from whet.batch import Batch
 from whet.checkpoints.export import export
-from whet.columns import COLUMNS
+from whet.columns import Column
 from whet.config import DistillConfig, PreferenceConfig, RewardTrainingConfig, SFTConfig, load_config
 from whet.metrics import Metrics
 from whet.plugins.lessons.drawn.figures import counting
@@ -37,7 +37,7 @@ from whet.rollout.reports import count_failures
 from whet.tracking import profile
 from whet.tracking.profile import SystemMeter
 from whet.trainers.batch_metrics import measure_environment, measure_groups
-from whet.trainers.columns import ColumnPlan
+from whet.trainers.columns import ColumnPlan, ScoreColumn, Sources
 from whet.trainers.distill import distill
 from whet.trainers.preference import train_preference
 from whet.trainers.sft import train_sft
@@ -158,14 +158,15 @@ def of_verdicts() -> set[str]:
         tensors={
             "response_mask": ones,
             "token_level_scores": ones,
-            "judge_scores": torch.tensor([0.0, 0.5]),
             "trajectory_uid": torch.arange(2),
         },
         objects={"error": [None, None], "trajectory_uid_name": ["0", "1"]},
     )
     metrics = Metrics()
-    sources: Any = SimpleNamespace(failures={"0": Failure("reward", "nothing to read")})
-    judged = ColumnPlan((COLUMNS["judge_scores"],)).add(batch, sources, metrics)
+    found = ScoreColumn(torch.tensor([0.0, 0.5]), {"0": Failure("reward", "nothing to read")})
+    judge: Any = SimpleNamespace(start=lambda *_: SimpleNamespace(result=lambda: {"scores": found}))
+    column = Column("verdicts", "B", "scored", "a judge's scores", roles=("judge",), output="scores")
+    judged = ColumnPlan((column,)).add(batch, Sources({"judge": judge}, step=1), metrics)
     assert judged["response_mask"].sum(1).tolist() == [0.0, 3.0] and metrics.value("failures/reward") == 1.0
     return {"failures/reward"}
 

@@ -16,18 +16,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from whet.algorithms.calls import call
+from whet.algorithms.calls import Bound
 from whet.algorithms.statistics import log_ratio
 from whet.registry import KL_FORMS, register_kl
 
 
-def kl_penalty(form: str, columns: Mapping[str, Tensor]) -> Tensor:
-    """Computes the registered `form` of the KL per token, differentiable in the policy's log-probs.   -> [B, R]
+def kl_form(form: str) -> Bound:
+    """Binds the registered `form` of the KL. Called on columns, it returns the KL per token [B, R], differentiable in
+    the policy's log-probs.
 
     Forms read `log_probs`, `ref_log_probs`, `old_log_probs`, or [B, R, V] `vocab_log_probs` and `ref_vocab_log_probs`.
     Values where `response_mask` is 0 affect neither result nor gradient.  Raises: RegistryError."""
-    penalty: Tensor = call(KL_FORMS[form], columns, {})
-    return penalty
+    return Bound(KL_FORMS[form], {})
 
 
 def kl_columns(form: str, policy: str = "") -> list[str]:
@@ -37,7 +37,7 @@ def kl_columns(form: str, policy: str = "") -> list[str]:
 
 
 def apply_kl_to_reward(
-    rewards: Tensor, columns: Mapping[str, Tensor], *, form: str, coef: float
+    rewards: Tensor, columns: Mapping[str, Tensor], *, form: Bound, coef: float
 ) -> tuple[Tensor, Tensor]:
     """Returns (token_level_rewards, KL), both [B, R], 0 where `response_mask` is 0: r_t = rewards_t - coef k(o, b)_t.
 
@@ -46,7 +46,7 @@ def apply_kl_to_reward(
     outside = columns["response_mask"] == 0
     before = {name.removeprefix("old_"): column for name, column in columns.items() if name.startswith("old_")}
     with torch.no_grad():
-        penalty = kl_penalty(form, {**columns, **before}).masked_fill(outside, 0.0)
+        penalty = form({**columns, **before}).masked_fill(outside, 0.0)
         return rewards.masked_fill(outside, 0.0) - coef * penalty, penalty
 
 

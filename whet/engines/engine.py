@@ -24,7 +24,7 @@ from whet.config.algorithm_checks import EngineUse, other_kernels
 from whet.devices import HOST
 from whet.engines.micro_batches import micro_batches
 from whet.engines.optim import Optimizer, form_of, learning_rate, optimizers_of
-from whet.engines.protocol import Columns, Narrows, Objective, Spread
+from whet.engines.protocol import Columns, CopiesWeights, Narrows, Objective, Spread
 from whet.engines.role import RoleSettings
 from whet.engines.routing import Routing, check_biases, move_biases, summed, trained
 from whet.errors import ConfigError, EngineError
@@ -285,10 +285,15 @@ class Engine(ABC):
 
         Raises: EngineError for the state of another model or engine."""
 
+    def stored(self) -> dict[str, torch.Tensor]:
+        return stored_tensors(self.model)
+
+    def layout(self) -> dict[str, object]:
+        return {name: (type(weight), weight.shape) for name, weight in self.stored().items()}
+
     @torch.no_grad()
-    def copy_from(self, other: Engine) -> None:
-        """Copies the weights of another engine in this process, of the same kind and with the same shards."""
-        for own, new in zip(*(stored_tensors(each.model).values() for each in (self, other)), strict=True):
+    def copy_from(self, other: CopiesWeights) -> None:
+        for own, new in zip(self.stored().values(), other.stored().values(), strict=True):
             own.copy_(new)
 
     def offload(self, weights: bool = True) -> None:

@@ -136,3 +136,17 @@ class TrainsAdapter(Protocol):
 
     def fingerprint(self) -> str:
         """Returns a hash that identifies the base weights of an adapter. All ranks take part."""
+
+
+@runtime_checkable
+class CopiesWeights(Protocol):
+    """An engine that can copy the weights of another engine in its process."""
+
+    def layout(self) -> Mapping[str, object]:
+        """Describes how each weight is stored, by name. Weights of engines with equal layouts can be copied."""
+
+    def copy_from(self, other: CopiesWeights) -> None:
+        """Copies the weights of an engine with an equal layout. All ranks call it."""
+
+    def stored(self) -> Mapping[str, torch.Tensor]:
+        """Returns the weights of this rank as they are stored, by name."""

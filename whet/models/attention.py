@@ -30,7 +30,8 @@ LONGEST_HEAD = 256  # numbers of a head that FlashAttention takes
 
 def implementation(config: Any) -> str | dict[str, str]:
     """Returns the value of `attn_implementation` for a model with this transformers config: whet's attention for the
-    text, torch's for a vision tower, whose tokens attend in both directions."""
+    text, which transformers then knows by name, torch's for a vision tower, whose tokens attend in both directions."""
+    AttentionInterface.register(NAME, attention)
     if config.get_text_config() is config:
         return NAME
     return {"text_config": NAME, **{name: "sdpa" for name in config.sub_configs if name != "text_config"}}
@@ -142,6 +143,3 @@ def _in_ring(
         mine = F.pad(q[own], (0, 0, 0, 0, 0, at.size - len(own)))
         out = _in_one_call(mine, keys[source], values[source], scores, plain)[: len(own)]
     return out.new_zeros(len(q), *out.shape[1:]).index_copy(0, own, out)[None]
-
-
-AttentionInterface.register(NAME, attention)

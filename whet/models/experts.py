@@ -30,6 +30,12 @@ class ExpertShare:
     tensor_group: dist.ProcessGroup | None
 
 
+def implementation() -> str:
+    """Returns the value of `experts_implementation` for whet's experts, which transformers then knows by name."""
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
+    return NAME
+
+
 def experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -140,6 +146,3 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
         return grad, None
-
-
-ALL_EXPERTS_FUNCTIONS.register(NAME, experts)

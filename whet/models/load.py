@@ -42,7 +42,6 @@ from whet.models.supported import Support, lack_of, set_support
 from whet.options import as_list
 
 log = logging.getLogger(__name__)
-OPTIONS = {"dtype": torch.float32, "experts_implementation": experts.NAME}
 NO_CLASSIFIER = "is not a sequence classifier over a causal language model that transformers can load"
 # Upper limits of a valid config.json: with larger values even an outline on meta would take hours, or overflow.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -101,13 +100,17 @@ def _load_whole(
         "use_safetensors": None if allow_pickle else True,
         "trust_remote_code": trust_remote_code,
         "output_loading_info": True,
-        **OPTIONS,
+        **_options(),
     }
     with without_weight_bars():
         loaded = _with_attention(partial(kind.from_pretrained, path, **options), config)
     model, report = loaded  # a pair because of output_loading_info
     assert isinstance(model, PreTrainedModel)
     return model, set(report["missing_keys"])
+
+
+def _options() -> dict[str, Any]:
+    return {"dtype": torch.float32, "experts_implementation": experts.implementation()}
 
 
 def _with_attention(make: Callable[..., Any], config: Any) -> Any:
@@ -246,7 +249,7 @@ def outline(
         encoders = load_encoders(split_adapters(path)[0], config, trust_remote_code=trust_remote_code)
     with reading(path, kind):
         auto: Any = AutoModelForSequenceClassification if is_reward_model else _class_of(encoders)
-        options = {"trust_remote_code": trust_remote_code, **OPTIONS}
+        options = {"trust_remote_code": trust_remote_code, **_options()}
         model: PreTrainedModel = _with_attention(partial(auto.from_config, **options), config)
         if is_reward_model:
             _check_causal(model)

@@ -37,47 +37,34 @@ class Row:
     response_media: tuple[Media, ...] = ()  # of observations after the prompt
     routed: list[bytes] = field(default_factory=list, compare=False)  # experts of each token, as `Turn.routed`
 
-    def read(self, token_ids: Sequence[int]) -> None:
-        """Appends text that the policy reads but does not sample."""
-        self._append(token_ids, [0.0] * len(token_ids), [0] * len(token_ids), NOT_SAMPLED)
-        self.routed += [b""] * len(token_ids)
-
-    def write(self, turn: Turn, turn_id: int) -> None:
-        """Appends the tokens that the policy sampled in `turn`."""
-        versions = [version for version, tokens in turn.versions for _ in range(tokens)]
-        self._append(turn.token_ids, turn.log_probs, versions, turn_id)
-        self.routed += turn.routed or [b""] * len(turn.token_ids)
-
-    def _append(
-        self, token_ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int], turn_id: int
-    ) -> None:
+    def add(self, token_ids: Sequence[int], turn_id: int = NOT_SAMPLED, turn: Turn | None = None) -> None:
+        """Appends the tokens that the policy sampled in `turn`; without a turn, text that it reads."""
+        count = len(token_ids)
         self.response_ids += token_ids
-        self.log_probs += log_probs
-        self.turn_ids += [turn_id] * len(token_ids)
-        self.versions += versions
+        self.turn_ids += [turn_id] * count
+        self.log_probs += [0.0] * count if turn is None else turn.log_probs
+        runs = ((0, count),) if turn is None else turn.versions
+        self.versions += [version for version, length in runs for _ in range(length)]
+        self.routed += (turn and turn.routed) or [b""] * count
 
 
 def rows_of(trajectory: Trajectory) -> list[Row]:
-    """Returns a trajectory's rows, ordered by their last turns. A turn that continues the last row of its player and
-    sub-agent extends this row; any other turn starts a row. Turns with `is_trained` false count as observations."""
-    rows: list[Row] = []
-    open_rows: dict[tuple[str, str], tuple[Row, tuple[int, ...]]] = {}  # each row with all its tokens
-    for turn_id, turn in enumerate(trajectory.turns):
-        who, context = (turn.player, turn.agent), turn.context_ids
-        row, so_far = open_rows.get(who, (Row(()), ()))
-        if who in open_rows and context[: len(so_far)] == so_far:
-            row.read(context[len(so_far) :])
-            row.response_media = turn.media[len(row.media) :]
-            rows.remove(row)
-        else:
-            row = Row(context, agent=turn.agent, media=turn.media)
-        rows.append(row)
-        if turn.is_trained:
-            row.write(turn, turn_id)
-        else:
-            row.read(turn.token_ids)
-        open_rows[who] = row, context + turn.token_ids
-    return [row for row in rows if row.turn_ids.count(NOT_SAMPLED) < len(row.turn_ids)]
+    """Returns a trajectory's rows, as `Trajectory.rows` divides its turns."""
+    return [row_of(trajectory, numbers) for numbers in trajectory.rows]
+
+
+def row_of(trajectory: Trajectory, numbers: Sequence[int]) -> Row:
+    """Returns the row of these turns. Turns with `is_trained` false count as observations."""
+    first = trajectory.turns[numbers[0]]
+    row = Row(first.context_ids, agent=first.agent, media=first.media)
+    length = len(first.context_ids)
+    for number in numbers:
+        turn = trajectory.turns[number]
+        row.add(turn.context_ids[length:])
+        row.add(turn.token_ids, *((number, turn) if turn.is_trained else ()))
+        row.response_media = turn.media[len(row.media) :]
+        length = len(turn.context_ids) + len(turn.token_ids)
+    return row
 
 
 def to_batch(groups: Sequence[Group], *, pad_token_id: int, columns: Sequence[str] = ()) -> Batch:
@@ -181,7 +168,7 @@ def _rows_and_owners(groups: Sequence[Group], pad_token_id: int) -> tuple[list[R
         own = rows_of(trajectory) or [Row(trajectory.prompt.token_ids, media=trajectory.prompt.media)]
         for row in own:
             if not row.response_ids:
-                row.read([pad_token_id])
+                row.add([pad_token_id])
         rows += own
         owners += [trajectory] * len(own)
     return rows, owners

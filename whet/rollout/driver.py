@@ -319,9 +319,11 @@ class Driver(Mailbox):
         for uid in chain.from_iterable(host.begun() for host in self.environments.values()):
             if uid in self._open:
                 self._set_deadline(self._open[uid])
-        if (now := self._clock()) <= self._first_late_at:
-            return
-        late = [uid for uid, each in self._open.items() if now > each.late_at]
+        if (now := self._clock()) > self._first_late_at:
+            self._fail([uid for uid, each in self._open.items() if now > each.late_at])
+            self._first_late_at = min((each.late_at for each in self._open.values()), default=math.inf)
+
+    def _fail(self, late: Sequence[str]) -> None:
         self._stop_calls(late)
         for uid in late:
             if uid in self._open:  # else it was a task of another late episode
@@ -329,7 +331,6 @@ class Driver(Mailbox):
                 episode = self._open[uid].episode
                 why = f"the episode took longer than {episode.stage.limits.seconds:g} s"
                 self._carry_out(episode, episode.on_failure(Failure("environment", why, timed_out=True)))
-        self._first_late_at = min((each.late_at for each in self._open.values()), default=math.inf)
 
     def _stop_calls(self, ids: Sequence[str]) -> None:
         """Aborts the requests of episodes. Later results of their environments are ignored."""

@@ -16,7 +16,7 @@ from whet.environments.protocol import GOES_ON, Answer, Observation, Result, Tas
 from whet.errors import DataError, TextError, ToolError
 from whet.keyed import key
 from whet.rollout.protocol import Completion, Partial, Request, SamplingParams
-from whet.types import Failure, Limit, Media, Message, Prompt, Trajectory, Turn
+from whet.types import Failure, Limit, Media, Message, Prompt, Trajectory, Turn, Turns
 
 MAIN = ""  # agent of an episode that is not the task of another episode
 
@@ -418,17 +418,8 @@ class Episode:
 
     def _end(self, failure: Failure | None = None, limit: Limit | None = None) -> list[Command]:
         self.over = True
-        trajectory = Trajectory(
-            uid=self.uid,
-            prompt=self.prompt,
-            turns=tuple(self.turns),
-            sample=self.sample,
-            failure=failure,
-            messages=tuple(self.messages),
-            fields=self.fields,
-            limit=limit,
-        )
-        return [End(trajectory)]
+        ended = Trajectory(self.uid, self.prompt, Turns(self.turns), self.sample, failure=failure, limit=limit)
+        return [End(replace(ended, messages=tuple(self.messages), fields=self.fields))]
 
 
 def _text(message: Message) -> str:

@@ -20,7 +20,7 @@ from whet.errors import DataError
 from whet.keyed import key
 from whet.metrics import Metrics
 from whet.phases import phase, watching
-from whet.rollout.batch import rows_of
+from whet.rollout.batch import row_of
 from whet.rollout.driver import Driver
 from whet.rollout.episode import Episode, Rules, Stage
 from whet.rollout.flow import Chosen, Command, Filter, Flow, HandOut, RunEpisodes, Score
@@ -277,10 +277,14 @@ class Rollouts:
         if len(trajectory.turns) == 1 and len(trajectory.messages) == 1:  # decoded already, for its environment
             response_ids, text = trajectory.turns[0].token_ids, trajectory.messages[0].content
         else:
-            response_ids = tuple(rows_of(trajectory)[-1].response_ids)
-            text = str(self.tokenizer.decode(list(response_ids), skip_special_tokens=True))
+            response_ids, text = self._last_row(trajectory)
         has_more = trajectory.messages[1:] or trajectory.fields or trajectory.turns[0].reward
         return reward_item(prompt, str(text), response_ids, trajectory.to_dict() if has_more else {})
+
+    def _last_row(self, trajectory: Trajectory) -> tuple[tuple[int, ...], str]:
+        last = trajectory.rows[-1:]  # none if no turn is trained on
+        response_ids = row_of(trajectory, *last).response_ids if last else []
+        return tuple(response_ids), str(self.tokenizer.decode(response_ids, skip_special_tokens=True))
 
     @contextmanager
     def _watch(self, phase: str) -> Iterator[None]:

@@ -145,14 +145,15 @@ def build(
     tokenizer, columns, total_steps, val_prompts = begun.tokenizer, begun.columns, begun.total_steps, begun.val_prompts
     validation, lengths = config.trainer.validation, begun.lengths
     has_reward = scorer is None and is_scored(config, reward)
-    specs = [*worker_specs(config, columns, total_steps), *_helpers(config, reward, has_reward)]
+    helpers = [*_helpers(config, reward, has_reward)]
     inputs = digests(config, begun.prompts, val_prompts, reward, command=config.command)
     with ExitStack() as ahead:  # refused options raise before an earlier run is deleted
         hosts = None if config.cluster.lists(ENVIRONMENT) else open_environments(config.environment, ahead)
         counts = Counts(len(lengths), len(val_prompts), total_steps, likely=likely_steps(begun.callbacks, total_steps))
         taken = opened_for(config, setup, lengths, inputs, counts, dry_run=dry_run)
         with taken as (opened, services), ExitStack() as undo:
-            roles = launch_roles([*_with_room(specs, setup(config, lengths))], config.cluster)
+            specs = worker_specs(config, columns, total_steps, setup(config, lengths))
+            roles = launch_roles([*specs, *helpers], config.cluster)
             undo.callback(roles["rollout"].close)
             scorer = PlacedRewards(roles[REWARD]) if REWARD in roles else scorer
             run = Run(
@@ -254,7 +255,7 @@ def _prompts(
 def setup(config: TrainConfig, prompt_lengths: Sequence[int] = ()) -> Setup:
     """Returns the setup for the memory plan. Without `prompt_lengths`, each prompt has the maximum length."""
     columns = plan(config)
-    roles = {spec.role: spec.args[0] for spec in worker_specs(config, columns, 1) if spec.cls is TrainWorker}
+    roles = {role: each for role, each in role_settings(config, columns, 1).items() if each is not None}
     if (judge := config.reward_model.judge) is not None:
         roles["reward_model"] = workers.settings_of(config.model, config.reward_model, judge)
     objectives: dict[str, Objective] = {"actor": PolicyObjective.from_config(config)}
@@ -264,9 +265,10 @@ def setup(config: TrainConfig, prompt_lengths: Sequence[int] = ()) -> Setup:
     return Setup(config, roles, objectives, lengths, columns.passes)
 
 
-def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> list[WorkerSpec]:
-    """Returns the specifications of a run's workers. `ref` follows `actor`, whose weights it may read."""
-    model, ref, critic, cluster = config.model, config.ref, config.critic, config.cluster
+def role_settings(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> dict[str, RoleSettings | None]:
+    """Returns the settings of each role with a training engine, in the order in which workers are built: `ref` follows
+    `actor`, whose weights it may read. It has no settings if it is the actor without its adapter."""
+    model, ref, critic = config.model, config.ref, config.critic
 
     def trained(role: ActorConfig, path: str | None, steps: int) -> RoleSettings:
         updates = steps * updates_per_step(role, config.data.train_batch_size)
@@ -275,27 +277,43 @@ def worker_specs(config: TrainConfig, columns: ColumnPlan, total_steps: int) -> 
     actor_steps = max(1, total_steps - (critic.warmup_steps if "critic" in columns.roles else 0))
     fixed = config.rollout.engine.options.get("batch_invariant") is True
     actor = replace(trained(config.actor, None, actor_steps), freeze=tuple(model.freeze), batch_invariant=fixed)
-    specs = [WorkerSpec("actor", TrainWorker, (actor,))]
+    found: dict[str, RoleSettings | None] = {"actor": actor}
     if "critic" in columns.roles:
         is_value_model = "values" in VALUE_LOSSES[critic.value_loss].columns
-        settings = replace(trained(critic, critic.model_path, total_steps), is_value_model=is_value_model)
-        specs.append(WorkerSpec("critic", TrainWorker, (settings,)))
+        found["critic"] = replace(trained(critic, critic.model_path, total_steps), is_value_model=is_value_model)
     if "ref" in columns.roles:
         is_start = model.lora.rank is not None and ref.model_path is None
-        whole = WorkerSpec("ref", TrainWorker, (workers.settings_of(model, ref, ref.model_path),))
-        specs.append(WorkerSpec("ref", workers.AdapterOffWorker) if is_start else whole)
+        found["ref"] = None if is_start else workers.settings_of(model, ref, ref.model_path)
     if any(column.name == "teacher_log_probs" for column in columns.providers):
         for source, path in config.teacher.model_paths.items():
-            specs.append(WorkerSpec(teacher_role(source), TrainWorker, (workers.settings_of(model, ref, path),)))
+            found[teacher_role(source)] = workers.settings_of(model, ref, path)
     if "reward_model" in columns.roles:
         settings = workers.settings_of(model, config.reward_model, config.reward_model.model_path)
-        specs.append(WorkerSpec("reward_model", TrainWorker, (replace(settings, is_reward_model=True),)))
+        found["reward_model"] = replace(settings, is_reward_model=True)
+    return found
+
+
+def worker_specs(
+    config: TrainConfig, columns: ColumnPlan, total_steps: int, fits: Setup | None = None
+) -> list[WorkerSpec]:
+    """Returns the specifications of a run's workers. With `fits`, sizes that the config leaves open (tokens of
+    micro-batches, bytes of the cache) fit the accelerators of this setup."""
+    model, cluster = config.model, config.cluster
+    settings, room = role_settings(config, columns, total_steps), dict[str, Any]()
+    if fits is not None:
+        planned, fits = planner(), replace(fits, device=free_accelerator(fits.config.cluster))
+        room["cache_room"] = planned.cache_room(fits)
+        settings = {role: None if each is None else planned.sized(each, fits, role) for role, each in settings.items()}
+    specs = [
+        WorkerSpec(role, workers.AdapterOffWorker) if each is None else WorkerSpec(role, TrainWorker, (each,))
+        for role, each in settings.items()
+    ]
     if config.reward_model.judge is not None:
-        specs.append(judge_worker(config))
+        specs.append(replace(judge_worker(config), kwargs=room))
     tokenizer_path = model.tokenizer_path or workers.path_of(model)
     ranks, devices = (of(config.rollout.engine.options) for of in (cluster.replica_ranks, cluster.replica_devices))
     sampling = (config.rollout, tokenizer_path, model, devices, ranks)
-    return [*specs, WorkerSpec("rollout", RolloutWorker, sampling)]
+    return [*specs, WorkerSpec("rollout", RolloutWorker, sampling, room)]
 
 
 def judge_worker(config: TrainConfig) -> WorkerSpec:
@@ -306,18 +324,6 @@ def judge_worker(config: TrainConfig) -> WorkerSpec:
     plain = config.rollout.model_copy(update={"engine": engine.model_copy(update={"options": options})})
     devices = config.cluster.pools[config.cluster.pool_of("reward_model")].num_devices
     return WorkerSpec("reward_model", RolloutWorker, (chosen_engine(plain, model), model.path, model, devices))
-
-
-def _with_room(specs: Iterable[WorkerSpec], plan: Setup) -> Iterator[WorkerSpec]:
-    """Yields the specifications with sizes that fit the accelerators: micro-batch tokens, bytes of the cache."""
-    plan, planned = replace(plan, device=free_accelerator(plan.config.cluster)), planner()
-    for spec in specs:
-        if spec.cls is RolloutWorker:
-            yield replace(spec, kwargs={"cache_room": planned.cache_room(plan)})
-        elif spec.cls is TrainWorker:
-            yield replace(spec, args=(planned.sized(spec.args[0], plan, spec.role),))
-        else:
-            yield spec
 
 
 def _helpers(config: TrainConfig, reward: Callable[..., Any] | None, has_reward: bool) -> Iterator[WorkerSpec]:

@@ -5,13 +5,16 @@ Most columns are an output of a role's model. Any other column has a function, r
     @register_provider("prompt_difficulty", reads=("accuracy",))
     def prompt_difficulty(batch, sources): ...
 It returns the column, or a function that waits for it (`sources.start`), so that several models compute at the same
-time. Parameters after `*` are values of the config, as `options_of` names them.
+time. A provider of scores may return `ScoreColumn` instead, with failures of trajectories that got none. Parameters
+after `*` get values of the config, whose keys `options` names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import getitem
 from statistics import fmean
 from typing import Any
 
@@ -22,9 +25,9 @@ from whet.algorithms.kl import kl_columns
 from whet.batch import Batch
 from whet.columns import COLUMNS, SCORED_BY, TABLE, Column, Reader, When
 from whet.config.algorithm_checks import uses_critic
-from whet.config.compose import flatten
+from whet.config.compose import flatten, unknown_key
 from whet.config.schema import ActorConfig, TrainConfig
-from whet.config.section import entry_at
+from whet.config.section import entry_at, is_known
 from whet.controller.worker_group import WorkerGroup
 from whet.errors import ConfigError, EngineError, RegistryError
 from whet.kernels.sampling import uniforms
@@ -36,21 +39,29 @@ from whet.rollout.batch import with_failures
 from whet.rollout.rollouts import Rollouts
 from whet.types import Failure, Group, Trajectory, trajectories_of
 
-Values = torch.Tensor | Callable[[], torch.Tensor]
+
+@dataclass(frozen=True)
+class ScoreColumn:
+    """A column, and the failures of trajectories that got no score, by uid. Rows of these trajectories are masked."""
+
+    column: torch.Tensor
+    failures: Mapping[str, Failure] = field(default_factory=dict)
+
+
+Values = torch.Tensor | ScoreColumn | Callable[[], torch.Tensor | ScoreColumn]
 Provider = Callable[..., Values]  # of a batch and `Sources`
 
 
 @dataclass(frozen=True)
 class Sources:
     """Inputs of a provider beside the batch: the roles; the step's groups, in the order of the batch's `uid`; and the
-    rollouts, if the run samples. A provider of scores adds failures of trajectories that got no score to `failures`."""
+    rollouts, if the run samples."""
 
     roles: Mapping[str, WorkerGroup]
     step: int
     groups: Sequence[Group] = ()
     temperature: float = 1.0  # at which responses were sampled
     made_by: Rollouts | None = None
-    failures: dict[str, Failure] = field(default_factory=dict)
 
     @property
     def rollouts(self) -> Rollouts:
@@ -77,18 +88,20 @@ def register_provider(
     phase: str = "columns",
     unscored: bool = False,
     shape: str = "B, R",
+    options: Mapping[str, str] = {},  # read only
 ) -> Callable[[Provider], Provider]:
     """Decorator: registers the function that computes a column, and the column itself if `whet.columns` lacks it.
 
     `roles` names the models that the function calls, `reads` the columns of other providers that it reads. With
     `unscored` it needs no rewards, and runs while responses are being scored; its seconds are logged as `time/<phase>`.
+    `options` are the config keys whose values (or sections) the function's parameters after `*` get in a run.
     Raises: RegistryError if the name is taken."""
 
     def decorate(function: Provider) -> Provider:
         if name in COLUMNS and name not in PROVIDERS:
             change = f"register {function.__name__} under another name"
             raise RegistryError(f"column {name}", "exists already", "", change)
-        PROVIDERS.register(name)(function)
+        PROVIDERS.register(name, options=options)(function)
         meaning = (function.__doc__ or "").partition("\n")[0]
         when: When = "unscored" if unscored else "scored"
         COLUMNS.setdefault(name, Column(name, shape, when, meaning, tuple(roles), None, tuple(reads), phase))
@@ -125,6 +138,7 @@ class ColumnPlan:
         return self._added(batch, sources, metrics, is_scored) if self.providers else batch
 
     def _added(self, batch: Batch, sources: Sources, metrics: Metrics, is_scored: bool) -> Batch:
+        failures = dict[str, Failure]()
         left = [column for column in self.providers if column.name not in batch]
         left = left if is_scored else _unscored(left)
         while left:
@@ -136,11 +150,15 @@ class ColumnPlan:
                     begun.append(self._begin(column, batch, sources))
             for column, values in zip(ready, begun, strict=True):
                 with metrics.time(f"time/{column.phase}"):
-                    batch = batch.with_columns(**{column.name: values() if callable(values) else values})
+                    found = values() if callable(values) else values
+                if isinstance(found, ScoreColumn):
+                    failures |= found.failures
+                    found = found.column
+                batch = batch.with_columns(**{column.name: found})
             left = [column for column in left if column not in ready]
-        for failure in sources.failures.values():
+        for failure in failures.values():
             metrics.sum(f"failures/{failure.source}", 1)
-        return with_failures(batch, sources.failures) if sources.failures else batch
+        return with_failures(batch, failures) if failures else batch
 
     def _begin(self, column: Column, batch: Batch, sources: Sources) -> Values:
         if column.name in PROVIDERS:
@@ -228,18 +246,17 @@ def updates_per_step(role: ActorConfig, train_batch_size: int) -> int:
 
 def plan(config: TrainConfig) -> ColumnPlan:
     """The columns that the chosen functions read, with their providers.  Raises: ConfigError."""
-    return replace(plan_columns(readers(config), config.reward.columns), options=options_of(config))
+    found = plan_columns(readers(config), config.reward.columns)
+    options = {column.name: options_of(column, config) for column in found.providers if column.name in PROVIDERS}
+    return replace(found, options=options)
 
 
-def options_of(config: TrainConfig) -> dict[str, dict[str, Any]]:
-    """Returns the keyword arguments of providers, by column. They are parts of the config."""
-    return {
-        "old_log_probs": {"by": config.algorithm.correction.old_log_probs},
-        "draws": {"seed": config.trainer.seed},
-        "teacher_log_probs": {"teacher": config.teacher, "data": config.data, "environment": config.environment},
-        "rm_scores": {"path": config.reward_model.model_path, "trusted": config.model.trust_remote_code},
-        "judge_scores": {"rubric": config.reward_model.rubric, "data": config.data},
-    }
+def options_of(column: Column, config: TrainConfig) -> dict[str, Any]:
+    """Returns the options of a column's provider, by parameter.  Raises: ConfigError for an unknown key."""
+    keys: Mapping[str, str] = PROVIDERS[column.name].marks.get("options", {})
+    if unknown := [key for key in keys.values() if not is_known(TrainConfig, key)]:
+        raise unknown_key(TrainConfig, unknown[0], f"the provider of {column.name}")
+    return {name: reduce(getitem, key.split("."), config) for name, key in keys.items()}
 
 
 def unread(config: TrainConfig, plan: ColumnPlan) -> list[str]:
@@ -301,7 +318,7 @@ def plan_columns(readers: Iterable[tuple[str, Reader, Iterable[str]]], fields: S
     return ColumnPlan(tuple(planned.values()))
 
 
-@register_provider("old_log_probs")
+@register_provider("old_log_probs", options={"by": "algorithm.correction.old_log_probs"})
 def old_log_probs(batch: Batch, sources: Sources, *, by: str) -> Values:
     """Log-probs of the policy before the update, computed by the trainer or, with `by="rollout"`, by the sampler."""
     if by == "rollout":
@@ -316,7 +333,7 @@ def process_rewards(batch: Batch, sources: Sources) -> Values:
     return lambda: log_probs() - batch["ref_log_probs"]
 
 
-@register_provider("rm_scores")
+@register_provider("rm_scores", options={"path": "reward_model.model_path", "trusted": "model.trust_remote_code"})
 def rm_scores(batch: Batch, sources: Sources, *, path: str | None = None, trusted: bool = False) -> Values:
     """Scores of the reward model at `path`, on the last row of each trajectory; other rows have 0. The model reads
     token ids or, if its vocabulary differs from the policy's, the conversation as text.   [B]"""
@@ -347,7 +364,7 @@ def reward_baselines(batch: Batch, sources: Sources) -> torch.Tensor:
     return torch.tensor([group.trajectories[0].score for group in groups])[batch["uid"]]
 
 
-@register_provider("draws")
+@register_provider("draws", options={"seed": "trainer.seed"})
 def draws(batch: Batch, sources: Sources, *, seed: int) -> torch.Tensor:
     """A uniform number in [0, 1) for each token, by seed, trajectory name and position of the token.   [B, R]"""
     keys = torch.tensor([key(seed, "draws", name) for name in batch["trajectory_uid_name"]])

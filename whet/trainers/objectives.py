@@ -13,7 +13,7 @@ from torch import Tensor
 
 from whet.algorithms.aggregation import aggregate, counts, loss_mask
 from whet.algorithms.calls import Bound, PolicyLoss, policy_loss, whole_trajectories
-from whet.algorithms.kl import kl_columns, kl_penalty
+from whet.algorithms.kl import kl_columns, kl_form
 from whet.algorithms.preference_losses import pairs_of
 from whet.algorithms.statistics import log_ratio, masked_mean, row_sums
 from whet.algorithms.value_loss import bradley_terry, step_cross_entropy
@@ -48,8 +48,8 @@ class LossObjective:
         return self.bound or Bound(self.kind[self.loss_name], self.options)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drops the function before pickling. The other process finds it again by its name."""
-        return {name: each for name, each in vars(self).items() if name != "function"} | {"bound": None}
+        """Drops the functions before pickling. The other process finds them again by their names."""
+        return {name: each for name, each in vars(self).items() if name not in ("function", "kl")} | {"bound": None}
 
     def call(self, columns: Columns, supplied: Mapping[str, Any] | None = None) -> PolicyLoss:
         """Calls the loss on whole sequences: sequence ratios use all sampled tokens, but only trained tokens get a
@@ -174,6 +174,12 @@ class PolicyObjective(LossObjective):
             interpolates=algorithm.correction.old_log_probs == "interpolated",
         )
 
+    @cached_property
+    def kl(self) -> Bound:
+        """The KL in the loss, if it has one."""
+        assert self.kl_form is not None
+        return kl_form(self.kl_form)
+
     @property
     def needs(self) -> frozenset[str]:
         """The model outputs that the loss reads: log-probs, entropy (always, for its metric), and others."""
@@ -206,7 +212,7 @@ class PolicyObjective(LossObjective):
         if self.entropy_coef:
             total = total - self.entropy_coef * self.aggregate(entropy, columns, counts)
         if self.kl_form is not None:
-            distance = self.aggregate(kl_penalty(self.kl_form, {**columns, "response_mask": mask}), columns, counts)
+            distance = self.aggregate(self.kl({**columns, "response_mask": mask}), columns, counts)
             measure_share(metrics, "actor/kl_loss", distance, columns, counts)
             total = total + self.kl_coef * distance
         return total

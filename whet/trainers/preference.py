@@ -21,7 +21,7 @@ from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
 from whet.data.preferences import Comparison
-from whet.engines.engine import Engine
+from whet.engines.protocol import CopiesWeights
 from whet.engines.role import RoleSettings
 from whet.errors import ConfigError, DataError, EngineError, StorageError
 from whet.keyed import key
@@ -52,16 +52,15 @@ COLUMNS = (
 class MovingReference(TrainWorker):
     """A reference model that copies the policy's weights at intervals.
 
-    Raises: EngineError if policy and reference have different engines, ConfigError if they have different weights."""
+    Raises: EngineError for an engine that cannot copy weights, ConfigError if the models store different weights."""
 
     def __init__(self, placement: Placement, settings: RoleSettings) -> None:
         super().__init__(placement, settings)
         own, actor = self.engine, actor_beside(self).engine
-        if not isinstance(own, Engine) or type(actor) is not type(own):
-            found, expected = type(actor).__name__, f"{type(own).__name__} for both, derived from whet's Engine"
+        if not isinstance(own, CopiesWeights) or not isinstance(actor, CopiesWeights):
+            found, expected = type(actor).__name__, "one with the methods of CopiesWeights (whet.engines.protocol)"
             raise EngineError("engine of the policy", found, expected, "unset reference.update_steps")
-        shapes, others = ({n: w.shape for n, w in each.model.named_parameters()} for each in (own, actor))
-        if shapes != others:
+        if own.layout() != actor.layout():
             expected = "a model with weights of the policy's names and shapes, which reference.update_steps copies"
             raise ConfigError("reference.model_path", settings.model_path, expected, "unset one of both")
         self._copy = partial(own.copy_from, actor)

@@ -16,7 +16,7 @@ from whet.algorithms import shaping as forms
 from whet.algorithms.aggregation import loss_mask
 from whet.algorithms.calls import Bound, with_mini_batch_columns
 from whet.algorithms.correction import gap, out_of_bounds, ratio, weight_metrics
-from whet.algorithms.kl import apply_kl_to_reward
+from whet.algorithms.kl import apply_kl_to_reward, kl_form
 from whet.algorithms.statistics import whiten
 from whet.batch import Batch
 from whet.columns import SCORED_BY
@@ -31,7 +31,7 @@ class Shaper:
 
     def __init__(self, config: TrainConfig) -> None:
         kl = config.algorithm.kl
-        self.config = config
+        self.config, self._kl = config, kl_form(kl.form)
         self._scored_by = SCORED_BY.get(config.reward_model.source or "")
         shaping, of_domains = config.algorithm.shaping, config.reward.domains.values()
         norms = {norm for each in of_domains for norm in (each.norm_mean, each.norm_std)}
@@ -100,8 +100,7 @@ class Shaper:
 
     def _less_kl(self, rewards: Tensor, batch: Batch, metrics: Metrics) -> Tensor:
         coef, mask = self.kl_controller.coef, batch["response_mask"]
-        form = self.config.algorithm.kl.form
-        rewards, distance = apply_kl_to_reward(rewards, batch.tensors(), form=form, coef=coef)
+        rewards, distance = apply_kl_to_reward(rewards, batch.tensors(), form=self._kl, coef=coef)
         mean = distance.sum() / mask.sum().clamp(min=1)
         metrics.mean("actor/reward_kl_penalty", mean, mask.sum())
         metrics.mean("actor/reward_kl_penalty_coeff", coef)

@@ -29,7 +29,7 @@ from whet.types import Group, Message, Prompt, Trajectory, trajectories_of
 Hints = list[list[str | None]]  # by group and trajectory
 
 
-@register_provider("teacher_log_probs")
+@register_provider("teacher_log_probs", options={"teacher": "teacher", "data": "data", "environment": "environment"})
 def teacher_log_probs(
     batch: Batch, sources: Sources, *, teacher: TeacherConfig, data: DataConfig, environment: ToolsConfig
 ) -> Values:

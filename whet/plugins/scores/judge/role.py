@@ -12,7 +12,7 @@ from whet.batch import Batch
 from whet.config.schema import DataConfig
 from whet.data.prompts import PromptFormat
 from whet.plugins.scores.judge.rubrics import Rubric, load_rubric
-from whet.trainers.columns import Sources, last_rows, register_provider
+from whet.trainers.columns import ScoreColumn, Sources, last_rows, register_provider
 from whet.trainers.teacher import text
 from whet.types import Failure, Message, Prompt, Trajectory, trajectories_of
 
@@ -22,8 +22,13 @@ UNREADABLE = (
 )
 
 
-@register_provider("judge_scores", shape="B", phase="reward_model")
-def judge_scores(batch: Batch, sources: Sources, *, rubric: str, data: DataConfig) -> torch.Tensor:
+@register_provider(
+    "judge_scores",
+    shape="B",
+    phase="reward_model",
+    options={"rubric": "reward_model.rubric", "data": "data"},
+)
+def judge_scores(batch: Batch, sources: Sources, *, rubric: str, data: DataConfig) -> ScoreColumn:
     """Returns the judge's score from 0 to 1, by `reward_model.rubric`, at the last row of each trajectory. The score is
     0 at other rows and for failed trajectories. A trajectory fails if its verdict cannot be read.   [B]"""
     rollouts, asks = sources.rollouts.judge or sources.rollouts, load_rubric(rubric)
@@ -33,18 +38,18 @@ def judge_scores(batch: Batch, sources: Sources, *, rubric: str, data: DataConfi
     asking = _questions(judged, asks, template)
     params = replace(rollouts.params, temperature=0.0, top_p=1.0, top_k=0)
     replies = rollouts.sample(asking, 1, params, step=sources.step, purpose="judge", is_scored=False)
-    given: dict[str, float] = {}
+    given, failures = dict[str, float](), dict[str, Failure]()
     for each, reply in zip(judged, trajectories_of(replies), strict=True):
         said = text(reply) or ""
         if reply.failure is not None:
             why = f"the judge gave no verdict, it failed in the {reply.failure.source}: {reply.failure.message}"
-            sources.failures[each.uid] = replace(reply.failure, source="reward", message=why)
+            failures[each.uid] = replace(reply.failure, source="reward", message=why)
         elif (value := asks.read(said)) is None:
-            sources.failures[each.uid] = Failure("reward", UNREADABLE.format(rubric=asks.name, said=said[-80:]))
+            failures[each.uid] = Failure("reward", UNREADABLE.format(rubric=asks.name, said=said[-80:]))
         else:
             given[each.uid] = value
     scores = torch.tensor([given.get(each.uid, 0.0) for each in trajectories])
-    return torch.where(last_rows(batch).bool(), scores[batch["trajectory_uid"]], 0.0)
+    return ScoreColumn(torch.where(last_rows(batch).bool(), scores[batch["trajectory_uid"]], 0.0), failures)
 
 
 def _questions(judged: Sequence[Trajectory], rubric: Rubric, template: PromptFormat) -> list[Prompt]:
