@@ -18,7 +18,8 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from docs.generate.layers import layers, limit
-from tests.parsed import tree
+from tests.first import first
+from tests.parsed import blocks, tree
 from whet.config.commands import commands, schema_of
 from whet.config.section import is_free, is_section
 
@@ -82,7 +83,7 @@ def test_the_core_imports_no_plugin_and_plugins_import_themselves_and_public_nam
             is_foreign = parts[:2] == ["whet", "plugins"] and parts[2:3] != [own]
             is_private = parts[0] == "whet" and own != "" and parts[2:3] != [own] and any(p[:1] == "_" for p in parts)
             wrong += [f"{_shown(file)}:{line} imports {module}"] if is_foreign or is_private else []
-        for node in ast.walk(tree(file)) if own else ():
+        for node in blocks(file) if own else ():
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("whet"):
                 private = [each.name for each in node.names if each.name[:1] == "_" and each.name[:2] != "__"]
                 is_own = (node.module or "").startswith(f"whet.plugins.{own}")
@@ -231,7 +232,7 @@ def test_files_functions_and_package_stay_small() -> None:
 def _characters(file: Path) -> int:
     """The characters of a file's code: its tokens without comments, docstrings and white space."""
     documented = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
-    nodes = [each for each in ast.walk(tree(file)) if isinstance(each, documented) and ast.get_docstring(each)]
+    nodes = [each for each in blocks(file) if isinstance(each, documented) and ast.get_docstring(each)]
     docstrings = {node.body[0].lineno for node in nodes}
     with file.open("rb") as code:
         tokens = [each for each in tokenize.tokenize(code.readline) if each.type not in NO_CODE]
@@ -260,7 +261,7 @@ def test_no_algorithm_is_longer_than_a_page_of_a_book() -> None:
     long = {}
     for file in sorted((PACKAGE / "algorithms").glob("*.py")):
         source = file.read_text(encoding="utf-8")
-        for node in ast.parse(source).body:
+        for node in tree(file).body:
             if isinstance(node, ast.FunctionDef) and any(
                 "register_" in ast.unparse(use) for use in node.decorator_list
             ):
@@ -286,12 +287,16 @@ def test_every_file_starts_with_its_licence() -> None:
 
 @pytest.mark.parametrize(
     "code",
-    [
-        "import whet",
-        "from whet.cli.app import main; main(['--help'])",
-        "from whet.cli.app import main; main(['config', 'train', 'gsm8k'])",
-        "from whet.cli.app import main; main(['algorithms'])",
-    ],
+    first(
+        2,
+        [
+            "import whet",
+            "from whet.cli.app import main; main(['--help'])",
+            "from whet.cli.app import main; main(['config', 'train', 'gsm8k'])",
+            "from whet.cli.app import main; main(['algorithms'])",
+        ],
+        others=pytest.mark.slow,
+    ),
 )
 def test_what_answers_at_once_loads_nothing_heavy(code: str) -> None:
     report = (
@@ -353,7 +358,7 @@ def _imports(file: Path) -> list[tuple[int, str]]:
     """Line and module of every import in a file, including imports inside functions."""
     found = []
     package = ["whet", *file.relative_to(PACKAGE).parts[:-1]]
-    for node in ast.walk(tree(file)):
+    for node in blocks(file):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -364,13 +369,14 @@ def _imports(file: Path) -> list[tuple[int, str]]:
     return found
 
 
+@cache
 def _is_module(name: str) -> bool:
     path = ROOT.joinpath(*name.split("."))
     return name.startswith("whet.") and (path.is_dir() or path.with_suffix(".py").is_file())
 
 
 def _functions(file: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in ast.walk(tree(file)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [node for node in blocks(file) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def _lines(file: Path) -> int:

@@ -216,6 +216,7 @@ def _pages(*words: str, **variables: str) -> int:
     return int(found.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another C library")
 def test_freed_memory_is_kept_for_the_next_step() -> None:
     fresh = 6 * 64 * 2**20 // resource.getpagesize()

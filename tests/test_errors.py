@@ -66,7 +66,7 @@ def kinds() -> frozenset[str]:
     classes = {
         node.name: {getattr(base, "id", "") for base in node.bases}
         for file in FILES
-        for node in ast.walk(parsed.tree(file))
+        for node in parsed.blocks(file)
         if isinstance(node, ast.ClassDef)
     }
     found = {"WhetError"}

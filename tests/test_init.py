@@ -21,6 +21,7 @@ from matplotlib.image import imread
 
 import whet
 from tests.conftest import SMALL_RUN
+from tests.first import first
 from tests.raising import raises
 from tests.tracking.test_runs import make_run
 from whet import registry
@@ -182,14 +183,18 @@ def test_python_prints_the_lines_of_the_command(
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
-    [
-        ({"data": 3}, r"^data\b.* int\b"),
-        ({"data": "sums.jsonl"}, r"^data\b.*data\.train_files or data\.val_files"),
-        ({"data": [3]}, r"^data: row 0\b.* int\b"),
-        ({"data": [{"x": 1}]}, r"^data: row 0\b.*\bprompt\b.* x\b"),
-        ({"data": ROWS, "val_data": 3}, r"^val_data\b.* int\b"),
-        ({"data": ROWS, "val_data": [{"x": 1}]}, r"^val_data: row 0\b.*\bprompt\b"),
-    ],
+    first(
+        1,
+        [
+            ({"data": 3}, r"^data\b.* int\b"),
+            ({"data": "sums.jsonl"}, r"^data\b.*data\.train_files or data\.val_files"),
+            ({"data": [3]}, r"^data: row 0\b.* int\b"),
+            ({"data": [{"x": 1}]}, r"^data: row 0\b.*\bprompt\b.* x\b"),
+            ({"data": ROWS, "val_data": 3}, r"^val_data\b.* int\b"),
+            ({"data": ROWS, "val_data": [{"x": 1}]}, r"^val_data: row 0\b.*\bprompt\b"),
+        ],
+        others=pytest.mark.slow,
+    ),
 )
 def test_errors_name_the_argument_that_has_the_rows(
     arguments: dict[str, Any], told: str, model_folder: Path, tmp_path: Path

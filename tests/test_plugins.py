@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.parsed import tree
 from tests.raising import raises
 from whet import registry
 from whet.cli.app import GROUPS, LOOK, PANELS
@@ -207,7 +208,7 @@ def test_every_name_of_the_first_version_is_found_or_has_ended() -> None:
 def names_in(file: Path) -> set[str]:
     """Returns names that a module defines or imports."""
     found = set[str]()
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+    for node in tree(file).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             found.add(node.name)
         elif isinstance(node, ast.ImportFrom):

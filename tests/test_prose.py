@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parsed import tree
+from tests.parsed import blocks, tree
 
 ROOT = Path(__file__).resolve().parents[1]
 # A first word that leaves open what the sentence is about.
@@ -57,7 +57,7 @@ def test_first_sentences_outside_the_package_do_too(folder: str) -> None:
     unnamed = [
         f"{file}: {sentence}"
         for file in sorted((ROOT / folder).rglob("*.py"))
-        for node in ast.walk(tree(file))
+        for node in blocks(file)
         if isinstance(node, Definition | ast.Module) and (docstring := ast.get_docstring(node))
         if UNNAMED.search(re.sub("`[^`]*`", "", sentence := first_sentence(docstring)))
     ]
@@ -142,8 +142,8 @@ def methods(node: ast.ClassDef) -> dict[str, bool]:
 def classes() -> dict[str, list[ast.ClassDef]]:
     """All classes of whet by name."""
     found: dict[str, list[ast.ClassDef]] = {}
-    for module in modules().values():
-        for node in ast.walk(module):
+    for file in modules():
+        for node in blocks(file):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(node)
     return found

@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from tests.algorithms.calling import estimate, policy_loss, with_mini_batch_columns
+from tests.first import only
 from whet.algorithms.aggregation import aggregate, counts
 from whet.algorithms.calls import call
 from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSES, WEIGHTS, WRAPPERS, Entry
@@ -20,8 +22,16 @@ from whet.registry import ADV_ESTIMATORS, POLICY_LOSSES, REJECTIONS, VALUE_LOSSE
 Batch = dict[str, Tensor]
 MakeBatch = Callable[..., Batch]
 
-ESTIMATORS = [pytest.param(entry, id=entry.name) for entry in ADV_ESTIMATORS]
-LOSSES = [pytest.param(entry, id=entry.name) for entry in (*POLICY_LOSSES, *VALUE_LOSSES)]
+
+def named(entries: Iterable[Entry]) -> list[ParameterSet]:
+    return [pytest.param(entry, id=entry.name) for entry in entries]
+
+
+# Of each kind of function: of rows alone, of groups, with a critic, of steps; by token, by sequence, of values.
+FAST = {"cpo", "gae", "gigpo", "grpo", "reinforce_plus_plus", "rloo"}
+FAST |= {"clipped", "gspo", "kl_cov", "ppo_clip", "reinforce"}
+ESTIMATORS = only(FAST, named(ADV_ESTIMATORS), others=pytest.mark.slow)
+LOSSES = only(FAST, named((*POLICY_LOSSES, *VALUE_LOSSES)), others=pytest.mark.slow)
 seeds = st.integers(0, 2**31)
 few = settings(max_examples=8, deadline=None)
 
@@ -189,6 +199,7 @@ def test_ratios_that_overflow_leave_loss_and_gradient_finite(make_batch: MakeBat
 # ---- the wrappers of CPO, the weights of tokens, rejections
 
 
+FAST_OTHERS = {"icepop", "importance", "divergence", "mi", "naive", "tok_kl", "seq_kl", "token", "sequence_max", "gate"}
 OTHERS = [
     *(pytest.param(ADV_ESTIMATORS["cpo"], {"wrap_method": entry.name}, id=entry.name) for entry in WRAPPERS),
     *(pytest.param(entry, {}, id=entry.name) for entry in (*WEIGHTS, *REJECTIONS)),
@@ -214,7 +225,7 @@ def column_of(entry: Entry, batch: Batch, options: dict[str, Any]) -> Tensor:
     return column.expand(batch["response_mask"].shape).masked_fill(batch["response_mask"] == 0, 0)
 
 
-@pytest.mark.parametrize(("entry", "options"), OTHERS)
+@pytest.mark.parametrize(("entry", "options"), only(FAST_OTHERS, OTHERS, others=pytest.mark.slow))
 @few
 @given(seed=seeds)
 def test_the_same_holds_for_weights_and_wrappers(
@@ -231,7 +242,7 @@ def test_the_same_holds_for_weights_and_wrappers(
     torch.testing.assert_close(column_of(entry, with_rows(batch, alive), options), column[alive])
 
 
-@pytest.mark.parametrize(("entry", "options"), OTHERS)
+@pytest.mark.parametrize(("entry", "options"), only(FAST_OTHERS, OTHERS, others=pytest.mark.slow))
 @pytest.mark.parametrize("apart", [torch.inf, -torch.inf])
 def test_an_impossible_token_makes_nothing_but_a_bounded_weight(
     make_batch: MakeBatch, entry: Entry, options: dict[str, Any], apart: float

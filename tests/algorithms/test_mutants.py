@@ -273,11 +273,12 @@ def _run(module: str, source: str) -> None:
     exec(compile(source, changed.__file__, "exec"), changed.__dict__)
     setattr(importlib.import_module(package), file.stem, changed)
     code = 0
-    for names in (TESTS[module], COMMON):  # the module's own first: reading all tests takes longer than running these
+    own, common = TESTS[module], COMMON  # the own tests first: reading all tests takes longer than running these
+    for names, kind in ((own, "not slow"), (common, "not slow"), (common, "slow")):
         if code == 0:
             files = [str(HERE / name) for name in names]
             with contextlib.redirect_stdout(io.StringIO()):
-                code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *files]))
+                code = int(pytest.main(["-x", "-q", "-m", kind, "-p", "no:cacheprovider", "-p", "no:randomly", *files]))
     sys.exit(code)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.first import first
 from tests.raising import raises
 from whet import __version__ as whet_version, registry
 from whet.cli.app import main
@@ -152,7 +153,9 @@ def test_python_m_whet_is_whet() -> None:
     assert run.returncode == 0 and "Usage: whet" in run.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["config", "train", "gsm8k"], ["algorithms"]])
+@pytest.mark.parametrize(
+    "arguments", first(1, [["--help"], ["config", "train", "gsm8k"], ["algorithms"]], others=pytest.mark.slow)
+)
 def test_what_answers_at_once_does(arguments: list[str]) -> None:
     """Commands that answer at once take under a second, or on a slow machine at most four times the import of their
     libraries, in a cold process; a command that a busy machine held up is started again."""

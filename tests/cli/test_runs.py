@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
+from tests.first import first
 from tests.tracking.test_runs import OLD_RUN, make_run
 from whet.cli.app import main
 from whet.cli.arguments import split_recipe
@@ -109,7 +110,7 @@ def test_the_command_to_go_on_fits_the_kind_of_run() -> None:
     assert next_command(read_run(sft)) == "whet sft runs/p/e/config.yaml trainer.resume=auto"
 
 
-@pytest.mark.parametrize("name", ["lr=1,2 [a]", "1e5", 'it\'s "${x}"'])
+@pytest.mark.parametrize("name", first(1, ["lr=1,2 [a]", "1e5", 'it\'s "${x}"'], others=pytest.mark.slow))
 def test_the_command_to_go_on_is_read_back_for_any_name_of_the_folder(name: str) -> None:
     config = to_yaml(TrainConfig.model_validate({"data": {"train_files": ["x.jsonl"]}}))
     for path in (Path(name), Path("runs", name)):

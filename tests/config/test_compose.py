@@ -10,6 +10,7 @@ import pytest
 import torch
 from hydra import compose as hydra_compose, initialize_config_dir
 
+from tests.first import first
 from tests.raising import raises
 from whet.config.compose import compose, find_recipe, flatten, key_lines, shipped_recipes
 from whet.config.load import load_config
@@ -64,7 +65,7 @@ def test_every_value_knows_its_source(recipe: Path, monkeypatch: pytest.MonkeyPa
     assert "rollout.top_p" not in sources
 
 
-@pytest.mark.parametrize("prefix", ["", "+", "++"])
+@pytest.mark.parametrize("prefix", first(1, ["", "+", "++"], others=pytest.mark.slow))
 def test_a_value_is_set_with_and_without_plus(prefix: str) -> None:
     assert values_of("gsm8k", f"{prefix}rollout.n=5")["rollout.n"] == 5  # in the recipe
     assert values_of("gsm8k", f"{prefix}rollout.top_k=5")["rollout.top_k"] == 5  # not in it

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 import yaml
 
+from tests.first import first
 from whet.config import EvalConfig, GenerateConfig, SFTConfig, TrainConfig, load_config
 from whet.config.commands import commands, schema_of as config_of
 from whet.config.compose import SHIPPED, find_recipe, shipped_recipes
@@ -45,33 +46,37 @@ def test_a_part_of_recipes_validates_as_its_section() -> None:
 
 @pytest.mark.parametrize(
     "recipe",
-    [
-        "rollout: {n: 4}",
-        "rollout:",
-        "rollout: {n: '${data.train_batch_size}'}",
-        "data: {train_files: one.jsonl}",
-        "data: {train_files: [one.jsonl, {path: two.jsonl, weight: 2}]}",
-        "data: {train_files: 3}",
-        "trainer: {logger: jsonl, experiment_name: 7}",
-        "trainer: {total_steps: null, val_freq: -1}",
-        "rollout: {length_stages: {1: 64, 100: 128}}",
-        "actor: {optim: {betas: [0.9, 0.99], lr: 1.0e-6}}",
-        "reward: {function: [gsm8k, my.py:f], kwargs: {anything: 1}}",
-        "custom_reward_function: {path: my.py, name: f}",
-        "algorithm: {adv_estimator: my.py:mine, adv_options: {scale: 2}}",
-        "extra: {mine: [1, 2]}",
-        "rollout: {nn: 4}",
-        "rollouts: {n: 4}",
-        "rollout.n: 4",
-        "rollout: {n: 0}",
-        "rollout: {n: many}",
-        "rollout: {n: true}",
-        "rollout: {top_p: 1.5}",
-        "actor: {optim: {betas: [0.9]}}",
-        "trainer: {logger: {paper: 1}}",
-        "model: {dtype: float16}",
-        "custom_reward_function: {file: my.py}",
-    ],
+    first(
+        4,
+        [
+            "rollout: {n: 4}",
+            "rollout:",
+            "rollout: {n: '${data.train_batch_size}'}",
+            "data: {train_files: one.jsonl}",
+            "data: {train_files: [one.jsonl, {path: two.jsonl, weight: 2}]}",
+            "data: {train_files: 3}",
+            "trainer: {logger: jsonl, experiment_name: 7}",
+            "trainer: {total_steps: null, val_freq: -1}",
+            "rollout: {length_stages: {1: 64, 100: 128}}",
+            "actor: {optim: {betas: [0.9, 0.99], lr: 1.0e-6}}",
+            "reward: {function: [gsm8k, my.py:f], kwargs: {anything: 1}}",
+            "custom_reward_function: {path: my.py, name: f}",
+            "algorithm: {adv_estimator: my.py:mine, adv_options: {scale: 2}}",
+            "extra: {mine: [1, 2]}",
+            "rollout: {nn: 4}",
+            "rollouts: {n: 4}",
+            "rollout.n: 4",
+            "rollout: {n: 0}",
+            "rollout: {n: many}",
+            "rollout: {n: true}",
+            "rollout: {top_p: 1.5}",
+            "actor: {optim: {betas: [0.9]}}",
+            "trainer: {logger: {paper: 1}}",
+            "model: {dtype: float16}",
+            "custom_reward_function: {file: my.py}",
+        ],
+        others=pytest.mark.slow,
+    ),
 )
 def test_it_takes_and_refuses_what_the_loader_does(recipe: str, tmp_path: Any) -> None:
     file = tmp_path / "mine.yaml"

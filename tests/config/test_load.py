@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from tests.first import first
 from tests.raising import check_fields, raises
 from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config, to_yaml
 from whet.errors import ConfigError
@@ -155,7 +156,7 @@ def test_unchecked_values_that_do_not_go_together_are_refused_when_checked() -> 
         load_config(TrainConfig, "gsm8k", ["model.path=owner/name"])
 
 
-@pytest.mark.parametrize("schema", [TrainConfig, SFTConfig, EvalConfig])
+@pytest.mark.parametrize("schema", first(1, [TrainConfig, SFTConfig, EvalConfig], others=pytest.mark.slow))
 def test_a_written_config_reads_back_equal(schema: type[TrainConfig], tmp_path: Path) -> None:
     overrides = [
         "model.path=a b/c",

@@ -89,6 +89,7 @@ def test_a_death_is_named_soon(backend: str, started: tuple[WorkerGroup, list[in
     wait_until_gone(pids, GONE_SECONDS[backend])
 
 
+@pytest.mark.slow
 def test_a_death_while_the_others_are_sent_to_is_the_error_of_the_call(
     started: tuple[WorkerGroup, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ LONG = {  # many commands
         "config.md",
         "data.md",
         "environments.md",
+        "how-one-step-works.md",
         "migrating.md",
         "planning.md",
         "plotting.md",

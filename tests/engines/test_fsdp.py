@@ -55,6 +55,7 @@ def reference(model_folder: Path) -> suite.Record:
     return suite.drive(suite.launched({"actor": suite.settings(model_folder)}, 1)["actor"])
 
 
+@pytest.mark.slow
 def test_two_ranks_take_the_steps_of_one(plain: WorkerGroup, model_folder: Path) -> None:
     steps = range(5)
     expected = suite.drive(suite.launched({"actor": suite.settings(model_folder)}, 1)["actor"], steps=steps)

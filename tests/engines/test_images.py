@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from tests.first import first
 from tests.raising import raises
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -35,10 +36,13 @@ OPTIM = OptimConfig(lr=1e-3, eps=1.0, weight_decay=0.0)
 PADDED = suite.Variant(False, 10**6)
 
 
+SEEING = (*pictures.QWEN, *pictures.BUILT)
 SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]  # an image of SmolVLM is cut into tiles of many patches
 
 
-@pytest.fixture(scope="module", params=[*pictures.QWEN, *pictures.BUILT, pytest.param("smolvlm", marks=SLOW)])
+@pytest.fixture(
+    scope="module", params=[*first(1, SEEING, others=pytest.mark.slow), pytest.param("smolvlm", marks=SLOW)]
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pictures.seeing_folder(tmp_path_factory.mktemp("models") / "seeing", request.param)
 
@@ -100,7 +104,7 @@ def test_a_split_changes_nothing(folder: Path, variant: suite.Variant) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", pictures.QWEN, indirect=True)
+@pytest.mark.parametrize("folder", first(1, pictures.QWEN, others=pytest.mark.slow), indirect=True)
 def test_a_frozen_tower_and_an_adapter(folder: Path) -> None:
     """Features are computed once, for training and sampling; the results equal a tower's that runs anew."""
     pytest.importorskip("peft")
@@ -129,7 +133,7 @@ def test_a_frozen_tower_and_an_adapter(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", [*pictures.QWEN, *pictures.BUILT], indirect=True)
+@pytest.mark.parametrize("folder", SEEING, indirect=True)
 def test_two_ranks_take_the_steps_of_one(folder: Path) -> None:
     """Some micro-batches have no image, and some ranks no row."""
     batch_at, fsdp = partial(pictures.batch_of_rows, folder), EngineConfig(name="fsdp", logits_chunk_tokens=16)
@@ -146,7 +150,9 @@ def test_a_text_model_refuses_rows_with_images(folder: Path, model_folder: Path)
         engine(model_folder, PADDED).forward(pictures.batch_of_rows(folder), frozenset({"log_probs"}))
 
 
-@pytest.mark.parametrize("folder", [*pictures.QWEN, pytest.param("smolvlm", marks=SLOW)], indirect=True)
+@pytest.mark.parametrize(
+    "folder", [*first(1, pictures.QWEN, others=pytest.mark.slow), pytest.param("smolvlm", marks=SLOW)], indirect=True
+)
 def test_a_batch_larger_than_the_cache_of_pixels_is_prepared_once_a_pass(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 import engine_conformance as suite
 
+from tests.first import first
 from tests.pictures import seeing_folder
 from tests.raising import raises
 from whet.config.schema import EngineConfig, OptimConfig
@@ -145,8 +146,8 @@ FORMS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("kind", [SingleEngine, FSDPEngine])
-@pytest.mark.parametrize("is_older", [False, True])
+@pytest.mark.parametrize("kind", first(1, [SingleEngine, FSDPEngine], others=pytest.mark.slow))
+@pytest.mark.parametrize("is_older", first(1, [False, True], others=pytest.mark.slow))
 def test_a_state_of_another_optimizer_is_refused_and_the_own_is_not(
     kind: type[Engine], is_older: bool, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +178,7 @@ def test_a_state_of_another_optimizer_is_refused_and_the_own_is_not(
     assert torch.equal(suite.weights_of(readers[-1]), suite.weights_of(writer))
 
 
-@pytest.mark.parametrize("kind", [SingleEngine, FSDPEngine])
+@pytest.mark.parametrize("kind", first(1, [SingleEngine, FSDPEngine], others=pytest.mark.slow))
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_resumed_run_has_its_own_hyperparameters(
     kind: type[Engine], name: str, model_folder: Path, tmp_path: Path

@@ -14,6 +14,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from tests.first import first
 from tests.raising import check_fields, raises
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -65,7 +66,7 @@ def varied(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[*KINDS])
+@pytest.fixture(scope="module", params=first(1, KINDS, others=pytest.mark.slow))
 def folder(request: pytest.FixtureRequest, folders: Folders) -> Path:
     return folders[request.param]
 
@@ -178,7 +179,9 @@ def test_a_state_has_the_biases_and_the_steps_after_it_are_the_same(folder: Path
     assert torch.equal(suite.weights_of(straight), suite.weights_of(resumed))
 
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"cpu_offload": True}])
+@pytest.mark.parametrize(
+    "options", first(1, [{}, {"reshard_after_forward": False}, {"cpu_offload": True}], others=pytest.mark.slow)
+)
 def test_a_sharded_engine_in_one_process_moves_the_same(folder: Path, options: dict[str, Any]) -> None:
     engines: list[Any] = [engine_of(folder), FSDPEngine(role(folder), router_bias_rate=RATE, **options)]
     found = []

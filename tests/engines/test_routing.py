@@ -14,6 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 sys.path.insert(0, str(Path(__file__).parent))
 import engine_conformance as suite
 
+from tests.first import first
 from tests.models.nano import nano_model
 from whet.config.schema import EngineConfig, OptimConfig
 from whet.engines.role import RoleSettings
@@ -21,10 +22,10 @@ from whet.engines.single import SingleEngine
 from whet.trainers.objectives import ImitationObjective
 
 FACTOR = 0.7
-KINDS = [("mixtral", {}), ("minimax", {}), ("gpt_oss", {})]  # of the own way and, the second, of the general one
+KINDS = [["mixtral", {}], ["minimax", {}], ["gpt_oss", {}]]  # of the own way and, the second, of the general one
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind[0])
+@pytest.fixture(scope="module", params=first(1, KINDS, others=pytest.mark.slow), ids=lambda kind: kind[0])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model_type, changed = request.param
     asks = {"output_router_logits": True, "router_aux_loss_coef": FACTOR, **changed}
@@ -71,7 +72,7 @@ def test_loss_and_gradient_are_those_of_transformers(folder: Path) -> None:
         assert (ours - expected).norm() <= 2e-5 * expected.norm() + 1e-6, name
 
 
-@pytest.mark.parametrize("variant", suite.VARIANTS[1:])
+@pytest.mark.parametrize("variant", first(2, suite.VARIANTS[1:], others=pytest.mark.slow))
 def test_any_split_has_the_same_gradient_and_numbers(variant: suite.Variant, folder: Path) -> None:
     expected, metrics = gradient(engine_of(folder, suite.VARIANTS[0]))
     found, others = gradient(engine_of(folder, variant))

@@ -21,6 +21,7 @@ from whet_environments.devices.drawn import DrawnNumberGame, DrawnTreeGame
 from whet_environments.devices.errors import BackendDeadlineError, BackendError, DeviceError
 from whet_environments.devices.layout import AXE
 
+from tests.first import first
 from tests.raising import raises
 from whet.cli.app import main as whet_main
 from whet.errors import ConfigError, StorageError
@@ -118,8 +119,8 @@ def test_ten_rounds_of_the_tree_game(backend: str, tmp_path: Path) -> None:
         assert turn["reward"] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("observe", ["words", "compact"])
-@pytest.mark.parametrize("backend", ["openai", "ollama"])
+@pytest.mark.parametrize("observe", first(1, ["words", "compact"], others=pytest.mark.slow))
+@pytest.mark.parametrize("backend", first(1, ["openai", "ollama"], others=pytest.mark.slow))
 def test_the_state_as_text(observe: str, backend: str, tmp_path: Path) -> None:
     def answer(text: str, png: bytes | None) -> str:
         assert png is None

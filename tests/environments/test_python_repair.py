@@ -106,6 +106,7 @@ def test_a_repair() -> None:
         answered(task, "x")
 
 
+@pytest.mark.slow
 @needs_bubblewrap
 def test_limits_of_turns_and_of_observations() -> None:
     task, first = begun(max_steps=2, max_characters=80, context="replace", max_tokens=9)
@@ -117,6 +118,7 @@ def test_limits_of_turns_and_of_observations() -> None:
     assert text_of(seen[0]).endswith(" ...") and len(text_of(seen[0]).rpartition("```")[2]) == 80 + len("\n\n ...")
 
 
+@pytest.mark.slow
 @needs_bubblewrap
 def test_a_program_that_never_ends() -> None:
     task, _ = begun(seconds=0.3)

@@ -39,7 +39,7 @@ OTHER_VALUES = {
 }
 SKIPPED = re.compile("|".join(name.replace("*", ".*") for name in OTHER_VALUES))
 REL, ABS = 1e-3, 2e-5  # of numbers that a resumed run computes again
-FAST = {"grpo", "sft", "reward"}
+FAST = {"grpo"}
 NAMES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in RUNS]
 BEST = {  # value of the metric that selects the best checkpoint, and its step
     "grpo": (4 / 6, 0),

@@ -6,6 +6,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.first import first
 from whet.kernels import paged_attention_triton as kernels
 from whet.kernels.paged_attention import reference
 from whet.kernels.tiles import tile_tokens, tiles_of
@@ -56,7 +57,8 @@ def test_the_rest_of_a_context_is_not_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "window", "cap"), [(4, 2, 16, 0, 0.0), (6, 2, 24, 0, 0.0), (4, 1, 32, 7, 5.0)]
+    ("heads", "kv_heads", "dim", "window", "cap"),
+    first(1, [(4, 2, 16, 0, 0.0), (6, 2, 24, 0, 0.0), (4, 1, 32, 7, 5.0)], others=pytest.mark.slow),
 )
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_attention_in_tiles(heads: int, kv_heads: int, dim: int, window: int, cap: float, has_sinks: bool) -> None:

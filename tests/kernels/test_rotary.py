@@ -113,6 +113,7 @@ def test_tables_that_are_trained_or_narrow_are_left_to_torch(own: Callable[[Modu
     assert torch.equal(ours, theirs) and bool(ours.any())
 
 
+@pytest.mark.slow
 def test_compiled_layers_are_not_compiled_again_for_each_length(own: Callable[[ModuleType], Rotation]) -> None:
     rotation, graphs = own(modeling_llama), list[int]()
 

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 import rollout_conformance
 import test_outputs
 
+from tests.first import first
 from whet.checkpoints.export import export
 from whet.config import TrainConfig
 from whet.config.schema import LoraConfig
@@ -29,7 +30,9 @@ from whet.rollout.native.engine import NativeEngine
 from whet.rollout.protocol import RolloutEngine
 from whet.trainers.build import train
 
-ARCHS = [arch for arch in KNOWN if arch not in ("qwen2.5", "qwen3", *MARKERS)]  # those have tests of their own
+FAST = ("llama", "gpt_oss", "qwen3_5")  # plain, with experts, with states
+OTHERS = [arch for arch in KNOWN if arch not in ("qwen2.5", "qwen3", *MARKERS, *FAST)]  # those have tests of their own
+ARCHS = first(len(FAST), [*FAST, *OTHERS], others=pytest.mark.slow)
 WINDOW = 8  # tokens: shorter than the sequences, so that a window that is not kept shows
 MODEL_TYPES = {"gemma": "gemma3_text", "phi": "phi3", "qwen3_5": "qwen3_5_text"}
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.first import first
 from tests.models.nano import NANO, config_of, whet_log_probs
 from tests.raising import raises
 from whet.config.schema import LoraConfig
@@ -70,8 +71,10 @@ EXPERTS = ("qwen3_moe", "glm4_moe", "gpt_oss")  # plain, beside shared experts, 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("model_type", EXPERTS)
-@pytest.mark.parametrize("targets", [["experts"], ["q_proj", "experts.down_proj"]], ids=" ".join)
+@pytest.mark.parametrize("model_type", first(1, EXPERTS, others=pytest.mark.slow))
+@pytest.mark.parametrize(
+    "targets", first(1, [["experts"], ["q_proj", "experts.down_proj"]], others=pytest.mark.slow), ids=" ".join
+)
 def test_experts_are_adapted_if_they_are_named(model_type: str, targets: list[str], tmp_path: Path) -> None:
     """Off the adapter changes nothing; merged by whet, and by peft from a folder, it gives the adapted model."""
     model = load_policy(random_folder(tmp_path, model_type)).eval()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.first import first
 from tests.raising import raises
 from whet.errors import EngineError, ModelError
 from whet.models import outputs
@@ -92,7 +93,7 @@ def test_log_probs_and_entropy_equal_transformers(
 
 
 @pytest.mark.parametrize("short", [8, 0])
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("window", first(1, [None, 4], others=pytest.mark.slow))
 def test_a_prompt_read_once_gives_the_same_log_probs_and_gradients(
     short: int, window: int | None, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +122,7 @@ def test_a_prompt_read_once_gives_the_same_log_probs_and_gradients(
     assert (shared_gradient - plain_gradient).norm() < 1e-6 * plain_gradient.norm()
 
 
-@pytest.mark.parametrize("short", [8, 0])
+@pytest.mark.parametrize("short", first(1, [8, 0], others=pytest.mark.slow))
 def test_shapes_that_are_padded_to_come_again_change_nothing(
     short: int, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from tests.first import first
 from tests.raising import raises
 from whet.errors import EngineError, ModelError
 from whet.models.load import load_policy, load_reward_model, new_head
@@ -47,9 +48,9 @@ def rows() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", ["model_folder", "qwen25_folder"])
+@pytest.mark.parametrize("name", first(1, ["model_folder", "qwen25_folder"], others=pytest.mark.slow))
 @pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("pad_token_id", [0, None])
+@pytest.mark.parametrize("pad_token_id", first(1, [0, None], others=pytest.mark.slow))
 def test_scores_are_those_of_transformers(
     name: str, packing: bool, pad_token_id: int | None, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.first import first
 from tests.raising import raises
 from whet.config.schema import EngineConfig, LoraConfig, OptimConfig
 from whet.controller.worker import Placement
@@ -34,7 +35,7 @@ NEW_HEAD = {"is_reward_model": True, "optim": OptimConfig(), "seed": 3}
 @pytest.mark.parametrize(
     "changes", [{}, {"is_value_model": True}, NEW_HEAD, {"lora": LoraConfig(rank=4), "seed": 3}], ids=str
 )
-@pytest.mark.parametrize("folder", ["model_folder", "qwen25_folder"])
+@pytest.mark.parametrize("folder", first(1, ["model_folder", "qwen25_folder"], others=pytest.mark.slow))
 def test_weights_buffers_and_adapters_are_those_of_a_whole_model(
     folder: str, changes: dict[str, object], request: pytest.FixtureRequest
 ) -> None:

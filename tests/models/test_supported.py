@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.first import first
 from tests.raising import raises
 from whet.errors import ModelError
 from whet.kernels import fused
@@ -138,7 +139,9 @@ def test_a_model_is_tried_when_it_is_loaded(
         assert general.checked(model, "there", "a part") == Support("a part", pads_left=False)
 
 
-@pytest.mark.parametrize("model_type", ["lfm2", "mamba", "mpt", "modernbert-decoder"])
+@pytest.mark.parametrize(
+    "model_type", first(1, ["lfm2", "mamba", "mpt", "modernbert-decoder"], others=pytest.mark.slow)
+)
 def test_on_meta_a_small_copy_decides_as_the_model_itself(model_type: str, tmp_path: Path) -> None:
     changed = next(changed for name, changed, _ in GENERAL if name == model_type)
     folder = folder_of(tmp_path, model_type, **changed)
@@ -178,19 +181,26 @@ def test_the_copy_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("model_type", "changed"),
-    [
-        ("gpt2", {"n_embd": 32, "n_layer": 10, "n_head": 4, "num_key_value_heads": 4}),
-        ("opt", {"ffn_dim": 32, "word_embed_proj_dim": 32, "num_key_value_heads": 4}),
-        ("granitemoe", EXPERTS),
-        ("gpt_oss", {**EXPERTS, "head_dim": 8}),
-        ("qwen3_next", EXPERTS),
-        ("qwen3_5_text", {}),
-        ("olmo_hybrid", {}),
-        ("deepseek_v3", {**EXPERTS, **LATENT, "num_key_value_heads": 4}),
-        ("deepseek_v2", {**EXPERTS, **LATENT, "num_key_value_heads": 4}),
-        ("cohere2", {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}),
-        ("glm4_moe", {**EXPERTS, "head_dim": 8, "n_group": 1, "topk_group": 1}),
-    ],
+    first(
+        3,
+        [
+            ("gpt2", {"n_embd": 32, "n_layer": 10, "n_head": 4, "num_key_value_heads": 4}),
+            ("opt", {"ffn_dim": 32, "word_embed_proj_dim": 32, "num_key_value_heads": 4}),
+            ("granitemoe", EXPERTS),
+            ("gpt_oss", {**EXPERTS, "head_dim": 8}),
+            ("qwen3_next", EXPERTS),
+            ("qwen3_5_text", {}),
+            ("olmo_hybrid", {}),
+            ("deepseek_v3", {**EXPERTS, **LATENT, "num_key_value_heads": 4}),
+            ("deepseek_v2", {**EXPERTS, **LATENT, "num_key_value_heads": 4}),
+            (
+                "cohere2",
+                {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8},
+            ),
+            ("glm4_moe", {**EXPERTS, "head_dim": 8, "n_group": 1, "topk_group": 1}),
+        ],
+        others=pytest.mark.slow,
+    ),
 )
 def test_other_causal_models_are_taken(model_type: str, changed: dict[str, Any], tmp_path: Path) -> None:
     with torch.device("meta"):

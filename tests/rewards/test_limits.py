@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.first import first
 from tests.raising import raises
 from whet.config import TrainConfig, load_config
 from whet.config.managers import MANAGERS
@@ -32,7 +33,9 @@ def config(**values: Any) -> RewardConfig:
     return RewardConfig.model_validate({"num_workers": 1, "timeout_seconds": 60.0, **values})
 
 
-@pytest.mark.parametrize("manager", ["naive", "batch", "prime", "dapo", "yr", "rate_limited"])
+@pytest.mark.parametrize(
+    "manager", first(1, ["naive", "batch", "prime", "dapo", "yr", "rate_limited"], others=pytest.mark.slow)
+)
 def test_a_manager_changes_what_is_not_set(manager: str) -> None:
     def values(*overrides: str) -> dict[str, Any]:
         loaded = load_config(TrainConfig, None, [f"reward.manager={manager}", *overrides], checked=False)

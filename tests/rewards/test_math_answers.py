@@ -11,6 +11,7 @@ from pathlib import Path
 import math_verify
 import pytest
 
+from tests.first import first
 from tests.rewards.math_forms import forms, near_misses, texts
 from whet.rewards.math import NORMALISATIONS, compute_score, extract_answer, is_equal, normalise
 
@@ -571,23 +572,27 @@ def test_gsm8k_answers_are_right_and_those_of_others_wrong():
 
 @pytest.mark.parametrize(
     "expression",
-    [
-        "10^(10^10)",
-        "10^{10^{10}}",
-        "9^{9^{9^{9}}}",
-        "(10^9)!",
-        "10000000!",
-        r"\binom{10^9}{10^8}",
-        r"\log_{2}(10^{10^9})",
-        r"e^{e^{e^{e^9}}}",
-        r"\sum_{i=1}^{10^9} \frac{1}{i^3+i}",
-        r"\prod_{i=1}^{10^9} i",
-        "{" * 40 + "5" + "}" * 40,
-        "(" * 200 + "5" + ")" * 200,
-        "1" * 100_000,
-        "1+" * 50_000 + "1",
-        "5!" * 200,
-    ],
+    first(
+        5,
+        [
+            "10^(10^10)",
+            "10^{10^{10}}",
+            "9^{9^{9^{9}}}",
+            "(10^9)!",
+            "10000000!",
+            r"\binom{10^9}{10^8}",
+            r"\log_{2}(10^{10^9})",
+            r"e^{e^{e^{e^9}}}",
+            r"\sum_{i=1}^{10^9} \frac{1}{i^3+i}",
+            r"\prod_{i=1}^{10^9} i",
+            "{" * 40 + "5" + "}" * 40,
+            "(" * 200 + "5" + ")" * 200,
+            "1" * 100_000,
+            "1+" * 50_000 + "1",
+            "5!" * 200,
+        ],
+        others=pytest.mark.slow,
+    ),
 )
 def test_hostile_answers_are_wrong_and_quick(expression):
     start = time.perf_counter()
@@ -597,7 +602,12 @@ def test_hostile_answers_are_wrong_and_quick(expression):
 
 
 @pytest.mark.parametrize(
-    "piece", ["\\boxed{", "$x", "\\[ ", "1 = ", "<answer>", "answer is ", "word ", "ab + ", "(", "\n - ", "1,"]
+    "piece",
+    first(
+        2,
+        ["\\boxed{", "$x", "\\[ ", "1 = ", "<answer>", "answer is ", "word ", "ab + ", "(", "\n - ", "1,"],
+        others=pytest.mark.slow,
+    ),
 )
 def test_long_texts_are_read_in_linear_time(piece):
     start = time.perf_counter()

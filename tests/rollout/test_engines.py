@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.first import first
 from tests.raising import raises
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -84,13 +85,13 @@ def model(request: pytest.FixtureRequest, device: torch.device) -> PreTrainedMod
 SAMPLING = suite.SAMPLING
 
 
-@pytest.mark.parametrize("params", SAMPLING, ids=str)
+@pytest.mark.parametrize("params", first(2, SAMPLING, others=pytest.mark.slow), ids=str)
 def test_log_probs_are_the_models_own(engine: RolloutEngine, model: PreTrainedModel, params: dict[str, Any]) -> None:
     suite.begin(engine, model, 0)
     suite.check_log_probs(engine, model, suite.requests(**params))
 
 
-@pytest.mark.parametrize("params", SAMPLING, ids=str)
+@pytest.mark.parametrize("params", first(2, SAMPLING, others=pytest.mark.slow), ids=str)
 def test_tokens_are_those_that_sampling_draws(
     engine: RolloutEngine, model: PreTrainedModel, params: dict[str, Any]
 ) -> None:
@@ -110,14 +111,16 @@ def test_rules_that_cannot_be_kept_are_refused(engine: RolloutEngine, model: Pre
             generate(engine, suite.requests(allowed_token_ids=wrong))
 
 
-@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("length", first(1, [1, 3], others=pytest.mark.slow))
 def test_stop_strings(engine: RolloutEngine, model: PreTrainedModel, length: int) -> None:
     suite.begin(engine, model, 0)
     tokenizer = load_tokenizer(folder_of(model))
     suite.check_stop_strings(engine, tokenizer, suite.requests(groups=6, longest=30, stop_token_ids=(9,)), length)
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "params", first(1, [{}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 0.0}], others=pytest.mark.slow), ids=str
+)
 def test_the_likeliest_tokens(engine: RolloutEngine, model: PreTrainedModel, params: dict[str, Any]) -> None:
     suite.begin(engine, model, 0)
     suite.check_likeliest(engine, model, suite.requests(**params))
@@ -471,7 +474,7 @@ def test_as_every_engine(engine: RolloutEngine, model: PreTrainedModel, check: s
 # -- requests that stream ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("params", [{}, SAMPLING[5]], ids=["plain", "penalties"])
+@pytest.mark.parametrize("params", first(1, [{}, SAMPLING[5]], others=pytest.mark.slow), ids=["plain", "penalties"])
 def test_streamed_tokens_are_the_completions(
     engine: RolloutEngine, model: PreTrainedModel, params: dict[str, Any]
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.first import first
 from tests.simulation.__main__ import main
 from tests.simulation.failing import KEPT, failure, failures, keep, read, shrink
 from tests.simulation.plan import Plan
@@ -58,6 +59,7 @@ def test_schedules_that_failed_once_hold_all_invariants() -> None:
         assert failure(read(path)) is None, path.name
 
 
+@pytest.mark.slow
 def test_schedules_cover_what_can_happen() -> None:
     """Kills, retries, lost tokens, dropped groups, several turns and all bounds of staleness are in the first seeds."""
     plans = [Plan.of(seed) for seed in range(200)]
@@ -81,7 +83,7 @@ def test_schedules_cover_what_can_happen() -> None:
     assert min(restored, retried, versions, dropped, turns, failed) > 3
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", first(3, range(12), others=pytest.mark.slow))
 def test_without_staleness_groups_are_those_of_the_synchronous_loop(seed: int) -> None:
     plan = replace(Plan.of(seed, staleness=0.0), extra=0.0)
     world = World(plan)

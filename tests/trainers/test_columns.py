@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.first import first
 from tests.raising import raises
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
@@ -434,7 +435,9 @@ def test_keys_that_nothing_reads_are_named(train_config: MakeConfig, overrides: 
 OTHERS = tuple(f"_{command}" for command in commands())  # endings of recipes of other commands
 
 
-@pytest.mark.parametrize("name", [each for each in shipped_recipes() if not each.endswith(OTHERS)])
+@pytest.mark.parametrize(
+    "name", first(3, [each for each in shipped_recipes() if not each.endswith(OTHERS)], others=pytest.mark.slow)
+)
 def test_no_shipped_recipe_has_keys_that_nothing_reads(name: str, model_folder: Path) -> None:
     if "backend: ray" in find_recipe(name).read_text():
         pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[dev-services]'")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.first import first
 from tests.raising import raises
 from whet.batch import Batch
 from whet.config import TrainConfig
@@ -30,42 +31,49 @@ def length(solution_str: str) -> float:
 
 @pytest.mark.parametrize(
     ("overrides", "columns"),
-    [
-        ({"algorithm.correction.weight": "importance"}, ["old_log_probs"]),
-        ({"algorithm.correction.weight": "top_entropy"}, ["entropy"]),
-        (
-            {"algorithm.correction.rejection": "divergence", "algorithm.correction.rejection_options": {"high": 9.0}},
-            ["old_log_probs"],
-        ),
-        (
-            {
-                "algorithm.policy_loss": "reinforce",
-                "algorithm.kl.where": "loss",
-                "algorithm.kl.form": "k3_ratio",
-                "actor.mini_batch_size": 2,
-            },
-            ["old_log_probs", "ref_log_probs"],
-        ),
-        ({"algorithm.kl.where": "loss", "algorithm.kl.form": "k3_ratio"}, ["ref_log_probs"]),
-        (
-            {
-                "algorithm.policy_loss": "gspo",
-                "algorithm.correction.rejection": "divergence",
-                "algorithm.correction.rejection_options": {"form": "k1", "high": 1e-9},
-                "trainer.log_tokens": 1,
-            },
-            ["old_log_probs"],
-        ),
-        ({"algorithm.policy_loss": "kl_cov"}, ["old_log_probs"]),
-        ({"algorithm.policy_loss": "clip_cov"}, ["draws", "old_log_probs"]),
-        ({"algorithm.correction.old_log_probs": "rollout"}, ["old_log_probs"]),
-        ({"algorithm.adv_estimator": "remax"}, ["reward_baselines"]),
-        (
-            {"algorithm.adv_estimator": "prime", "critic.value_loss": "implicit_reward"},
-            ["process_rewards", "ref_log_probs"],
-        ),
-        ({"algorithm.adv_estimator": "optimal_token_baseline"}, ["old_log_probs", "sum_pi_squared"]),
-    ],
+    first(
+        2,
+        [
+            ({"algorithm.correction.weight": "importance"}, ["old_log_probs"]),
+            ({"algorithm.correction.weight": "top_entropy"}, ["entropy"]),
+            (
+                {
+                    "algorithm.correction.rejection": "divergence",
+                    "algorithm.correction.rejection_options": {"high": 9.0},
+                },
+                ["old_log_probs"],
+            ),
+            (
+                {
+                    "algorithm.policy_loss": "reinforce",
+                    "algorithm.kl.where": "loss",
+                    "algorithm.kl.form": "k3_ratio",
+                    "actor.mini_batch_size": 2,
+                },
+                ["old_log_probs", "ref_log_probs"],
+            ),
+            ({"algorithm.kl.where": "loss", "algorithm.kl.form": "k3_ratio"}, ["ref_log_probs"]),
+            (
+                {
+                    "algorithm.policy_loss": "gspo",
+                    "algorithm.correction.rejection": "divergence",
+                    "algorithm.correction.rejection_options": {"form": "k1", "high": 1e-9},
+                    "trainer.log_tokens": 1,
+                },
+                ["old_log_probs"],
+            ),
+            ({"algorithm.policy_loss": "kl_cov"}, ["old_log_probs"]),
+            ({"algorithm.policy_loss": "clip_cov"}, ["draws", "old_log_probs"]),
+            ({"algorithm.correction.old_log_probs": "rollout"}, ["old_log_probs"]),
+            ({"algorithm.adv_estimator": "remax"}, ["reward_baselines"]),
+            (
+                {"algorithm.adv_estimator": "prime", "critic.value_loss": "implicit_reward"},
+                ["process_rewards", "ref_log_probs"],
+            ),
+            ({"algorithm.adv_estimator": "optimal_token_baseline"}, ["old_log_probs", "sum_pi_squared"]),
+        ],
+        others=pytest.mark.slow,
+    ),
     ids=str,
 )
 def test_runs_with_the_columns_that_it_needs(

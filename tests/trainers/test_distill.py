@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.first import first
 from tests.raising import raises
 from whet import serialization
 from whet.batch import Batch
@@ -91,7 +92,7 @@ def distributions(path: Path | str, prompt: str, response: str, temperature: flo
         return (model(torch.tensor([ids])).logits[0, start - 1 : -1] / temperature).log_softmax(-1)
 
 
-@pytest.mark.parametrize("top_k", [None, 3])
+@pytest.mark.parametrize("top_k", first(1, [None, 3], others=pytest.mark.slow))
 def test_the_loss_is_that_of_transformers_distributions(
     top_k: int | None, distill_config: MakeConfig, rows: list[dict[str, Any]], model_folder: Path, teacher_folder: Path
 ) -> None:
@@ -135,7 +136,7 @@ def with_other_ids(teacher: Path, out: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize("on_policy", [0.0, 0.5])
+@pytest.mark.parametrize("on_policy", first(1, [0.0, 0.5], others=pytest.mark.slow))
 def test_a_teacher_with_other_ids_teaches_the_same(
     on_policy: float, distill_config: MakeConfig, rows: list[dict[str, Any]], teacher_folder: Path, tmp_path: Path
 ) -> None:
@@ -267,6 +268,7 @@ def test_the_prompt_of_a_conversation_ends_before_its_last_response() -> None:
     assert prompt_of(SupervisedExample((4, 5, 6), (0, 1, 1))) == (4,)
 
 
+@pytest.mark.slow
 def test_teachers_are_those_of_the_rows_sources(
     distill_config: MakeConfig, rows: list[dict[str, Any]], model_folder: Path, teacher_folder: Path, tmp_path: Path
 ) -> None:
@@ -352,6 +354,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == (tmp_path / "straight/metrics.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_teacher_that_it_began_with(
     distill_config: MakeConfig, rows: list[dict[str, Any]], model_folder: Path, teacher_folder: Path, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.conftest import SMALL_RUN
+from tests.first import first
 from tests.raising import raises
 from whet import serialization
 from whet.checkpoints import checkpoint
@@ -38,7 +39,7 @@ def length(solution_str: str) -> float:
     return float(len(solution_str))
 
 
-@pytest.mark.parametrize("folder", ["model_folder", "qwen25_folder"])
+@pytest.mark.parametrize("folder", first(1, ["model_folder", "qwen25_folder"], others=pytest.mark.slow))
 def test_plain_transformers_gives_the_logits_of_the_trained_model(
     folder: str, train_config: MakeConfig, additions: Rows, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -66,6 +67,7 @@ def test_plain_transformers_gives_the_logits_of_the_trained_model(
     assert AutoConfig.from_pretrained(out).architectures == AutoConfig.from_pretrained(start).architectures
 
 
+@pytest.mark.slow
 def test_a_checkpoint_by_path_and_what_was_exported_trains_on(
     train_config: MakeConfig, additions: Rows, tmp_path: Path
 ) -> None:
@@ -154,6 +156,7 @@ def test_what_is_exported_is_what_was_validated(
     assert str(digest) == run.digests[3]
 
 
+@pytest.mark.slow
 def test_rounding_says_what_is_left_of_the_update(
     train_config: MakeConfig, additions: Rows, model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -179,7 +182,7 @@ def test_rounding_says_what_is_left_of_the_update(
         export(run.run_dir, tmp_path / "never", dtype="float16")
 
 
-@pytest.mark.parametrize("kind", ["sft", "reward"])
+@pytest.mark.parametrize("kind", first(1, ["sft", "reward"], others=pytest.mark.slow))
 def test_a_run_without_a_rollout_is_exported_as_it_was_trained(
     kind: str, model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -211,7 +214,7 @@ CHOSEN = """\
 {%- if add_generation_prompt %}{{ 'assistant=' }}{% endif %}"""
 
 
-@pytest.mark.parametrize("kind", ["train", "sft"])
+@pytest.mark.parametrize("kind", first(1, ["train", "sft"], others=pytest.mark.slow))
 def test_the_template_of_the_config_and_its_end_are_exported(
     kind: str, train_config: MakeConfig, additions: Rows, qwen25_folder: Path, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.first import first
 from tests.raising import raises
 from whet import serialization
 from whet.batch import Batch
@@ -89,6 +90,7 @@ def test_three_in_a_row_stop_the_run_and_name_the_last_good_checkpoint(
     assert len(lines) == 5  # of the step that stopped it too
 
 
+@pytest.mark.slow
 def test_three_in_a_row_stop_a_run_that_was_resumed_between_them(
     train_config: MakeConfig, additions: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +128,7 @@ def test_groups_that_are_all_equal_are_said_after_the_third_step(
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-@pytest.mark.parametrize("source", ["trainer", "rollout"])
+@pytest.mark.parametrize("source", first(1, ["trainer", "rollout"], others=pytest.mark.slow))
 def test_a_rollout_with_other_weights_than_the_trainer_ends_the_run_before_it_is_trained_on(
     source: str,
     model_folder: Path,
@@ -263,14 +265,18 @@ def the_head(model: torch.nn.Module, number: float) -> None:
 
 @pytest.mark.parametrize(
     ("spoil", "number"),
-    [
-        (one_weight, math.inf),
-        (one_weight, math.nan),
-        (all_weights, 1e38),
-        (one_weight, 1e38),
-        (one_norm, 1e38),
-        (the_head, 1e19),
-    ],
+    first(
+        1,
+        [
+            (one_weight, math.inf),
+            (one_weight, math.nan),
+            (all_weights, 1e38),
+            (one_weight, 1e38),
+            (one_norm, 1e38),
+            (the_head, 1e19),
+        ],
+        others=pytest.mark.slow,
+    ),
 )
 def test_weights_that_are_not_finite_end_the_run_unsaved(
     spoil: Callable[[torch.nn.Module, float], None],

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from tests import pictures
+from tests.first import first
 from tests.raising import raises
 from whet.checkpoints.export import export
 from whet.config import TrainConfig, load_config
@@ -167,7 +168,7 @@ def test_processes_of_their_own(arch: VisionArch, tmp_path: Path) -> None:
     assert records[1] == [pytest.approx(each, rel=1e-5, abs=1e-6) for each in records[0]]
 
 
-@pytest.mark.parametrize("arch", [*MARKERS, *pictures.BUILT])
+@pytest.mark.parametrize("arch", first(1, [*MARKERS, *pictures.BUILT], others=pytest.mark.slow))
 def test_sampler_and_trainer_agree(arch: str, tmp_path: Path) -> None:
     """Rows of the data set as every family reads them, beside one of text: log-probs of two engines and of training."""
     folder = pictures.seeing_folder(tmp_path / "model", arch)

@@ -101,6 +101,7 @@ def test_a_checkpoint_is_the_adapter_and_resumes_to_the_same_bits(
     assert a.stat().st_size < 0.2 * (model_folder / "model.safetensors").stat().st_size
 
 
+@pytest.mark.slow
 def test_exports_of_both_kinds(train_config: MakeConfig, additions: Rows, model_folder: Path, tmp_path: Path) -> None:
     train(train_config(LORA), reward=length, data=additions)
     merged = export(tmp_path / "run", tmp_path / "merged")
@@ -119,7 +120,8 @@ def test_exports_of_both_kinds(train_config: MakeConfig, additions: Rows, model_
         torch.testing.assert_close(load_policy(alone)(IDS).logits, logits(merged), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("as_path", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("as_path", [True, False])
 def test_an_adapter_at_the_start_is_merged_and_is_the_reference(
     as_path: bool, train_config: MakeConfig, additions: Rows, model_folder: Path, tmp_path: Path
 ) -> None:

@@ -249,6 +249,7 @@ def test_a_users_aggregation_is_chosen_by_config(functions: str, train_config: M
     assert run.history[0]["actor/pg_loss"] > 0 and run.history[0]["actor/grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_a_users_estimator_starts_a_critic_that_learns_returns(
     functions: str, train_config: MakeConfig, additions: Rows
 ) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.first import first
 from tests.raising import raises
 from whet import serialization
 from whet.checkpoints.export import export
@@ -177,7 +178,7 @@ def test_the_loss_is_that_of_transformers_log_probs(
     )
 
 
-@pytest.mark.parametrize("loss", ["dpo", "kto", "orpo", "simpo", "bco"])
+@pytest.mark.parametrize("loss", first(1, ["dpo", "kto", "orpo", "simpo", "bco"], others=pytest.mark.slow))
 def test_it_learns_the_preference(
     loss: str, preference_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -232,13 +233,17 @@ def stop_at_three(run: PreferenceRun) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"loss": "bco"},
-        {"loss": "kto", "model.lora.rank": 4},
-        {"reference.mode": "cached"},
-        {"reference.mode": "cached", "loss": "kto"},
-        {"reference.update_steps": 2},
-    ],
+    first(
+        1,
+        [
+            {"loss": "bco"},
+            {"loss": "kto", "model.lora.rank": 4},
+            {"reference.mode": "cached"},
+            {"reference.mode": "cached", "loss": "kto"},
+            {"reference.update_steps": 2},
+        ],
+        others=pytest.mark.slow,
+    ),
     ids=str,
 )
 def test_a_stopped_run_goes_on_to_the_same_bits(
@@ -254,6 +259,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == (tmp_path / "straight/metrics.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_cached_reference_is_the_frozen_one(
     preference_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -276,7 +282,7 @@ def test_a_cached_reference_is_the_frozen_one(
         train_preference(preference_config(**changes, **other, **moved), data=rows, val_data=rows[:3])
 
 
-@pytest.mark.parametrize("loss", ["dpo", "kto", "bco"])
+@pytest.mark.parametrize("loss", first(1, ["dpo", "kto", "bco"], others=pytest.mark.slow))
 def test_every_loss_reads_the_same_from_a_cached_reference(
     loss: str, preference_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -298,6 +304,7 @@ def test_every_loss_reads_the_same_from_a_cached_reference(
     assert frozen.history[-1]["preference/loss"] > 0
 
 
+@pytest.mark.slow
 def test_a_cached_reference_of_another_template_is_refused(
     preference_config: MakeConfig, rows: list[dict[str, Any]], model_folder: Path, tmp_path: Path
 ) -> None:
@@ -325,6 +332,7 @@ def test_a_lost_cache_of_a_run_is_an_error(
         train_preference(preference_config(**changes), data=rows)
 
 
+@pytest.mark.slow
 def test_a_cached_reference_has_all_responses(
     preference_config: MakeConfig, lists: list[dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -354,6 +362,7 @@ def test_a_cached_reference_has_all_responses(
         go("plackett_luce", "again")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_refuses_the_cache_of_another_model(
     preference_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -389,6 +398,7 @@ def test_a_moving_reference_has_the_shapes_of_the_policy(
         train_preference(preference_config(**changes), data=rows, dry_run=True)
 
 
+@pytest.mark.slow
 def test_a_moving_reference_is_the_policy_of_some_steps_ago(
     preference_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -399,6 +409,7 @@ def test_a_moving_reference_is_the_policy_of_some_steps_ago(
     assert torch.equal(weights(tmp_path / "run", 5, "ref"), weights(tmp_path / "run", 4))
 
 
+@pytest.mark.slow
 def test_an_adapter_is_its_own_reference(
     preference_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -429,6 +440,7 @@ def test_a_prompt_is_computed_once_for_its_responses(
     assert sizes.isdisjoint(twice) and set(computed[:5]) <= sizes
 
 
+@pytest.mark.slow
 def test_an_image_of_the_prompt_is_read_for_every_response(preference_config: MakeConfig, tmp_path: Path) -> None:
     """Without its image the prompt gives other log-probs; the rows of a pair share the image."""
     seeing = init_model(

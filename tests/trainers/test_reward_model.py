@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from tests.first import first
 from tests.raising import raises
 from whet.batch import Batch
 from whet.config import TrainConfig, load_config
@@ -74,11 +75,15 @@ def expected_scores(folder: Path, batch: Batch) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"reward_model.engine.packing": False, "reward_model.max_tokens_per_micro_batch": 30},
-        {"reward_model.engine.name": "fsdp", "reward_model.max_tokens_per_micro_batch": 1},
-    ],
+    first(
+        1,
+        [
+            {},
+            {"reward_model.engine.packing": False, "reward_model.max_tokens_per_micro_batch": 30},
+            {"reward_model.engine.name": "fsdp", "reward_model.max_tokens_per_micro_batch": 1},
+        ],
+        others=pytest.mark.slow,
+    ),
     ids=str,
 )
 def test_scores_are_those_of_transformers(
@@ -178,6 +183,7 @@ def test_only_the_last_row_of_a_trajectory_is_scored(
     torch.testing.assert_close(both[1::2], one[1::2])
 
 
+@pytest.mark.slow
 def test_without_a_function_the_model_alone_pays(
     classifier: Path, model_folder: Path, additions: Rows, tmp_path: Path
 ) -> None:
@@ -308,11 +314,15 @@ def scores_by_hand(folder: Path, batch: Batch, run: Run, rows: Rows) -> torch.Te
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"reward_model.engine.packing": False, "reward_model.max_tokens_per_micro_batch": 30},
-        {"algorithm.adv_estimator": "gae"},
-    ],
+    first(
+        1,
+        [
+            {},
+            {"reward_model.engine.packing": False, "reward_model.max_tokens_per_micro_batch": 30},
+            {"algorithm.adv_estimator": "gae"},
+        ],
+        others=pytest.mark.slow,
+    ),
     ids=str,
 )
 def test_a_vocabulary_of_its_own_reads_texts(

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import whet
+from tests.first import first
 from tests.raising import raises
 from whet import serialization
 from whet.config import TrainConfig
@@ -72,6 +73,7 @@ def test_what_is_rewarded_is_said_more_often(
     assert scores[0] < 0.1 and sum(scores[-3:]) / 3 > 0.5, scores
 
 
+@pytest.mark.slow
 def test_the_same_from_python_with_a_lambda_in_a_process_of_its_own(
     model_folder: Path, additions: Rows, tmp_path: Path
 ) -> None:
@@ -100,6 +102,7 @@ def test_the_same_from_python_with_a_lambda_in_a_process_of_its_own(
 # ---- a step
 
 
+@pytest.mark.slow
 def test_short_of_memory_a_step_is_the_same_and_says_so(
     train_config: MakeConfig, additions: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +155,7 @@ def test_kl_in_the_loss_is_zero_until_the_policy_moves(train_config: MakeConfig,
     assert first["actor/kl_loss"] == pytest.approx(0.0, abs=1e-9) and second["actor/kl_loss"] > 1e-6
 
 
-@pytest.mark.parametrize("where", ["loss", "reward"])
+@pytest.mark.parametrize("where", first(1, ["loss", "reward"], others=pytest.mark.slow))
 def test_the_kl_over_the_vocabulary(train_config: MakeConfig, additions: Rows, where: str) -> None:
     """The metric equals the expectation of k1 over the next token, from the distributions themselves."""
     config = train_config({"algorithm.kl.where": where, "algorithm.kl.form": "full", "algorithm.kl.coef": 0.05})
@@ -161,6 +164,7 @@ def test_the_kl_over_the_vocabulary(train_config: MakeConfig, additions: Rows, w
     assert first[name] == pytest.approx(0.0, abs=1e-6) and second[name] > 1e-6
 
 
+@pytest.mark.slow
 def test_the_adaptive_controller_is_fed_every_step(train_config: MakeConfig, additions: Rows) -> None:
     config = train_config(
         {
@@ -230,6 +234,7 @@ def test_every_mini_batch_and_epoch_is_an_optimizer_step(
     assert run.history[1]["actor/lr"] == pytest.approx(sum(lrs[6:]) / 6)
 
 
+@pytest.mark.slow
 def test_one_update_a_step_needs_no_old_log_probs_and_gives_the_same_step(
     train_config: MakeConfig, additions: Rows, tmp_path: Path
 ) -> None:
@@ -344,6 +349,7 @@ def test_failed_answers_teach_nothing(train_config: MakeConfig, additions: Rows,
     assert (one - other).norm() < 1e-6 * one.norm()
 
 
+@pytest.mark.slow
 def test_an_environment_alone_may_pay(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
     path = tmp_path / "paying.py"
     path.write_text(
@@ -371,7 +377,9 @@ def letters(solution_str):
 """
 
 
-@pytest.mark.parametrize(("functions", "prefix"), [(["shape"], ""), (["shape", "letters"], "shape/")])
+@pytest.mark.parametrize(
+    ("functions", "prefix"), first(1, [(["shape"], ""), (["shape", "letters"], "shape/")], others=pytest.mark.slow)
+)
 def test_what_a_function_of_trl_logs_is_in_the_metrics_and_in_the_rollouts(
     functions: list[str], prefix: str, train_config: MakeConfig, additions: Rows, tmp_path: Path
 ) -> None:
@@ -515,12 +523,16 @@ def test_validation_before_every_n_and_at_the_end(train_config: MakeConfig, addi
 
 @pytest.mark.parametrize(
     ("overrides", "steps"),
-    [
-        ({"trainer.val_freq": -1}, []),
-        ({"trainer.val_freq": 0}, [0, 2]),
-        ({"trainer.val_freq": 0, "trainer.val_before_train": False}, [2]),
-        ({"trainer.val_freq": 0, "data.val_files": []}, []),
-    ],
+    first(
+        1,
+        [
+            ({"trainer.val_freq": -1}, []),
+            ({"trainer.val_freq": 0}, [0, 2]),
+            ({"trainer.val_freq": 0, "trainer.val_before_train": False}, [2]),
+            ({"trainer.val_freq": 0, "data.val_files": []}, []),
+        ],
+        others=pytest.mark.slow,
+    ),
     ids=str,
 )
 def test_when_there_is_no_validation(
@@ -618,6 +630,7 @@ def test_an_environment_that_refuses_its_options_is_named_before_a_model_is_load
         train(train_config({"environment.agents": agents}), reward=length, data=additions)
 
 
+@pytest.mark.slow
 def test_an_environment_that_cannot_be_made_leaves_the_earlier_run(
     train_config: MakeConfig, additions: Rows, tmp_path: Path
 ) -> None:
@@ -639,6 +652,7 @@ def test_an_environment_that_cannot_be_made_leaves_the_earlier_run(
 # ---- the same again
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits_and_another_others(
     train_config: MakeConfig, additions: Rows, tmp_path: Path
 ) -> None:

@@ -332,6 +332,7 @@ def test_a_run_that_is_done_says_so(
     assert [record["step"] for record in longer.history] == [1, 2, 3] and longer.history[:2] == first.history
 
 
+@pytest.mark.slow
 def test_other_rows_and_other_code_are_told_from_those_of_the_run(
     train_config: MakeConfig, additions: list[dict[str, str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -356,6 +357,7 @@ def test_other_rows_and_other_code_are_told_from_those_of_the_run(
     assert "reward.given, code" in [record.args[0] for record in caplog.records if record.args]
 
 
+@pytest.mark.slow
 def test_other_code_in_a_file_that_the_reward_imports_is_told_from_that_of_the_run(
     train_config: MakeConfig, additions: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,7 @@ def test_ten_minutes_after_a_checkpoint_the_next_step_is_saved(
     assert saved(tmp_path / "run") == [1, 5, 8]
 
 
+@pytest.mark.slow
 def test_a_number_and_zero_keep_their_meaning(train_config: MakeConfig, additions: Rows, tmp_path: Path) -> None:
     train(train_config({**AUTO, "trainer.save_freq": 3}), reward=length, data=additions)
     assert saved(tmp_path / "run") == [3, 4]

@@ -89,6 +89,7 @@ def test_a_damaged_shard_sends_the_run_back_to_the_checkpoint_before(sft_config:
     assert resumed.history == straight.history
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_checkpoints_before_it_whole(sft_config: MakeConfig, tmp_path: Path) -> None:
     trained(sft_config({"trainer.total_steps": 1}))
     old = resource.getrlimit(resource.RLIMIT_FSIZE)

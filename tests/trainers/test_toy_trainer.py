@@ -87,6 +87,7 @@ def test_a_dry_run_and_a_plan(words: list[str], capsys: pytest.CaptureFixture[st
     assert "example 0: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_python_calls_it(model_folder: Path, tmp_path: Path) -> None:
     keys = {"model.path": str(model_folder), "trainer.run_dir": str(tmp_path / "run")}
     run = whet.run(TOY, RECIPE, data=ROWS, **keys)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from tests.first import first
 from tests.models.encoders.conftest import FAMILIES, image_of, picture, text_of, video_of
 from tests.raising import raises
 from whet.errors import EngineError
@@ -55,7 +56,7 @@ def position_ids(model: Any, stock: dict[str, Any]) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("family", CAUSAL)
+@pytest.mark.parametrize("family", first(2, CAUSAL, others=pytest.mark.slow))
 def test_log_probs_and_gradients_equal_transformers_own(family: str, folder_of: Folders) -> None:
     folder = folder_of(family)
     model, reference = load_policy(folder), AutoModelForImageTextToText.from_pretrained(folder)
@@ -168,7 +169,7 @@ def test_features_are_cut_and_joined_by_tokens_of_images_and_videos(family: str,
     torch.testing.assert_close(again, whole, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first(2, FAMILIES, others=pytest.mark.slow))
 def test_a_dummy_pass_is_0_and_reaches_every_tower(family: str, folder_of: Folders) -> None:
     model = load_policy(folder_of(family))
     vision = encoders_of(model)

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText, LlavaConfig, PaliGemmaConfig
 
+from tests.first import first
 from tests.models.encoders.conftest import FAMILIES, image_of, picture
 from tests.raising import raises
 from whet.checkpoints.export import write_weights
@@ -30,7 +31,7 @@ def copied(source: Path, out: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first(2, FAMILIES, others=pytest.mark.slow))
 def test_the_text_has_whets_attention_and_the_tower_torchs(family: str, folder_of: Folders) -> None:
     model = load_policy(folder_of(family))
     assert model.config.get_text_config()._attn_implementation == "whet"
@@ -92,7 +93,7 @@ def test_processors_in_one_file_are_read_too(folder_of: Folders, tmp_path: Path)
     assert vision.by_kind["image"].processor.to_dict() == other.by_kind["image"].processor.to_dict()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first(2, FAMILIES, others=pytest.mark.slow))
 def test_frozen_towers_and_adapters_of_the_language_model(family: str, folder_of: Folders) -> None:
     model = load_policy(folder_of(family))
     vision = encoders_of(model)
@@ -146,7 +147,7 @@ def test_the_tower_of_a_value_model_can_be_frozen(folder_of: Folders) -> None:
     assert vision.is_frozen(critic) and critic.value_head.weight.requires_grad
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first(2, FAMILIES, others=pytest.mark.slow))
 def test_exported_weights_have_the_names_of_transformers_folders(
     family: str, folder_of: Folders, tmp_path: Path
 ) -> None:
@@ -170,7 +171,7 @@ def test_saved_processors_equal_those_read(folder_of: Folders, tmp_path: Path) -
         assert json.loads((tmp_path / file).read_text()) == json.loads((folder_of("qwen3_vl") / file).read_text())
 
 
-@pytest.mark.parametrize("arch", ["qwen2_vl", "qwen2.5_vl", "qwen3_vl", "smolvlm"])
+@pytest.mark.parametrize("arch", first(1, ["qwen2_vl", "qwen2.5_vl", "qwen3_vl", "smolvlm"], others=pytest.mark.slow))
 def test_new_folders_are_equal_bytes_and_read_media_in_chats(arch: str, tmp_path: Path) -> None:
     folders = [init_model(tmp_path / name, arch, "nano", num_layers=2, patch_size=8, seed=3) for name in "ab"]  # type: ignore[arg-type]
     first, second = ({file.name: file.read_bytes() for file in folder.iterdir()} for folder in folders)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from tests.first import first
 from tests.peers.peer import ask, interpreter
 from tests.plugins.migration.frameworks import STEPS
 from tests.plugins.migration.published import (
@@ -63,7 +64,7 @@ MISSING = re.compile(
 )
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", first(4, SCRIPTS, others=pytest.mark.slow))
 def test_a_recipe_lacks_only_files_models_and_packages(name: str, tmp_path: Path) -> None:
     """The dry run below replaces many keys of a recipe, so the problems of the recipe itself are looked at here."""
     problems = [line for line in converted(name, tmp_path).check if line.startswith("whet train: ")]

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from tests.first import first
 from tests.peers.peer import interpreter
 from tests.raising import check_fields
 from whet.cli.app import app, main
@@ -434,32 +435,36 @@ LARGE: dict[str, dict[str, Any]] = {"slime": {"rollout_batch_size": 32, "n_sampl
 
 @pytest.mark.parametrize(
     ("system", "keys", "expected"),
-    [
-        ("verl", {f"{ACTOR}.strategy": "megatron"}, FSDP),
-        ("verl", {f"{ACTOR}.strategy": "fsdp2"}, FSDP),
-        ("verl", {f"{ACTOR}.ppo_epochs": 1}, FSDP),  # by default of verl
-        ("verl", {"trainer.n_gpus_per_node": 1, f"{ACTOR}.strategy": "fsdp2"}, {}),
-        ("verl", {f"{ACTOR}.fsdp_config.offload_policy": True}, FSDP | OFFLOADED),
-        ("verl", {f"{ACTOR}.fsdp_config.offload_policy": False, f"{ACTOR}.fsdp_config.fsdp_size": -1}, FSDP),
-        ("verl", {f"{ACTOR}.fsdp_config.fsdp_size": 4}, FSDP | {"actor.engine.options.mesh.shard": 4}),
-        ("verl", {f"{REF}.strategy": "fsdp"}, FSDP | {"ref.engine.name": "fsdp"}),
-        ("verl", {f"{REF}.megatron.param_offload": True}, FSDP | REF_OFFLOADED),
-        ("easyr1", {"worker.actor.strategy": "fsdp"}, FSDP | VLLM),
-        ("easyr1", {"worker.actor.fsdp.enable_full_shard": True}, FSDP | VLLM),
-        (
-            "easyr1",
-            {"worker.actor.fsdp.enable_full_shard": False},
-            FSDP | VLLM | {"actor.engine.options.reshard_after_forward": False},
-        ),
-        ("easyr1", {"worker.actor.fsdp.enable_cpu_offload": True}, FSDP | VLLM | OFFLOADED),
-        ("easyr1", {"worker.ref.fsdp.enable_cpu_offload": True}, FSDP | VLLM | REF_OFFLOADED),
-        ("easyr1", {"worker.ref.offload.offload_params": True}, FSDP | VLLM | REF_OFFLOADED),
-        ("roll", {STRATEGY: "megatron_train", "actor_train.device_mapping": "list(range(0,8))"}, FSDP),
-        ("roll", {STRATEGY: "deepspeed_train", "actor_train.device_mapping": "list([0,1,4,5])"}, FSDP),
-        ("roll", {STRATEGY: "deepspeed_train", "actor_train.device_mapping": "[0]"}, {}),
-        ("openrlhf", {"ds.zero_stage": 3, "ref.offload": True}, FSDP | VLLM | REF_OFFLOADED),
-        ("slime", {"tensor_model_parallel_size": 2}, FSDP | SGLANG | {"actor.engine.options.mesh.tensor": 2}),
-    ],
+    first(
+        6,
+        [
+            ("verl", {f"{ACTOR}.strategy": "megatron"}, FSDP),
+            ("verl", {f"{ACTOR}.strategy": "fsdp2"}, FSDP),
+            ("verl", {f"{ACTOR}.ppo_epochs": 1}, FSDP),  # by default of verl
+            ("verl", {"trainer.n_gpus_per_node": 1, f"{ACTOR}.strategy": "fsdp2"}, {}),
+            ("verl", {f"{ACTOR}.fsdp_config.offload_policy": True}, FSDP | OFFLOADED),
+            ("verl", {f"{ACTOR}.fsdp_config.offload_policy": False, f"{ACTOR}.fsdp_config.fsdp_size": -1}, FSDP),
+            ("verl", {f"{ACTOR}.fsdp_config.fsdp_size": 4}, FSDP | {"actor.engine.options.mesh.shard": 4}),
+            ("verl", {f"{REF}.strategy": "fsdp"}, FSDP | {"ref.engine.name": "fsdp"}),
+            ("verl", {f"{REF}.megatron.param_offload": True}, FSDP | REF_OFFLOADED),
+            ("easyr1", {"worker.actor.strategy": "fsdp"}, FSDP | VLLM),
+            ("easyr1", {"worker.actor.fsdp.enable_full_shard": True}, FSDP | VLLM),
+            (
+                "easyr1",
+                {"worker.actor.fsdp.enable_full_shard": False},
+                FSDP | VLLM | {"actor.engine.options.reshard_after_forward": False},
+            ),
+            ("easyr1", {"worker.actor.fsdp.enable_cpu_offload": True}, FSDP | VLLM | OFFLOADED),
+            ("easyr1", {"worker.ref.fsdp.enable_cpu_offload": True}, FSDP | VLLM | REF_OFFLOADED),
+            ("easyr1", {"worker.ref.offload.offload_params": True}, FSDP | VLLM | REF_OFFLOADED),
+            ("roll", {STRATEGY: "megatron_train", "actor_train.device_mapping": "list(range(0,8))"}, FSDP),
+            ("roll", {STRATEGY: "deepspeed_train", "actor_train.device_mapping": "list([0,1,4,5])"}, FSDP),
+            ("roll", {STRATEGY: "deepspeed_train", "actor_train.device_mapping": "[0]"}, {}),
+            ("openrlhf", {"ds.zero_stage": 3, "ref.offload": True}, FSDP | VLLM | REF_OFFLOADED),
+            ("slime", {"tensor_model_parallel_size": 2}, FSDP | SGLANG | {"actor.engine.options.mesh.tensor": 2}),
+        ],
+        others=pytest.mark.slow,
+    ),
 )
 def test_models_that_are_sharded_there_are_sharded_here(
     system: str, keys: dict[str, Any], expected: dict[str, Any]
@@ -471,14 +476,18 @@ def test_models_that_are_sharded_there_are_sharded_here(
 
 @pytest.mark.parametrize(
     ("system", "key", "option", "devices"),
-    [
-        ("verl", f"{ACTOR}.megatron.tensor_model_parallel_size", "mesh.tensor", {}),
-        ("verl", f"{ACTOR}.megatron.context_parallel_size", "mesh.context", {}),
-        ("verl", f"{ACTOR}.ulysses_sequence_parallel_size", "mesh.context", {}),
-        ("easyr1", "worker.actor.ulysses_size", "mesh.context", {}),
-        ("roll", f"{CONFIG}.tensor_model_parallel_size", "mesh.tensor", EIGHT),
-        ("roll", f"{CONFIG}.context_parallel_size", "mesh.context", EIGHT),
-    ],
+    first(
+        1,
+        [
+            ("verl", f"{ACTOR}.megatron.tensor_model_parallel_size", "mesh.tensor", {}),
+            ("verl", f"{ACTOR}.megatron.context_parallel_size", "mesh.context", {}),
+            ("verl", f"{ACTOR}.ulysses_sequence_parallel_size", "mesh.context", {}),
+            ("easyr1", "worker.actor.ulysses_size", "mesh.context", {}),
+            ("roll", f"{CONFIG}.tensor_model_parallel_size", "mesh.tensor", EIGHT),
+            ("roll", f"{CONFIG}.context_parallel_size", "mesh.context", EIGHT),
+        ],
+        others=pytest.mark.slow,
+    ),
 )
 def test_parallel_sizes_are_written_where_they_divide_the_processes(
     system: str, key: str, option: str, devices: dict[str, Any]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.first import first
 from tests.raising import check_fields, raises
 from whet.config import EvalConfig, SFTConfig, TrainConfig, load_config
 from whet.config.section import is_known
@@ -17,30 +18,37 @@ from whet.plugins.migration.foreign_files import Written
 
 @pytest.mark.parametrize(
     ("pasted", "answer"),
-    [
-        ("rollout_batch_size=32", "a key of ROLL; write data.train_batch_size (prompts)"),
-        ("data.rollout_batch_size=32", "a key of EasyR1; write data.train_batch_size (prompts a step)"),
-        ("max_steps=10", "a key of ROLL; write trainer.total_steps"),
-        ("algorithm.cpo_lambda=2", "a key of verl; write algorithm.adv_options.cpo_lambda"),
-        ("actor_rollout_ref.actor.strategy=fsdp2", "a key of verl; write actor.engine.name (`fsdp` shards"),
-        ("actor_rollout_ref.actor.use_kl_loss=True", "a key of verl; write algorithm.kl.where=loss"),
-        (
-            "actor_rollout_ref.actor.clip_ratio=0.2",
-            "write algorithm.loss_options.clip_ratio_low and algorithm.loss_options.clip_ratio_high (both; in verl",
-        ),
-        ("worker.rollout.val_override_config.temperature=0.5", "a key of EasyR1; write trainer.validation"),
-        ("rewards.llm_judge.worker_cls=a.B", "write reward.function (a function instead of a worker class)"),
-        (
-            "reward_model.enable=False",
-            "a key of verl; write reward_model.model_path (there is a reward model where this is set",
-        ),
-        ("worker.actor.strategy=fsdp", "a key of EasyR1; write actor.engine.name (`fsdp` shards"),
-        ("worker.ref.strategy=fsdp", "a key of EasyR1; write ref.engine.name"),
-        ("beta=0.04", "a key of TRL; write algorithm.kl.where=loss and algorithm.kl.coef (both; 0 there is"),
-        ("num_generations=8", "a key of TRL; write rollout.n"),
-        ("scale_rewards=none", "a key of TRL; write algorithm.adv_estimator (`group` is grpo, `none` dr_grpo, `batch`"),
-        ("actor_rollout_ref.rollout.no_such=1", "a key of verl; docs/migrating.md has those of its keys"),
-    ],
+    first(
+        5,
+        [
+            ("rollout_batch_size=32", "a key of ROLL; write data.train_batch_size (prompts)"),
+            ("data.rollout_batch_size=32", "a key of EasyR1; write data.train_batch_size (prompts a step)"),
+            ("max_steps=10", "a key of ROLL; write trainer.total_steps"),
+            ("algorithm.cpo_lambda=2", "a key of verl; write algorithm.adv_options.cpo_lambda"),
+            ("actor_rollout_ref.actor.strategy=fsdp2", "a key of verl; write actor.engine.name (`fsdp` shards"),
+            ("actor_rollout_ref.actor.use_kl_loss=True", "a key of verl; write algorithm.kl.where=loss"),
+            (
+                "actor_rollout_ref.actor.clip_ratio=0.2",
+                "write algorithm.loss_options.clip_ratio_low and algorithm.loss_options.clip_ratio_high (both; in verl",
+            ),
+            ("worker.rollout.val_override_config.temperature=0.5", "a key of EasyR1; write trainer.validation"),
+            ("rewards.llm_judge.worker_cls=a.B", "write reward.function (a function instead of a worker class)"),
+            (
+                "reward_model.enable=False",
+                "a key of verl; write reward_model.model_path (there is a reward model where this is set",
+            ),
+            ("worker.actor.strategy=fsdp", "a key of EasyR1; write actor.engine.name (`fsdp` shards"),
+            ("worker.ref.strategy=fsdp", "a key of EasyR1; write ref.engine.name"),
+            ("beta=0.04", "a key of TRL; write algorithm.kl.where=loss and algorithm.kl.coef (both; 0 there is"),
+            ("num_generations=8", "a key of TRL; write rollout.n"),
+            (
+                "scale_rewards=none",
+                "a key of TRL; write algorithm.adv_estimator (`group` is grpo, `none` dr_grpo, `batch`",
+            ),
+            ("actor_rollout_ref.rollout.no_such=1", "a key of verl; docs/migrating.md has those of its keys"),
+        ],
+        others=pytest.mark.slow,
+    ),
 )
 def test_a_pasted_override_is_answered_with_our_key(pasted: str, answer: str) -> None:
     with pytest.raises(ConfigError) as raised:

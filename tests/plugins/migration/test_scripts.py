@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.first import first
 from whet.config import load_config
 from whet.config.commands import schema_of
 from whet.config.compose import flatten
@@ -53,7 +54,7 @@ def test_there_are_thirty_scripts_of_six_frameworks() -> None:
     assert {script["from"] for script in SCRIPTS.values()} == {"verl", "easyr1", "roll", "trl", "openrlhf", "slime"}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", first(6, RECIPES, others=pytest.mark.slow))
 def test_a_script_becomes_the_recipe_worked_out_by_hand(name: str, tmp_path: Path) -> None:
     script, found = SCRIPTS[name], converted(name, tmp_path)
     given = {key: value for key, value in found.values.items()
@@ -69,7 +70,7 @@ def test_a_script_becomes_the_recipe_worked_out_by_hand(name: str, tmp_path: Pat
         assert [each for each in words if not any(each in line for line in getattr(found, group))] == []
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", first(4, RECIPES, others=pytest.mark.slow))
 def test_the_recipe_is_one_that_the_command_reads(name: str, tmp_path: Path) -> None:
     """The text loads, key by key, as the values that were converted."""
     found, file = converted(name, tmp_path), tmp_path / "recipe.yaml"

@@ -97,6 +97,7 @@ def test_a_pass_takes_what_it_takes_on_real_tensors(
     assert planned.total() == pytest.approx(counted.peak.total() + gradients, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_row_of_a_million_tokens_has_no_mask(model_folder: Path) -> None:
     role = settings(model_folder, dtype="bfloat16", engine=EngineConfig(logits_chunk_tokens=2**18))
     role = replace(role, gradient_checkpointing=True)

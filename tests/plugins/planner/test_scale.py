@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.first import first
 from tests.raising import raises
 from whet.cli.app import app
 from whet.config import TrainConfig, load_config, problems
@@ -179,7 +180,10 @@ def test_numbers_that_cannot_be(gpus: str, device: float | None, tmp_path: Path)
         scale(config, shape, [13], 78.0)
 
 
-@pytest.mark.parametrize("words", [["--ranks", "--json"], ["--gpus", "8", "--ranks"], ["--gpus", "8", "--json"]])
+@pytest.mark.parametrize(
+    "words",
+    first(1, [["--ranks", "--json"], ["--gpus", "8", "--ranks"], ["--gpus", "8", "--json"]], others=pytest.mark.slow),
+)
 def test_one_answer_at_a_time(words: list[str], tmp_path: Path) -> None:
     recipe("qwen2_5_32b_math_dapo", tmp_path)
     given = ["plan", "qwen2_5_32b_math_dapo", f"model.path={tmp_path}", "data.train_files=[]", *words]

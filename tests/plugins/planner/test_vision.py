@@ -34,6 +34,7 @@ def outline_of(folder: Path, media_share: float, **changed: Any) -> Outline:
     return Outline(replace(role, **changed), media_share=media_share)
 
 
+@pytest.mark.slow
 def test_the_towers_weights_and_saved_activations_are_near_those_of_a_pass(folder: Path) -> None:
     model = load_policy(folder)
     vision = encoders_of(model)

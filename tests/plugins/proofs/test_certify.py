@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 
+from tests.first import first
 from whet.batch import Batch
 from whet.config.algorithm import AlgorithmConfig, CorrectionConfig, FilterConfig, KLConfig, ShapingConfig
 from whet.plugins.proofs.certify import (
@@ -73,7 +74,7 @@ def test_the_objectives_gradient_is_that_of_finite_differences() -> None:
         assert float(found[place]) == pytest.approx((up - down) / 2e-6, abs=1e-8)
 
 
-@pytest.mark.parametrize("row", CLAIMS)
+@pytest.mark.parametrize("row", first(4, CLAIMS, others=pytest.mark.slow))
 def test_what_claims_to_be_exact_is(row: Certified) -> None:
     assert certify(row.algorithm, SMALL, mode=row.mode, gap=row.gap).relative_error < 1e-8
 
@@ -97,7 +98,7 @@ def _doubled(batch: Batch) -> Batch:
     return batch.with_columns(token_level_rewards=2 * batch["token_level_rewards"])
 
 
-@pytest.mark.parametrize("form", [entry.name for entry in KL_FORMS])
+@pytest.mark.parametrize("form", first(3, [entry.name for entry in KL_FORMS], others=pytest.mark.slow))
 def test_a_kl_as_a_loss_on_samples_of_an_older_policy(form: str) -> None:
     fresh, stale = (kl_error(form, SMALL, staleness=each) for each in (0.0, STALENESS))
     if form == "full" or form.endswith("_ratio"):
@@ -164,15 +165,15 @@ def test_the_first_to_end_by_counting() -> None:
     """The formula agrees with all ways to sample three groups, in all orders of groups that end together."""
     durations, weights = torch.tensor([1, 2, 2, 3]), torch.tensor([0.1, 0.2, 0.3, 0.2], dtype=torch.float64)
     found, kinds = torch.zeros(4, dtype=torch.float64), [*range(4), None]  # None: a group that the filter drops
-    for first, *others in itertools.product(kinds, repeat=3):
-        if first is None:
+    for own, *others in itertools.product(kinds, repeat=3):
+        if own is None:
             continue
         chance = math.prod(0.2 if each is None else float(weights[each]) for each in others)
         for order in itertools.permutations(range(3)):
             ended = sorted(
-                (float(durations[each]), order[i]) for i, each in enumerate([first, *others]) if each is not None
+                (float(durations[each]), order[i]) for i, each in enumerate([own, *others]) if each is not None
             )
-            found[first] += chance / 6 * ((float(durations[first]), order[0]) in ended[:2])
+            found[own] += chance / 6 * ((float(durations[own]), order[0]) in ended[:2])
     assert kept_first(durations, weights, 2, 1).tolist() == pytest.approx(found.tolist())
     assert kept_first(durations, weights, 2, 0).tolist() == pytest.approx([1.0] * 4)
     assert float(weights @ kept_first(durations, weights / 0.8, 2, 1) / 0.8) == pytest.approx(2 / 3)

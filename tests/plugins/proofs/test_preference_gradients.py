@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.first import first
 from whet.algorithms.calls import Bound
 from whet.plugins.proofs.certify import World, certificates, rows_of
 from whet.plugins.proofs.comparisons import Comparisons
@@ -207,7 +208,7 @@ def test_lists() -> None:
     torch.testing.assert_close(found, by_hand(slopes), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", PREFERENCE_LOSSES.names())
+@pytest.mark.parametrize("name", first(3, PREFERENCE_LOSSES.names(), others=pytest.mark.slow))
 def test_the_certificate_of_every_loss(name: str) -> None:
     """Autograd through the objective agrees with differences of the expected loss, except where weights are held."""
     [row], (found, stale) = (rows := rows_of(PREFERENCE_LOSSES[name])), certificates(rows[0])
@@ -215,7 +216,7 @@ def test_the_certificate_of_every_loss(name: str) -> None:
     assert (found.cosine > 0.9999999) == row.is_exact and found.variance > 0
 
 
-@pytest.mark.parametrize("case", PAIRS)
+@pytest.mark.parametrize("case", first(3, PAIRS, others=pytest.mark.slow))
 def test_the_gradient_of_a_certificate_is_that_by_hand(case: str) -> None:
     name, options, slopes = PAIRS[case]
     compared = Comparisons.of(name, {"beta": BETA, **options})

@@ -21,6 +21,7 @@ import pytest
 import uvicorn
 
 import whet.http
+from tests.first import first
 from tests.plugins.sandbox.conftest import needs_bubblewrap
 from tests.raising import raises
 from whet.errors import ConfigError, SandboxError
@@ -65,17 +66,17 @@ PROGRAMS = {
     "right": Program("python", "print(int(input()) * 2)"),
     "exit code": Program("python", "import sys; print('out'); sys.stderr.write('why'); sys.exit(3)"),
     "exception": Program("python", "1 / 0"),
-    "too late": Program("python", "print('begun', flush=True)\nwhile True: pass", Limits(seconds=1.0)),
     "too much output": Program("python", "while True: print('a' * 1000)", Limits(seconds=5.0)),
     "too much memory": Program("python", "x = bytearray(10**9)", Limits(memory_bytes=2**28)),
-    "compiled": Program("cpp", "#include <iostream>\nint main() { int a; std::cin >> a; std::cout << 2 * a; }"),
     "does not compile": Program("cpp", "int main( {"),
     "crashes": Program("cpp", "int main() { int *a = nullptr; return *a; }"),
     "files": Program("bash", "cat in.txt; echo left > a.txt", files={"in.txt": b"given"}, collect=["a.txt", "b.txt"]),
+    "too late": Program("python", "print('begun', flush=True)\nwhile True: pass", Limits(seconds=1.0)),
+    "compiled": Program("cpp", "#include <iostream>\nint main() { int a; std::cin >> a; std::cout << 2 * a; }"),
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", first(8, PROGRAMS, others=pytest.mark.slow))
 def test_the_service_gives_what_the_sandbox_gives(name: str, address: str, unisolated: LocalSandbox) -> None:
     program, inputs = PROGRAMS[name], [b"4\n", b"21\n"]
     here, there = unisolated.run(program, inputs), HttpSandbox(address).run(program, inputs)
@@ -116,7 +117,7 @@ TABLE = {
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize("language", ANSWERS)
+@pytest.mark.parametrize("language", first(1, ANSWERS, others=pytest.mark.slow))
 def test_an_answer_has_the_same_score_in_every_language(language: str, isolated_address: str) -> None:
     source, score = ANSWERS[language]
     text, truth = f"```{language}\n{source}\n```", {"inputs": ["1"], "outputs": ["6"]}
@@ -296,7 +297,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HttpSandbox, list
     monkeypatch.setattr(whet.http, "FIRST_WAIT_SECONDS", 0.01)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     server.answers = []  # type: ignore[attr-defined]
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()  # looks 100 times a second
     yield HttpSandbox(f"http://127.0.0.1:{server.server_port}/run_code"), server.answers  # type: ignore[attr-defined]
     server.shutdown()
     server.server_close()

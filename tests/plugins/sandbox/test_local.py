@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.first import first
 from tests.plugins.sandbox.conftest import needs_bubblewrap
 from tests.raising import raises
 from whet.errors import SandboxError
@@ -58,7 +59,7 @@ def test_a_program_reads_writes_and_leaves_files(box: LocalSandbox) -> None:
         ("import sys\nsys.exit('why')", SHORT, "failed", 1),
         ("import os\nos.abort()", SHORT, "failed", -6),
         ("while True:\n    pass", SHORT, "timeout", -9),
-        ("while True:\n    pass", Limits(cpu_seconds=1.0), "timeout", -24),
+        pytest.param("while True:\n    pass", Limits(cpu_seconds=1.0), "timeout", -24, marks=pytest.mark.slow),
         ("while True:\n    print('a' * 10**5)", SHORT, "output", -9),
         ("import os, time\nfor _ in range(9):\n    os.fork() or time.sleep(60)", Limits(processes=4), None, None),
         ("x = bytearray(10**9)", Limits(memory_bytes=2**28), "failed", 1),
@@ -124,7 +125,7 @@ def test_languages(box: LocalSandbox) -> None:
         ("javascript", "const fs = require('fs'); console.log(2 * Number(fs.readFileSync('/dev/stdin', 'utf8')))"),
         ("javascript", "require('readline').createInterface({input: process.stdin}).on('line', a => console.log(2 * a))"),
         ("perl", "print 2 * <STDIN>;"),
-        ("java", "class A { public static void main(String[] a) { System.out.println(2 * new java.util.Scanner(System.in).nextInt()); } }"),
+        pytest.param("java", "class A { public static void main(String[] a) { System.out.println(2 * new java.util.Scanner(System.in).nextInt()); } }", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_ways_to_read_and_write(box: LocalSandbox, language: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +225,7 @@ def test_a_sandbox_that_was_killed_is_replaced() -> None:
     box.close()
 
 
-@pytest.mark.parametrize("how", ["kill", "end"])
+@pytest.mark.parametrize("how", first(1, ["kill", "end"], others=pytest.mark.slow))
 def test_it_ends_with_its_owner(box: LocalSandbox, how: str) -> None:
     code = f"""
 import os, signal, threading

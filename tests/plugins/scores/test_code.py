@@ -200,6 +200,7 @@ def test_skipped(): assert False
 """
 
 
+@pytest.mark.slow
 def test_what_a_pytest_file_may_use() -> None:
     right = "def f(x): return x * x\ndef fill(a): a.append(7)\ndef say(x): print(x)\ndef sum(a, b): return a + b"
     assert score(right, {"pytest": PYTEST_FILE}, python=sys.executable)["reward"] == 1.0

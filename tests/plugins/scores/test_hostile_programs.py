@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.first import first
 from whet.plugins.scores.check import CheckedPrompt, check
 from whet.plugins.scores.code import compute_score
 from whet.plugins.scores.hostile_programs import programs
@@ -24,7 +25,7 @@ TRUTHS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", TRUTHS)
+@pytest.mark.parametrize("kind", first(1, TRUTHS, others=pytest.mark.slow))
 def test_code_pays_no_hostile_program(kind: str) -> None:
     python = sys.executable if kind == "pytest" else None
     found = [*programs(TRUTHS[kind], {})]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.first import first
 from tests.rollout import rollout_conformance as suite
 from tests.rollout.standin import Recorder, install
 from whet.kernels.paged_attention import BLOCK_SIZE
@@ -55,12 +56,16 @@ def graphs_of(engine: NativeEngine) -> Recorder:
 
 @pytest.mark.parametrize(
     "params",
-    [
-        {},
-        {"temperature": 0.0},
-        {"temperature": 0.7, "top_p": 0.8, "num_likeliest": 2},
-        {"repetition_penalty": 1.3, "bad_words": ((5,), (4, 6))},
-    ],
+    first(
+        1,
+        [
+            {},
+            {"temperature": 0.0},
+            {"temperature": 0.7, "top_p": 0.8, "num_likeliest": 2},
+            {"repetition_penalty": 1.3, "bad_words": ((5,), (4, 6))},
+        ],
+        others=pytest.mark.slow,
+    ),
     ids=["plain", "greedy", "cut", "constrained"],
 )
 @pytest.mark.parametrize("rows", [256, 3], ids=["roomy", "few rows"])

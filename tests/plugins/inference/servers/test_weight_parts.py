@@ -69,14 +69,15 @@ def readers() -> Iterator[list[Reader]]:
         yield processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part_bytes", "names"),
     [
         (1, ["a", "b", "c", "d"]),
-        pytest.param(13, ["ab", "cd"], marks=pytest.mark.slow),
+        (13, ["ab", "cd"]),
         (22, ["ab", "cd"]),
-        pytest.param(23, ["abc", "d"], marks=pytest.mark.slow),
-        pytest.param(99, ["abcd"], marks=pytest.mark.slow),
+        (23, ["abc", "d"]),
+        (99, ["abcd"]),
     ],
 )
 def test_another_process_reads_them(part_bytes: int, names: list[str], readers: list[Reader]) -> None:
