@@ -51,18 +51,18 @@ def accuracies(recipe: str, task: Path, steps: int) -> list[float]:
     return [line["val/accuracy"] for line in metrics(task / f"{recipe}_{steps}") if "val/accuracy" in line]
 
 
-def trained(recipe: str, task: Path, steps: int) -> list[float]:
+def trained(recipe: str, task: Path, steps: int, *overrides: str) -> list[float]:
     """`accuracies` of a run, which is made once."""
     if not (task / f"{recipe}_{steps}" / "metrics.jsonl").exists():
-        whet(command(recipe, task, steps))
+        whet([*command(recipe, task, steps), *overrides])
     return accuracies(recipe, task, steps)
 
 
-def assert_learns_as_well(recipe: str, task: Path, steps: int = 200) -> None:
-    """As well as the recipe `quickstart`, which is trained first."""
-    expected_start, *_, expected_end = trained("quickstart", task, steps)
+def assert_learns_as_well(recipe: str, task: Path, *overrides: str, steps: int = 200) -> None:
+    """As well as the recipe `quickstart`, which is trained first, with the same `overrides`."""
+    expected_start, *_, expected_end = trained("quickstart", task, steps, *overrides)
     assert expected_end > 0.85
-    start, *_, end = trained(recipe, task, steps)
+    start, *_, end = trained(recipe, task, steps, *overrides)
     assert start == pytest.approx(expected_start, abs=NOISE) and end > expected_end - NOISE, recipe
 
 
