@@ -209,6 +209,15 @@ def test_a_player_that_does_not_learn(play: Any) -> None:
     assert group.prompt.uid == "0:0/black" and len(group.trajectories[0].turns) == 2
 
 
+def test_where_nobody_learns_the_reward_gets_an_empty_response(play: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    [trajectory] = play("Duel", "5", "3", "4", "2", options={"learners": "nobody"})
+    item = Playing(None, tokenizer)._item(trajectory)
+    assert len(trajectory.turns) == 4 and trajectory.rows == ()
+    assert (item.response_ids, item.solution_str, item.trajectory["turn_rewards"]) == ((), "", [0, 0, 1, -1])
+    batch = to_batch([Group(trajectory.prompt, (trajectory,))], pad_token_id=0)
+    assert batch["response_mask"].tolist() == [[0]] and batch["token_level_scores"].tolist() == [[0.0]]
+
+
 def test_rows_of_sub_agents_belong_to_the_trajectory(play: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     [trajectory] = play("Manager", "1", "2", "3", "4", "6", "9", agents=("Worker",))
     assert trajectory.failure is None and len(trajectory.turns) == 6
