@@ -41,7 +41,8 @@ def product(
     x, factor = x.contiguous(), factor.contiguous()
     depth, columns = x.shape[-1], factor.shape[0 if is_transposed else 1]
     out = x.new_empty(*x.shape[:-1], columns)
-    added = None if bias is None else bias.contiguous().data_ptr()
+    bias = None if bias is None else bias.contiguous()  # must stay alive during the call
+    added = None if bias is None else bias.data_ptr()
     sizes = x.numel() // max(1, depth), depth, columns
     _kernels()[0](x.data_ptr(), factor.data_ptr(), is_transposed, added, out.data_ptr(), *sizes)
     return out
