@@ -12,6 +12,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from whet.config import load_config
 from whet.config.preference import PreferenceConfig
 from whet.data.preferences import Comparison
 from whet.engines import engine
-from whet.errors import ConfigError, DataError, StorageError
+from whet.errors import ConfigError, DataError, EngineError, StorageError
 from whet.keyed import key
 from whet.metrics import Metrics
 from whet.plugins.lessons.drawn.figures import counting
@@ -399,6 +400,22 @@ def test_a_moving_reference_has_the_shapes_of_the_policy(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "engine",
+    [
+        SimpleNamespace(),  # cannot copy
+        SimpleNamespace(copy_from=print, stored=lambda: {"weight": torch.ones(2)}),  # the reference has parameters
+    ],
+    ids=["without the methods", "stored in another way"],
+)
+def test_a_moving_reference_needs_an_engine_like_the_policys(
+    preference_config: MakeConfig, rows: list[dict[str, Any]], engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whet.trainers.preference.actor_beside", lambda worker: SimpleNamespace(engine=engine))
+    with raises(EngineError, "engine of the policy"):
+        train_preference(preference_config(**{"reference.update_steps": 2}), data=rows, dry_run=True)
+
+
 def test_a_moving_reference_is_the_policy_of_some_steps_ago(
     preference_config: MakeConfig, rows: list[dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -288,9 +288,6 @@ class Engine(ABC):
     def stored(self) -> dict[str, torch.Tensor]:
         return stored_tensors(self.model)
 
-    def layout(self) -> dict[str, object]:
-        return {name: (type(weight), weight.shape) for name, weight in self.stored().items()}
-
     @torch.no_grad()
     def copy_from(self, other: CopiesWeights) -> None:
         for own, new in zip(self.stored().values(), other.stored().values(), strict=True):

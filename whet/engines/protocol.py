@@ -142,11 +142,8 @@ class TrainsAdapter(Protocol):
 class CopiesWeights(Protocol):
     """An engine that can copy the weights of another engine in its process."""
 
-    def layout(self) -> Mapping[str, object]:
-        """Describes how each weight is stored, by name. Weights of engines with equal layouts can be copied."""
-
     def copy_from(self, other: CopiesWeights) -> None:
-        """Copies the weights of an engine with an equal layout. All ranks call it."""
+        """Copies the weights of an engine that stores them in the same way, with equal shapes. All ranks call it."""
 
     def stored(self) -> Mapping[str, torch.Tensor]:
         """Returns the weights of this rank as they are stored, by name."""

@@ -52,7 +52,7 @@ COLUMNS = (
 class MovingReference(TrainWorker):
     """A reference model that copies the policy's weights at intervals.
 
-    Raises: EngineError for an engine that cannot copy weights, ConfigError if the models store different weights."""
+    Raises: EngineError if the engines cannot copy weights or store them in two ways; ConfigError for other weights."""
 
     def __init__(self, placement: Placement, settings: RoleSettings) -> None:
         super().__init__(placement, settings)
@@ -60,7 +60,15 @@ class MovingReference(TrainWorker):
         if not isinstance(own, CopiesWeights) or not isinstance(actor, CopiesWeights):
             found, expected = type(actor).__name__, "one with the methods of CopiesWeights (whet.engines.protocol)"
             raise EngineError("engine of the policy", found, expected, "unset reference.update_steps")
-        if own.layout() != actor.layout():
+        kinds, others = ({type(weight).__name__ for weight in each.stored().values()} for each in (own, actor))
+        if kinds != others:
+            found, expected = (
+                f"weights as {', '.join(sorted(others))}",
+                f"{', '.join(sorted(kinds))}, as the reference stores them",
+            )
+            raise EngineError("engine of the policy", found, expected, "unset reference.update_steps")
+        shapes, those = ({name: w.shape for name, w in each.stored().items()} for each in (own, actor))
+        if shapes != those:
             expected = "a model with weights of the policy's names and shapes, which reference.update_steps copies"
             raise ConfigError("reference.model_path", settings.model_path, expected, "unset one of both")
         self._copy = partial(own.copy_from, actor)
