@@ -455,7 +455,7 @@ class LateScorer:
 
 
 class Held:
-    """Scores each response alone, once `release` is called; the sizes of its batches."""
+    """Scores each response alone, when `release` is called; the sizes of its batches."""
 
     scores_alone = True
 
@@ -467,10 +467,13 @@ class Held:
         self.pending.append(Future())
         return self.pending[-1]
 
-    def release(self) -> None:
-        for future in list(self.pending):
-            if not future.done():
-                future.set_result([RewardResult(0.25, 1.0)])
+    def release(self, num: int) -> None:
+        """Scores the first `num` responses, once they are here: a thread may sample them before it sends them on."""
+        deadline = time.monotonic() + 30
+        while len(self.pending) < num and time.monotonic() < deadline:
+            time.sleep(0.001)
+        for future in self.pending[:num]:
+            future.set_result([RewardResult(0.25, 1.0)])
 
     def close(self) -> None: ...
 
@@ -485,13 +488,12 @@ def test_groups_are_there_before_their_scores_where_nothing_reads_these(
         sampled = of.start(2, step=1)
         assert uids(sampled.groups) == ["0:0", "0:1"] and not any(each.done() for each in held.pending[:4])
         assert [each.reward for group in sampled.groups for each in group.trajectories] == [None] * 4
-        held.release()
+        held.release(4)
         scored = sampled.result().groups
         assert [each.reward for group in scored for each in group.trajectories] == [0.25] * 4
         assert [each.turns for group in scored for each in group.trajectories] == [
             each.turns for group in sampled.groups for each in group.trajectories
         ]
-        held.release()
     assert set(held.sizes) == {1}
 
 
