@@ -412,7 +412,7 @@ def test_a_moving_reference_needs_an_engine_like_the_policys(
     preference_config: MakeConfig, rows: list[dict[str, Any]], engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("whet.trainers.preference.actor_beside", lambda worker: SimpleNamespace(engine=engine))
-    with raises(EngineError, "engine of the policy"):
+    with raises(EngineError, "reference.update_steps"):
         train_preference(preference_config(**{"reference.update_steps": 2}), data=rows, dry_run=True)
 
 

@@ -58,15 +58,12 @@ class MovingReference(TrainWorker):
         super().__init__(placement, settings)
         own, actor = self.engine, actor_beside(self).engine
         if not isinstance(own, CopiesWeights) or not isinstance(actor, CopiesWeights):
-            found, expected = type(actor).__name__, "one with the methods of CopiesWeights (whet.engines.protocol)"
-            raise EngineError("engine of the policy", found, expected, "unset reference.update_steps")
+            expected = "an engine with the methods of CopiesWeights (whet.engines.protocol)"
+            raise EngineError("reference.update_steps", type(actor).__name__, expected, "unset it")
         kinds, others = ({type(weight).__name__ for weight in each.stored().values()} for each in (own, actor))
         if kinds != others:
-            found, expected = (
-                f"weights as {', '.join(sorted(others))}",
-                f"{', '.join(sorted(kinds))}, as the reference stores them",
-            )
-            raise EngineError("engine of the policy", found, expected, "unset reference.update_steps")
+            found, expected = (f"weights as {', '.join(sorted(each))}" for each in (others, kinds))
+            raise EngineError("reference.update_steps", found, f"{expected}, as in the reference", "unset it")
         shapes, those = ({name: w.shape for name, w in each.stored().items()} for each in (own, actor))
         if shapes != those:
             expected = "a model with weights of the policy's names and shapes, which reference.update_steps copies"
