@@ -422,7 +422,7 @@ KINDS = tuple(each for each in list(globals().values()) if isinstance(each, Regi
 # `whet algorithms` does not list these.
 HINTS = Registry("hint source", "trainers", "register_hint", ("groups", "sources", "chat"))
 ENCODERS = Registry("encoder", "models", "register_encoder", has_foreign_form=False)  # names: MODEL_TYPE/KIND
-TRAINERS = Registry("trainer", "trainers", "register_trainer", ("config",))  # marks: config, summary, setup, elsewhere
+TRAINERS = Registry("trainer", "trainers", "register_trainer", ("config",))  # marks: config, setup, frozen_models, ...
 PROVIDERS = Registry("provider of a column", "trainers", "register_provider", ("batch", "sources"))  # names: columns
 TRACKERS = Registry("tracker", "tracking", "register_tracker", ("run",))  # marks: package
 SANDBOXES = Registry("sandbox", None, "register_sandbox", ("address",))

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from whet import registry
-from whet.columns import COLUMNS
+from whet.columns import COLUMNS, SCORED_BY
 from whet.config import schema
 from whet.config.cluster import ROLES, ClusterConfig, devices_of
 from whet.config.schema import EngineConfig, ExamplesConfig, ModelConfig, OptimConfig, TrainConfig
@@ -47,6 +47,40 @@ def uses_critic(algorithm: schema.AlgorithmConfig) -> bool:
     loss = _loss(algorithm)
     read = {*_estimator(algorithm).columns, *loss.columns}
     return any("critic" in COLUMNS[name].roles for name in read if name in COLUMNS)
+
+
+def frozen_models(config: TrainConfig) -> dict[str, str]:
+    """Returns the paths of the models that a run only reads, by role. A reference that is the base of an adapter has no
+    memory of its own."""
+    read, own, found = {*_with_reads(_columns(config))}, config.ref.model_path, dict[str, str]()
+    reads_ref = config.algorithm.kl.where != "none" or any("ref" in COLUMNS[name].roles for name in read)
+    if reads_ref and (own is not None or config.model.lora.rank is None):
+        found["ref"] = str(own or config.model.path)
+    if "teacher_log_probs" in read:
+        found |= {f"teacher:{name}": path for name, path in config.teacher.model_paths.items()}
+    if (path := config.reward_model.model_path) is not None:
+        found["reward_model"] = path
+    return found
+
+
+def _columns(config: TrainConfig) -> Iterator[str]:
+    """Yields the columns that the functions of a config read."""
+    algorithm, correction, source = config.algorithm, config.algorithm.correction, config.reward_model.source
+    yield from (*_estimator(algorithm).columns, *_loss(algorithm).columns)
+    for kind, name in ((registry.WEIGHTS, correction.weight), (registry.REJECTIONS, correction.rejection)):
+        yield from kind[name].columns if name is not None else ()
+    if uses_critic(algorithm):
+        yield from registry.VALUE_LOSSES[config.critic.value_loss].columns
+    if source is not None:
+        yield SCORED_BY[source]
+
+
+def _with_reads(names: Iterable[str]) -> Iterator[str]:
+    """Yields columns, and the columns that their providers read."""
+    for name in names:
+        if name in COLUMNS:
+            yield name
+            yield from _with_reads(COLUMNS[name].reads)
 
 
 def algorithm_rule(algorithm: schema.AlgorithmConfig, at: SectionPlace) -> Iterator[ConfigError]:

@@ -69,6 +69,11 @@ class DistillConfig(ExamplesConfig):
             yield ConfigError("temperature", self.temperature, expected, "unset it, or name the teacher's folder")
 
 
+def frozen_models(config: DistillConfig) -> dict[str, str]:
+    """Returns the paths of the teachers that are not on a server, by role."""
+    return {f"teacher:{name}": path for name, path in config.teachers.items() if not is_server(path)}
+
+
 def is_server(teacher: str) -> bool:
     """Tells whether a teacher is the address of a server."""
     return teacher.startswith(("http://", "https://"))

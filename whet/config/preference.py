@@ -107,6 +107,14 @@ class PreferenceConfig(ExamplesConfig):
             yield ConfigError("reference.update_steps", self.reference.update_steps, expected, "unset one of both")
 
 
+def frozen_models(config: PreferenceConfig) -> dict[str, str]:
+    """Returns the paths of the models that a run only reads, by role. A reference that is the base of an adapter has no
+    memory of its own."""
+    reference, own = config.reference, config.reference.model_path
+    is_beside = own is not None or (reference.mode != "cached" and config.model.lora.rank is None)
+    return {"ref": str(own or config.model.path)} if config.reads_reference and is_beside else {}
+
+
 class RewardTrainingConfig(ExamplesConfig):
     """The config of `whet train-reward`."""
 

@@ -431,6 +431,11 @@ class SFTConfig(ExamplesConfig):
     command: ClassVar[str] = "sft"
 
 
+def no_frozen_models(config: ExamplesConfig) -> dict[str, str]:
+    """Returns the paths of the models that a run only reads, by role: none."""
+    return {}
+
+
 RunConfig = TrainConfig | ExamplesConfig  # of a run that trains
 
 

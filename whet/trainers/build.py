@@ -85,6 +85,7 @@ OF_POLICY = {"adapter", "port", "routed_experts", "tensor_parallel_size", "weigh
     "train",
     config="whet.config.schema:TrainConfig",
     setup="whet.trainers.build:setup",
+    frozen_models="whet.config.algorithm_checks:frozen_models",
     elsewhere="whet.trainers.build:dry_run_elsewhere",
     summary="Train a model with reinforcement learning (PPO, GRPO, ...).",
 )

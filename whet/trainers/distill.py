@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from whet.algorithms.divergences import outcomes
 from whet.batch import Batch
-from whet.config.distill import OTHERS, DistillConfig, is_server
+from whet.config.distill import OTHERS, DistillConfig, frozen_models, is_server
 from whet.config.schema import ModelConfig, RolloutConfig
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import WorkerSpec
@@ -151,8 +151,7 @@ class DistillRun(ExamplesRun):
 
     @classmethod
     def specs(cls, config: DistillConfig, total_steps: int) -> list[WorkerSpec]:
-        paths = {source: path for source, path in config.teachers.items() if not is_server(path)}
-        settings = {f"teacher:{source}": settings_of(config.model, config, path) for source, path in paths.items()}
+        settings = {role: settings_of(config.model, config, path) for role, path in frozen_models(config).items()}
         roles = {"actor": cls.settings_of(config, total_steps), **settings}
         return [WorkerSpec(role, DistillWorker, (each,)) for role, each in roles.items()]
 
@@ -318,6 +317,7 @@ def prompt_of(example: SupervisedExample) -> tuple[int, ...]:
     "distill",
     config="whet.config.distill:DistillConfig",
     setup="whet.trainers.distill:DistillRun.setup",
+    frozen_models="whet.config.distill:frozen_models",
     summary="Train a model on the distributions of a teacher.",
 )
 def distill(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from whet.algorithms.statistics import row_sums
 from whet.batch import Batch
-from whet.config.preference import PreferenceConfig
+from whet.config.preference import PreferenceConfig, frozen_models
 from whet.controller.dispatch import Dispatch, register
 from whet.controller.worker import Placement, WorkerSpec
 from whet.controller.worker_group import WorkerGroup
@@ -99,12 +99,11 @@ class PreferenceRun(ExamplesRun):
     def specs(cls, config: PreferenceConfig, total_steps: int) -> list[WorkerSpec]:
         specs = super().specs(config, total_steps)
         reference = config.reference
-        if not config.reads_reference or (reference.mode == "cached" and reference.model_path is None):
-            return specs
-        if config.model.lora.rank is not None and reference.model_path is None:
-            return [*specs, WorkerSpec("ref", AdapterOffWorker)]
-        worker = TrainWorker if reference.update_steps is None else MovingReference
-        return [*specs, WorkerSpec("ref", worker, (settings_of(config.model, config, reference.model_path),))]
+        if frozen_models(config):
+            worker = TrainWorker if reference.update_steps is None else MovingReference
+            return [*specs, WorkerSpec("ref", worker, (settings_of(config.model, config, reference.model_path),))]
+        is_beneath = config.reads_reference and reference.mode != "cached"  # the adapter
+        return [*specs, WorkerSpec("ref", AdapterOffWorker)] if is_beneath else specs
 
     @property
     def saved_roles(self) -> Mapping[str, WorkerGroup]:
@@ -246,6 +245,7 @@ class PreferenceRun(ExamplesRun):
     "preference",
     config="whet.config.preference:PreferenceConfig",
     setup="whet.trainers.preference:PreferenceRun.setup",
+    frozen_models="whet.config.preference:frozen_models",
     summary="Train a model on preferences (DPO, KTO, ...).",
 )
 def train_preference(

@@ -247,6 +247,7 @@ def _train(kind: type[R], config: Any, data: Rows, val_data: Rows, callbacks: Ca
     "sft",
     config="whet.config.schema:SFTConfig",
     setup="whet.trainers.sft:SFTRun.setup",
+    frozen_models="whet.config.schema:no_frozen_models",
     summary="Train a model on examples (supervised fine-tuning).",
 )
 def train_sft(

@@ -97,6 +97,7 @@ class RewardTrainingRun(ExamplesRun):
     "train-reward",
     config="whet.config.preference:RewardTrainingConfig",
     setup="whet.trainers.train_reward:RewardTrainingRun.setup",
+    frozen_models="whet.config.schema:no_frozen_models",
     summary="Train a reward model on preference pairs (Bradley-Terry).",
 )
 def train_reward(
