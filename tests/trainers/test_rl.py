@@ -597,33 +597,30 @@ def test_a_dry_run_builds_everything_and_writes_nothing(
 
 
 REFUSED = [
-    (
-        "whet_environments.sokoban:Sokoban",
-        {"boxes": 20},
-        r"boxes=20 .*rows=4 x columns=4",
-    ),
-    ("gymnasium", {"env_id": "NoSuch-v0"}, r"environment\.options\.env_id: NoSuch-v0 "),
-    (
-        "whet_environments.browser.environment:Browser",
-        {"chromium": "/nowhere"},
-        r"environment\.options\.chromium='/nowhere'",
-    ),
+    ("whet_environments.sokoban:Sokoban", {"boxes": 20}, {"expected": re.compile("rows=4 x columns=4")}),
+    ("gymnasium", {"env_id": "NoSuch-v0"}, {"found": re.compile("NoSuch")}),
+    ("whet_environments.browser.environment:Browser", {"chromium": "/nowhere"}, {"found": "/nowhere"}),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "options", "said"), REFUSED, ids=["sokoban", "gymnasium", "browser"])
 def test_an_environment_that_refuses_its_options_is_named_before_a_model_is_loaded(
-    train_config: MakeConfig, additions: Rows, monkeypatch: pytest.MonkeyPatch, name: str, options: Any, said: str
+    train_config: MakeConfig,
+    additions: Rows,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    options: dict[str, Any],
+    said: dict[str, Any],
 ) -> None:
     pytest.importorskip("playwright" if "browser" in name else "gymnasium" if name == "gymnasium" else "json")
     monkeypatch.setattr("whet.trainers.build.launch_roles", None)
+    [option] = options
+    key = f"environment.name={name}, environment.options={options}: environment.options.{option}"
     for is_dry in (True, False):
         config = train_config({"environment.name": name, "environment.options": options})
-        with pytest.raises(EnvError) as raised:
+        with raises(EnvError, key, **said):
             train(config, reward=length, data=additions, dry_run=is_dry)
-        given = re.escape(f"environment.name={name}, environment.options={options}: ")
-        assert re.match(f"{given}.*{said}", str(raised.value)), raised.value
     tools = {"tools": ["calculator"], "tool_parser": "hermes", "tool_role": "user"}
     agents = {"a": {"name": name, "options": options, **tools}}
     with pytest.raises(EnvError, match=r"environment\.agents\.a\.name="):
