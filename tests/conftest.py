@@ -7,7 +7,6 @@ import gc
 import os
 import re
 from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -65,16 +64,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hides accelerators and bfloat16 instructions without --on-device, so that bits and dtypes are the same on every
-    machine. How long a random example takes fails no test, since machines may be busy."""
+    machine."""
     if not config.getoption("--on-device"):
         os.environ.update(dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), ""))
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, by whichever test
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
-    with suppress(ImportError):  # environments of engines lack it
-        from hypothesis import HealthCheck, settings
-
-        settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-        settings.load_profile("busy")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

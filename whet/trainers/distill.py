@@ -193,8 +193,7 @@ class DistillRun(ExamplesRun):
     @cached_property
     def top_k(self) -> int | None:
         """The number of tokens compared at each position. None compares all tokens of equal vocabularies."""
-        paths = [path for path in self.config.teachers.values() if not is_server(path)]
-        sizes = {self.vocab_size, *map(self._vocab_size, paths)}
+        sizes = {self.vocab_size, *map(self._vocab_size, frozen_models(self.config).values())}
         common = {each.size for each in self.aligned.values()}
         most = min([min(sizes) - 1, *common])  # and one more, which is all others
         wanted = self.config.top_k or max(sizes)

@@ -60,12 +60,13 @@ class MovingReference(TrainWorker):
         if not isinstance(own, CopiesWeights) or not isinstance(actor, CopiesWeights):
             expected = "an engine with the methods of CopiesWeights (whet.engines.protocol)"
             raise EngineError("reference.update_steps", type(actor).__name__, expected, "unset it")
-        kinds, others = ({type(weight).__name__ for weight in each.stored().values()} for each in (own, actor))
-        if kinds != others:
-            found, expected = (f"weights as {', '.join(sorted(each))}" for each in (others, kinds))
+        weights, actor_weights = own.stored(), actor.stored()
+        kinds, actor_kinds = ({type(each).__name__ for each in stored.values()} for stored in (weights, actor_weights))
+        if kinds != actor_kinds:
+            found, expected = (f"weights as {', '.join(sorted(each))}" for each in (actor_kinds, kinds))
             raise EngineError("reference.update_steps", found, f"{expected}, as in the reference", "unset it")
-        shapes, those = ({name: w.shape for name, w in each.stored().items()} for each in (own, actor))
-        if shapes != those:
+        shapes, actor_shapes = ({name: w.shape for name, w in each.items()} for each in (weights, actor_weights))
+        if shapes != actor_shapes:
             expected = "a model with weights of the policy's names and shapes, which reference.update_steps copies"
             raise ConfigError("reference.model_path", settings.model_path, expected, "unset one of both")
         self._copy = partial(own.copy_from, actor)
@@ -102,8 +103,9 @@ class PreferenceRun(ExamplesRun):
         if frozen_models(config):
             worker = TrainWorker if reference.update_steps is None else MovingReference
             return [*specs, WorkerSpec("ref", worker, (settings_of(config.model, config, reference.model_path),))]
-        is_beneath = config.reads_reference and reference.mode != "cached"  # the adapter
-        return [*specs, WorkerSpec("ref", AdapterOffWorker)] if is_beneath else specs
+        if config.reads_reference and reference.mode != "cached":
+            return [*specs, WorkerSpec("ref", AdapterOffWorker)]
+        return specs
 
     @property
     def saved_roles(self) -> Mapping[str, WorkerGroup]:

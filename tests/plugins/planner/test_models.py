@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from whet.config.schema import RunConfig
 from whet.errors import ConfigError
 from whet.plugins.planner.first import bytes_of, first_answer, shape_of
 from whet.plugins.planner.models import frozen_models, trained_models
-from whet.registry import trainer_of
+from whet.registry import TRAINERS, trainer_of
 from whet.trainers import build
 
 LORA = {"model.lora.rank": 8}
@@ -75,6 +77,26 @@ def test_the_models_are_those_of_the_setup(
     setup = trainer_of(command).marked("setup")(config)
     assert {**trained_models(config), **frozen} == {role: str(each.model_path) for role, each in setup.roles.items()}
     assert {*trained_models(config)} == {*setup.objectives}
+
+
+WITHOUT_TORCH = """
+import sys
+from whet.config import load_config
+from whet.config.commands import schema_of
+from whet.plugins.planner.models import frozen_models, trained_models
+from whet.registry import TRAINERS
+for command in TRAINERS.shipped:
+    values = {"model.path": "p", "model.dtype": "float32"} | ({"rollout.dtype": "float32"} if command == "train" else {})
+    config = load_config(schema_of(command), None, values, given={"data"}, checked=False).config
+    print(command, {**trained_models(config), **frozen_models(config)}, "torch" in sys.modules)
+"""
+
+
+def test_the_models_of_shipped_trainers_are_found_without_torch() -> None:
+    found = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=True).stdout
+    both = "{'actor': 'p', 'ref': 'p'}"
+    expected = {each: both if each == "preference" else "{'actor': 'p'}" for each in TRAINERS.shipped}
+    assert found.splitlines() == [f"{command} {models} False" for command, models in expected.items()]
 
 
 def model(folder: Path, size: str) -> str:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of a run by role, as in the setup of its trainer. A trainer that names its frozen models (the mark
-`frozen_models`) needs no torch for it."""
+"""The models of a run by role, as in the setup of its trainer.
+
+A trainer with the mark `frozen_models` trains the actor and, on prompts, the critic. Its models are found without a
+setup, for a trainer that ships with whet also without torch."""
 
 from __future__ import annotations
 
