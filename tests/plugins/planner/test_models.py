@@ -86,7 +86,8 @@ from whet.config.commands import schema_of
 from whet.plugins.planner.models import frozen_models, trained_models
 from whet.registry import TRAINERS
 for command in TRAINERS.shipped:
-    values = {"model.path": "p", "model.dtype": "float32"} | ({"rollout.dtype": "float32"} if command == "train" else {})
+    sampled = {"rollout.dtype": "float32"} if command == "train" else {}
+    values = {"model.path": "p", "model.dtype": "float32", **sampled}
     config = load_config(schema_of(command), None, values, given={"data"}, checked=False).config
     print(command, {**trained_models(config), **frozen_models(config)}, "torch" in sys.modules)
 """
