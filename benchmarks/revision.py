@@ -133,8 +133,8 @@ def check_out(what: str, folder: Path, renamed_keys: Mapping[str, str] | None = 
 
 
 def write_additions(folder: Path) -> None:
-    """Additions of numbers below 20: train.jsonl and held_out.jsonl, examples.jsonl to imitate, and calls.jsonl, whose
-    answers ask the calculator."""
+    """Additions of numbers below 20: train.jsonl and held_out.jsonl, examples.jsonl to imitate, pairs.jsonl of a right
+    and a wrong answer, and calls.jsonl, whose answers ask the calculator."""
     pairs = [(a, b) for a in range(20) for b in range(20)]
     random.Random(0).shuffle(pairs)
     problems = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
@@ -144,6 +144,8 @@ def write_additions(folder: Path) -> None:
     write("train", train)
     write("held_out", held_out)
     write("examples", [{"prompt": row["prompt"], "response": row["answer"]} for row in train])
+    pair = [(row["prompt"], row["answer"], f"{int(row['answer']) + 1}") for row in train]
+    write("pairs", [{"prompt": prompt, "chosen": right, "rejected": wrong} for prompt, right, wrong in pair])
     write("calls", [{"prompt": row["prompt"], "response": f"<calc>{row['prompt'][:-1]}</calc>"} for row in train])
 
 

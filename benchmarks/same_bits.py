@@ -4,9 +4,9 @@
     python -m benchmarks same_bits --before 63aba1a                     against the files that lie here
     python -m benchmarks same_bits --before 63aba1a --after HEAD --only ppo lora
 
-The commit before makes the start models, and both commits are given them. Each run is a process of `whet train` or
-`whet sft`; weights are those that `whet export` writes, so the actor's (a critic shows in the metrics). Exit status: 0
-if the runs are equal but for the tables below, 1 if not.
+The commit before makes the start models, and both commits are given them. Each run is a process of `whet train`,
+`sft`, `preference` or `distill`; weights are those that `whet export` writes, so the actor's (a critic shows in the
+metrics). Exit status: 0 if the runs are equal but for the tables below, 1 if not.
 """
 
 from __future__ import annotations
@@ -123,6 +123,7 @@ class Run:
 def runs(task: Task) -> dict[str, Run]:
     """The runs by name, the longest first."""
     rl, folder = task.rl, task.folder
+    short = ("trainer.total_steps=6", "trainer.logger=[jsonl]", "trainer.save_freq=0", "model.dtype=float32")
     return {
         "fsdp2": Run(("train", "quickstart_fsdp2", *rl)),
         "two_processes": Run(("train", "quickstart", *rl, "cluster.processes=2"), is_quick=True),
@@ -186,6 +187,19 @@ def runs(task: Task) -> dict[str, Run]:
                 *("train", "quickstart", *rl, f"model.path={folder}/calls", "environment.name=calculator"),
                 *("data.apply_chat_template=true", "data.max_prompt_length=64", "data.max_response_length=96"),
                 *("algorithm.filter.name=null", f"reward.function={task.reward('even_length')}"),
+            )
+        ),
+        "preference": Run(
+            (
+                *("preference", "dpo", f"model.path={folder}/adds", f"data.train_files={folder}/pairs.jsonl", *short),
+                *(f"data.val_files={folder}/pairs.jsonl", "trainer.val_freq=3", "optim.lr=1e-3"),
+            )
+        ),
+        "distill": Run(
+            (
+                *("distill", "gkd", f"model.path={folder}/random", f"data.train_files={folder}/examples.jsonl", *short),
+                *(f"data.val_files={folder}/examples.jsonl", "trainer.val_freq=3", "optim.lr=1e-3"),
+                *("teachers={*: " + f"{folder}/adds" + "}", "max_response_length=8"),
             )
         ),
         "sft": Run(

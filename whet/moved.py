@@ -25,7 +25,9 @@ class FormerNames:
     """Import hook: finds modules by former names, and modules whose functions or classes have former names."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Returns the spec of a module that moved, or has former names; None for any other module."""
+        """Returns the spec of a module that moved, or has former names; None for any other module.
+
+        Raises: ModuleNotFoundError, with the new name, if that module belongs to a plugin that was deleted."""
         if not name.startswith("whet."):
             return None
         if (new := new_name(name)) == name:
@@ -33,10 +35,7 @@ class FormerNames:
             if spec is not None:
                 spec.loader = WithFormerNames(name, str(spec.origin))
             return spec
-        try:
-            is_there = importlib.util.find_spec(new) is not None
-        except ModuleNotFoundError:  # of a plugin that was deleted
-            return None
+        is_there = importlib.util.find_spec(new) is not None
         return ModuleSpec(name, self, origin=new, is_package=True) if is_there else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
