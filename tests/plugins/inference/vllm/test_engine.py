@@ -41,7 +41,7 @@ from whet.models.encoders.base import Encoders
 from whet.models.load import load_policy
 from whet.plugins.inference.servers import engine as servers_engine
 from whet.plugins.inference.servers.environment import Interpreter, find_environment
-from whet.plugins.inference.servers.process import free_port
+from whet.plugins.inference.servers.process import Server, free_port
 from whet.plugins.inference.servers.weights import in_parts, weights_file
 from whet.plugins.inference.servers.wire_protocol import end_of
 from whet.plugins.inference.vllm import engine as engine_module
@@ -660,6 +660,35 @@ def test_a_lost_server_is_started_again_with_the_newest_weights(start: Start, ad
     with raises(EngineError, key=SERVER, found=re.compile(" -9$")) as error:
         events_of(engine)
     assert not isinstance(error.value, LostReplicaError)  # none is left
+
+
+@pytest.mark.parametrize(("losses", "left"), [(1, 1), (2, 0)])
+def test_a_server_that_ends_while_it_starts_is_started_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch, losses: int, left: int
+) -> None:
+    engine, wait, lost = start(restarts=losses + left), Server.wait, list[int]()
+    generate(engine, [request(fake.QUICK)])
+    engine.server.process.kill()
+    engine.submit(request(fake.QUICK))
+    with pytest.raises(LostReplicaError):
+        events_of(engine)
+
+    def starting(server: Server, seconds: float) -> None:
+        if len(lost) < losses:
+            server.process.kill()
+            lost.append(server.process.pid)
+        wait(server, seconds)
+
+    monkeypatch.setattr(Server, "wait", starting)
+    if not left:
+        with raises(EngineError, key=SERVER, found=re.compile(" -9$")):
+            engine.restart()
+        assert len(set(lost)) == losses
+        return
+    engine.restart()
+    engine.rejoin()
+    [completion] = generate(engine, [request(fake.QUICK)])
+    assert completion.token_ids == (3, 4, 5, 6, 7)
 
 
 def test_closing_ends_the_server_and_its_log(start: Start) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import queue
 import time
@@ -35,6 +36,7 @@ from whet.rollout.protocol import Completion, Event, Failed, Finished, Request, 
 from whet.rollout.requirements import Decoding, RolloutBytes
 from whet.types import Failure, Media
 
+log = logging.getLogger(__name__)
 FIRST_VERSION = 0  # of the weights that the server itself loaded
 TICK_SECONDS = 0.2  # between two checks of the server while `poll` waits for events
 ABORT_SECONDS = 0.2  # after which an abort is repeated: the request may have been on its way
@@ -247,12 +249,20 @@ class ServerEngine(ServerWords):
             self.update(chain(first, parts), version)
 
     def restart(self) -> None:
-        """Starts a new server to replace a lost one.  Raises: EngineError."""
-        self._restarts -= 1
+        """Starts a new server to replace a lost one, and another one if that ends while it starts.
+
+        Raises: EngineError of the last one, when no restart is left."""
         self._live, self._ended, self._is_ready = Ledger(), queue.SimpleQueue(), False
-        self.server.close()
-        self._begin()
-        self.ready()
+        while not self._is_ready:
+            self._restarts -= 1
+            self.server.close()
+            self._begin()
+            try:
+                self.ready()
+            except EngineError as error:
+                if not self._restarts:
+                    raise
+                log.warning("%s; %d restarts are left", error, self._restarts)
 
     def rejoin(self) -> None:
         """Loads the newest weights into the new server.  Raises: EngineError, WeightSyncError."""
