@@ -144,8 +144,8 @@ def write_additions(folder: Path) -> None:
     write("train", train)
     write("held_out", held_out)
     write("examples", [{"prompt": row["prompt"], "response": row["answer"]} for row in train])
-    pair = [(row["prompt"], row["answer"], f"{int(row['answer']) + 1}") for row in train]
-    write("pairs", [{"prompt": prompt, "chosen": right, "rejected": wrong} for prompt, right, wrong in pair])
+    chosen = [(row["prompt"], row["answer"]) for row in train]
+    write("pairs", [{"prompt": prompt, "chosen": one, "rejected": str(int(one) + 1)} for prompt, one in chosen])
     write("calls", [{"prompt": row["prompt"], "response": f"<calc>{row['prompt'][:-1]}</calc>"} for row in train])
 
 

@@ -205,7 +205,7 @@ def runs(task: Task) -> dict[str, Run]:
         "sft": Run(
             (
                 *("sft", "quickstart_sft", f"model.path={folder}/random", f"data.train_files={folder}/examples.jsonl"),
-                *("trainer.total_steps=10", "trainer.logger=[jsonl]", "trainer.save_freq=0", "model.dtype=float32"),
+                *(*short, "trainer.total_steps=10"),
             ),
             is_quick=True,
         ),

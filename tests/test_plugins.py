@@ -191,6 +191,13 @@ def test_a_function_or_class_is_found_under_its_former_name(
     assert not hasattr(import_module(module), "no_name_of_any_version")
 
 
+def test_a_former_name_in_a_deleted_plugin_fails_with_the_name_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FORMER, "whet.once", "whet.plugins.deleted.once")
+    with pytest.raises(ModuleNotFoundError) as raised:
+        import_module("whet.once")
+    assert raised.value.name == "whet.plugins.deleted"
+
+
 @pytest.mark.shipped
 def test_every_name_of_the_first_version_is_found_or_has_ended() -> None:
     """`former_names.txt` has all modules of d55330f7, and all functions and classes as `module:name`."""

@@ -662,11 +662,12 @@ def test_a_lost_server_is_started_again_with_the_newest_weights(start: Start, ad
     assert not isinstance(error.value, LostReplicaError)  # none is left
 
 
-@pytest.mark.parametrize(("losses", "left"), [(1, 1), (2, 0)])
-def test_a_server_that_ends_while_it_starts_is_started_again(
-    start: Start, monkeypatch: pytest.MonkeyPatch, losses: int, left: int
-) -> None:
-    engine, wait, lost = start(restarts=losses + left), Server.wait, list[int]()
+def lost_engine(
+    start: Start, monkeypatch: pytest.MonkeyPatch, losses: int
+) -> tuple[servers_engine.ServerEngine, list[int]]:
+    """An engine with two restarts that lost its server. The next `losses` servers are killed while they start; their
+    processes are in the list."""
+    engine, wait, lost = start(restarts=2), Server.wait, list[int]()
     generate(engine, [request(fake.QUICK)])
     engine.server.process.kill()
     engine.submit(request(fake.QUICK))
@@ -680,15 +681,23 @@ def test_a_server_that_ends_while_it_starts_is_started_again(
         wait(server, seconds)
 
     monkeypatch.setattr(Server, "wait", starting)
-    if not left:
-        with raises(EngineError, key=SERVER, found=re.compile(" -9$")):
-            engine.restart()
-        assert len(set(lost)) == losses
-        return
+    return engine, lost
+
+
+def test_a_server_that_ends_while_it_starts_is_started_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, lost = lost_engine(start, monkeypatch, losses=1)
     engine.restart()
+    assert lost and engine.server.process.pid not in lost
     engine.rejoin()
     [completion] = generate(engine, [request(fake.QUICK)])
     assert completion.token_ids == (3, 4, 5, 6, 7)
+
+
+def test_the_last_server_that_ends_while_it_starts_ends_the_run(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, lost = lost_engine(start, monkeypatch, losses=3)
+    with raises(EngineError, key=SERVER, found=re.compile(" -9$")):
+        engine.restart()
+    assert len(set(lost)) == 2
 
 
 def test_closing_ends_the_server_and_its_log(start: Start) -> None:

@@ -249,7 +249,7 @@ class ServerEngine(ServerWords):
             self.update(chain(first, parts), version)
 
     def restart(self) -> None:
-        """Starts a new server to replace a lost one, and another one if that ends while it starts.
+        """Starts a new server to replace a lost one, and another one if that fails to start.
 
         Raises: EngineError of the last one, when no restart is left."""
         self._live, self._ended, self._is_ready = Ledger(), queue.SimpleQueue(), False
@@ -262,7 +262,7 @@ class ServerEngine(ServerWords):
             except EngineError as error:
                 if not self._restarts:
                     raise
-                log.warning("%s; %d restarts are left", error, self._restarts)
+                log.warning("a server failed to start, %d restarts are left: %s", self._restarts, error)
 
     def rejoin(self) -> None:
         """Loads the newest weights into the new server.  Raises: EngineError, WeightSyncError."""
